@@ -1,0 +1,145 @@
+"""Domain values to JSON and back, by cattrs: unknown keys refused, unions told apart by `kind`, one byte string for
+one value."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from cattrs import transform_error
+from cattrs.errors import BaseValidationError
+from cattrs.preconf.json import JsonConverter, make_converter
+
+from onnx_ops.domain.artifact import canonical_json
+from onnx_ops.errors import StateCorrupt
+
+T = TypeVar("T")
+
+
+def to_json(value: object) -> Any:
+    """The value as plain JSON types."""
+    return _converter().unstructure(value)
+
+
+def dumps(value: object) -> bytes:
+    """Canonical JSON.
+
+    Raises:
+        ValueError: the value holds NaN or an infinity.
+    """
+    return canonical_json(to_json(value))
+
+
+def from_json(value: object, kind: type[T], *, where: str = "") -> T:
+    """The value of type `kind` that plain JSON describes.
+
+    Raises:
+        StateCorrupt: it does not describe one.
+    """
+    try:
+        return _converter().structure(value, kind)
+    except (BaseValidationError, ValueError, TypeError, KeyError) as error:
+        why = "; ".join(transform_error(error))
+        raise StateCorrupt(f"not a {getattr(kind, '__name__', kind)}", where=where, why=why) from error
+
+
+def loads(data: bytes, kind: type[T], *, where: str = "") -> T:
+    """`from_json` of a JSON text.
+
+    Raises:
+        StateCorrupt: it is not JSON, or does not describe such a value.
+    """
+    try:
+        value = _converter().loads(data, Any)
+    except ValueError as error:
+        raise StateCorrupt("not JSON", where=where, why=str(error)) from error
+    return from_json(value, kind, where=where)
+
+
+@functools.cache
+def _converter() -> JsonConverter:
+    converter = make_converter(forbid_extra_keys=True, unstruct_collection_overrides={frozenset: sorted})
+    converter.register_structure_hook_func(_is_json, lambda value, _: value)
+    converter.register_unstructure_hook_func(_is_json, lambda value: value)
+    converter.register_structure_hook_factory(_is_tagged_union, lambda kind: _tagged_hook(kind, converter))
+    converter.register_structure_hook_func(_is_scalar_union, _scalar)
+    converter.register_structure_hook(float, _float)
+    converter.register_structure_hook(int, _int)
+    converter.register_structure_hook(str, _exactly(str))
+    converter.register_structure_hook(bool, _exactly(bool))
+    converter.register_unstructure_hook(Enum, lambda value: value.value)
+    converter.register_structure_hook(Path, lambda value, _: Path(value))
+    converter.register_unstructure_hook(Path, str)
+    return converter
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
+
+
+def _is_json(kind: Any) -> bool:
+    """The recursive type `Json`; resolving its forward references makes it unequal to itself."""
+    return {get_origin(member) for member in _members(kind)} >= {Sequence, Mapping}
+
+
+def _tag(kind: Any) -> str | None:
+    if not is_dataclass(kind) or "kind" not in {f.name for f in fields(kind)}:
+        return None
+    hint = get_type_hints(kind)["kind"]
+    return get_args(hint)[0] if get_origin(hint) is Literal else None
+
+
+def _is_tagged_union(kind: Any) -> bool:
+    members = _members(kind)
+    return len(members) > 1 and all(_tag(member) for member in members)
+
+
+def _tagged_hook(kind: Any, converter: JsonConverter) -> Callable[[Any, Any], Any]:
+    by_tag = {_tag(member): member for member in _members(kind)}
+
+    def structure(value: Any, _: Any) -> Any:
+        tag = value.get("kind") if isinstance(value, dict) else None
+        if tag not in by_tag:
+            raise ValueError(f"kind {tag!r} is none of {sorted(str(t) for t in by_tag)}")
+        return converter.structure(value, by_tag[tag])
+
+    return structure
+
+
+def _is_scalar_union(kind: Any) -> bool:
+    members = _members(kind)
+    return len(members) > 1 and set(members) <= {str, int, float, bool, type(None)}
+
+
+def _scalar(value: Any, kind: Any) -> Any:
+    if type(value) in _members(kind) or (type(value) is int and float in _members(kind)):
+        return value
+    raise TypeError(f"{value!r} is not {kind}")
+
+
+def _float(value: Any, _: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _int(value: Any, _: Any) -> int:
+    if type(value) is str and value.isdecimal():  # the keys of JSON objects are strings
+        return int(value)
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _exactly(kind: type[T]) -> Callable[[Any, Any], T]:
+    def structure(value: Any, _: Any) -> T:
+        if type(value) is not kind:
+            raise TypeError(f"{value!r} is not a {kind.__name__}")
+        return value
+
+    return structure

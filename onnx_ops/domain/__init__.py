@@ -1,0 +1,1 @@
+"""What things are: frozen values with no behaviour beyond their own rules. Imports the standard library only."""

@@ -1,0 +1,107 @@
+"""Artifacts and the digests that name them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NewType
+
+Digest = NewType("Digest", str)
+"""`sha256:` and 64 lower-case hexadecimal digits."""
+
+_PREFIX = "sha256:"
+_BLOCK = 1 << 20
+
+
+def digest_bytes(data: bytes) -> Digest:
+    return Digest(_PREFIX + hashlib.sha256(data).hexdigest())
+
+
+def digest_file(path: Path) -> Digest:
+    """Digest of a file's content, read in blocks so that the file may be larger than memory.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            state.update(block)
+    return Digest(_PREFIX + state.hexdigest())
+
+
+def canonical_json(value: object) -> bytes:
+    """One byte string for one value: keys sorted, no white space, NaN refused.
+
+    Raises:
+        ValueError: the value holds NaN or an infinity.
+        TypeError: the value is not JSON.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8")
+
+
+def digest_json(value: object) -> Digest:
+    return digest_bytes(canonical_json(value))
+
+
+def is_digest(text: str) -> bool:
+    body = text.removeprefix(_PREFIX)
+    return text.startswith(_PREFIX) and len(body) == 64 and all(c in "0123456789abcdef" for c in body)
+
+
+def hex_of(digest: Digest) -> str:
+    """The 64 hexadecimal digits, for file names."""
+    return digest.removeprefix(_PREFIX)
+
+
+def short(digest: Digest) -> str:
+    """Twelve digits, for people."""
+    return hex_of(digest)[:12]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Names and what they hold: the result of a stage, the files of a model, the content of a version."""
+
+    files: Mapping[str, Digest]
+
+    def digest(self) -> Digest:
+        return digest_json(dict(self.files))
+
+    def __getitem__(self, name: str) -> Digest:
+        return self.files[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self.files))
+
+    def subset(self, prefix: str) -> Manifest:
+        """The files below `prefix`, with the prefix taken off."""
+        return Manifest(files={n.removeprefix(prefix): d for n, d in self.files.items() if n.startswith(prefix)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One input or output. A dimension is a number, or the name of a symbolic one (`?` if it has none)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What an ONNX file says about itself. `size_bytes` counts external data too."""
+
+    ir_version: int
+    opsets: Mapping[str, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    nodes: int
+    size_bytes: int

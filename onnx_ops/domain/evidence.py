@@ -1,0 +1,129 @@
+"""Evidence: what was measured about one variant on one target. Facts, no opinions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.target import HardwareFingerprint
+
+EVIDENCE_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityMeasurement:
+    """One output on one group of inputs.
+
+    `error` is max |onnx - src64|; `noise` is max(max |src32 - src64|, 2 eps max |src64|); `ratio` is error / noise.
+    For integer and string outputs `error` is the share of rows that differ although the source is sure of them.
+    `mismatch` names a difference of shape or of the non-finite values, which no tolerance covers.
+    """
+
+    output: str
+    group: str
+    rows: int
+    error: float
+    noise: float
+    ratio: float
+    mismatch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMeasurement:
+    """Largest distance of a quantized weight from its float original, in quantization steps."""
+
+    tensor: str
+    steps: float
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedCounts:
+    """A metric of two models on the same rows.
+
+    `both` rows are right in both, `only_baseline` and `only_candidate` in one, the rest of `n` in neither.
+    `against` is `champion`, `fp32` or, for an absolute value, empty.
+    """
+
+    metric: str
+    against: str
+    n: int
+    both: int
+    only_baseline: int
+    only_candidate: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyComparison:
+    """Paired latency of the variant (B) against another model (A) on one machine, now.
+
+    `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i; `self_log_ratios` the same
+    for A against itself, the measure of the host's noise.
+    """
+
+    against: str
+    baseline: Digest
+    log_ratios: tuple[tuple[float, ...], ...]
+    self_log_ratios: tuple[tuple[float, ...], ...]
+    runs: int
+    preempted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySamples:
+    """Single runs of the variant in nanoseconds; raw values stand beside the evidence.
+
+    Quantiles are of the runs that were not preempted; `preempted` counts the others. `sorted_ns` keeps those runs
+    in order, so that a gate can count exceedances of any limit.
+    """
+
+    batch: int
+    runs: int
+    preempted: int
+    quantiles_ns: Mapping[str, float]
+    sorted_ns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeFacts:
+    """What really ran: the providers asked for and used, and how many nodes each one took."""
+
+    runtime: str
+    version: str
+    asked: tuple[str, ...]
+    used: tuple[str, ...]
+    nodes: Mapping[str, int]
+    build: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything measured about one variant on one target.
+
+    `failure` says why a measurement is missing; it blames the environment, never the model. `raw` is the digest of
+    the samples (`.npz`).
+    """
+
+    schema: int = EVIDENCE_SCHEMA
+    pipeline: str
+    variant: str
+    target: str
+    quantized: bool
+    release: Digest
+    manifest: Digest
+    target_digest: Digest
+    dedicated: bool
+    size_bytes: int
+    hardware: HardwareFingerprint
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    runtime: RuntimeFacts | None = None
+    baseline: str = ""
+    parity: tuple[ParityMeasurement, ...] = ()
+    export_parity: tuple[ParityMeasurement, ...] = ()
+    weights: tuple[WeightMeasurement, ...] = ()
+    metrics: tuple[PairedCounts, ...] = ()
+    comparisons: tuple[LatencyComparison, ...] = ()
+    latency: LatencySamples | None = None
+    raw: Digest | None = None
+    failure: str = ""

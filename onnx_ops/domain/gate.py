@@ -1,0 +1,172 @@
+"""Gates, verdicts and decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Literal, NoReturn
+
+from annotated_types import Ge, Le, doc
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.quantities import Bytes, Fraction, Seconds
+
+
+class Verdict(Enum):
+    """PASS < INCONCLUSIVE < ERROR < FAIL; verdicts combine by taking the worst."""
+
+    PASS = "pass"
+    INCONCLUSIVE = "inconclusive"
+    ERROR = "error"
+    FAIL = "fail"
+
+    @property
+    def rank(self) -> int:
+        return _RANKS[self]
+
+    def __lt__(self, other: Verdict) -> bool:
+        return self.rank < other.rank
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("a verdict has four values; compare it with Verdict.PASS")
+
+    @property
+    def exit_code(self) -> int:
+        return _EXIT_CODES[self]
+
+
+_RANKS = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.ERROR: 2, Verdict.FAIL: 3}
+_EXIT_CODES = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 3, Verdict.ERROR: 4, Verdict.FAIL: 1}
+
+
+def combine(verdicts: Iterable[Verdict]) -> Verdict:
+    """The worst of them; INCONCLUSIVE if there are none, since silence is not success."""
+    return max(verdicts, key=lambda v: v.rank, default=Verdict.INCONCLUSIVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityGate:
+    """Same function: float variants against the float64 noise floor, quantized ones by structural invariants."""
+
+    kind: Literal["parity"] = "parity"
+    noise_factor: Annotated[
+        float, Ge(1), Le(1000), doc("Allowed error as a multiple of the source's own float32 noise.")
+    ] = 10.0
+    weight_steps: Annotated[
+        float, Ge(0.5), Le(2), doc("Largest error of a quantized weight, in quantization steps.")
+    ] = 0.51
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricGate:
+    """A task metric, against the baseline on the same rows (`max_drop`) or absolute (`min`)."""
+
+    kind: Literal["metric"] = "metric"
+    name: Annotated[Literal["accuracy"], doc("The metric.")] = "accuracy"
+    max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = None
+    min: Annotated[Fraction | None, doc("Smallest tolerated value.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyGate:
+    """Latency against the baseline, measured now and side by side; or absolute quantiles."""
+
+    kind: Literal["latency"] = "latency"
+    max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down against the baseline.")] = None
+    p50: Annotated[Seconds | None, doc("Median; enforced on dedicated targets, advisory elsewhere.")] = None
+    p99: Annotated[Seconds | None, doc("99th percentile; enforced on dedicated targets, advisory elsewhere.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeGate:
+    """Size of the model on disk, external data included."""
+
+    kind: Literal["size"] = "size"
+    max: Annotated[Bytes, doc("Largest tolerated size.")]
+
+
+Gate = ParityGate | MetricGate | LatencyGate | SizeGate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """One line of the gate table.
+
+    `estimate`, `low` and `high` are in `unit`; `n` counts what they rest on. An advisory result is shown
+    and never enters a verdict.
+    """
+
+    gate: str
+    metric: str
+    limit: str
+    verdict: Verdict
+    reason: str
+    estimate: float | None = None
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    n: int = 0
+    advisory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The verdicts of one variant on one target together.
+
+    `faster_than_export` says whether a paired comparison shows, with confidence, that the variant beats the
+    float export on this target; None for the export itself or where it was not measured.
+    """
+
+    variant: str
+    target: str
+    results: tuple[GateResult, ...]
+    faster_than_export: bool | None = None
+    latency_ratio: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        return combine(r.verdict for r in self.results if not r.advisory)
+
+    @property
+    def reason(self) -> str:
+        """The reason of the worst result, in one line."""
+        binding = [r for r in self.results if not r.advisory]
+        if not binding:
+            return "no gate applied: nothing was judged"
+        worst = max(binding, key=lambda r: r.verdict.rank)
+        if worst.verdict is Verdict.PASS:
+            return "all gates passed"
+        return f"{worst.gate}: {worst.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """What is signed: one decision bound to the content it was made about.
+
+    `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
+    highest valid one counts.
+    """
+
+    schema: int = 1
+    model: str
+    release: Digest
+    variant: str
+    target: str
+    manifest: Digest
+    target_digest: Digest
+    gates_digest: Digest
+    evidence: Digest
+    verdict: Verdict
+    verdicts: Mapping[str, Verdict]
+    decided_at: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedDecision:
+    """`signature` is base64 over the canonical JSON of `record`; `key` is the digest of the public key."""
+
+    record: DecisionRecord
+    key: Digest
+    signature: str

@@ -1,0 +1,178 @@
+"""The ledger's entries and the fold that turns them into the state of an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, assert_never
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.rollout import Action, Roles, RolloutPolicy, Word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """The endpoint is bound to a model, a target and a provider (again)."""
+
+    kind: Literal["configured"] = "configured"
+    config: EndpointConfig
+    policy: RolloutPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """Somebody is about to do this. While it is open and young it is the lease of the endpoint."""
+
+    kind: Literal["intent"] = "intent"
+    action: Action
+    holder: str
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of the intent in entry `of`."""
+
+    kind: Literal["outcome"] = "outcome"
+    of: int
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """An operator's word about a rollout that waits."""
+
+    kind: Literal["word"] = "word"
+    word: Word
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirrored:
+    """The registry's aliases were made to say what the ledger says."""
+
+    kind: Literal["mirrored"] = "mirrored"
+    aliases: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedVersion:
+    """An alias asked for a version that may not serve; the alias was put back."""
+
+    kind: Literal["refused"] = "refused"
+    alias: str
+    version: str
+    reason: str
+    restored_to: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """A person decided, with a reason, that this release may serve whatever its gates or history say."""
+
+    kind: Literal["override"] = "override"
+    release: Digest
+    version: str
+    reason: str
+
+
+Body = Configured | Intent | Outcome | Spoken | Mirrored | RefusedVersion | Override
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEntry:
+    """One line of the log. `sequence` counts from 1 without gaps; `at` is seconds since the epoch."""
+
+    schema: int = 1
+    endpoint: str
+    sequence: int
+    at: float
+    actor: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseState:
+    """The fold of an endpoint's entries.
+
+    `generation` orders effects: the sequence of the last intent. `pending_aliases` are registry writes that are
+    still owed. `rejected` are releases that may not come back by themselves, with the reason.
+    `known` holds every deployment that ever took traffic, by version.
+    """
+
+    endpoint: str
+    head: int = 0
+    config: EndpointConfig | None = None
+    policy: RolloutPolicy = field(default_factory=RolloutPolicy)
+    roles: Roles = field(default_factory=Roles)
+    open_intent: LedgerEntry | None = None
+    generation: int = 0
+    word: Word | None = None
+    pending_aliases: Mapping[str, str | None] = field(default_factory=dict)
+    aliases: Mapping[str, str | None] = field(default_factory=dict)
+    rejected: Mapping[Digest, str] = field(default_factory=dict)
+    overridden: frozenset[Digest] = frozenset()
+    known: Mapping[str, Deployment] = field(default_factory=dict)
+
+
+def fold(endpoint: str, entries: Iterable[LedgerEntry]) -> ReleaseState:
+    """The state that the entries imply. The same entries always give the same state.
+
+    Raises:
+        ValueError: the entries are not in sequence or belong to another endpoint.
+    """
+    state = ReleaseState(endpoint=endpoint)
+    for entry in entries:
+        if entry.endpoint != endpoint or entry.sequence != state.head + 1:
+            raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {endpoint}")
+        state = replace(_apply(state, entry), head=entry.sequence)
+    return state
+
+
+def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
+    body = entry.body
+    match body:
+        case Configured():
+            return replace(state, config=body.config, policy=body.policy)
+        case Intent():
+            return replace(state, open_intent=entry, generation=entry.sequence)
+        case Outcome():
+            return _close(state, body)
+        case Spoken():
+            return replace(state, word=body.word)
+        case Mirrored():
+            owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
+            return replace(state, pending_aliases=owed, aliases={**state.aliases, **body.aliases})
+        case RefusedVersion():
+            return state
+        case Override():
+            rejected = {release: why for release, why in state.rejected.items() if release != body.release}
+            return replace(state, rejected=rejected, overridden=state.overridden | {body.release})
+        case _:
+            assert_never(body)
+
+
+def _close(state: ReleaseState, outcome: Outcome) -> ReleaseState:
+    """An outcome counts only for the intent that is open; one that was overtaken changes nothing."""
+    opened = state.open_intent
+    if opened is None or opened.sequence != outcome.of:
+        return state
+    assert isinstance(opened.body, Intent)
+    if not outcome.ok:
+        return replace(state, open_intent=None)
+    action = opened.body.action
+    known = dict(state.known)
+    for deployment in action.state.deployments:
+        known[deployment.version] = deployment
+    return replace(
+        state,
+        open_intent=None,
+        roles=action.roles,
+        word=None,
+        pending_aliases={**state.pending_aliases, **action.aliases},
+        rejected={**state.rejected, **dict.fromkeys(action.reject, action.why)},
+        overridden=state.overridden - set(action.reject),
+        known=known,
+    )

@@ -1,0 +1,226 @@
+"""A pipeline, its sections, and the plan that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
+
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.gate import Gate, ParityGate
+from onnx_ops.domain.quantities import Fraction, Json, Seconds
+from onnx_ops.domain.rollout import RolloutPolicy
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9-]*"
+"""Names of pipelines, variants, targets and endpoints."""
+
+EXPORT = "fp32"
+"""Name of the variant that the export stage makes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempts:
+    """What every stage takes."""
+
+    retries: Annotated[int, Ge(0), Le(10), doc("Further attempts after a failure of the environment.")] = 0
+    timeout: Annotated[Seconds | None, doc("Longest run of one attempt; the stage's process is then killed.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileData:
+    """Arrays from a `.npz` file."""
+
+    file: Annotated[str, doc("Path of a .npz file, relative to the project's root.")]
+    inputs: Annotated[Mapping[str, str], MinLen(1), doc("ONNX input name -> array name.")]
+    label: Annotated[str | None, doc("Name of the array that holds the labels.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SklearnData:
+    """A data set that scikit-learn brings with it."""
+
+    sklearn: Annotated[Literal["digits", "iris", "wine", "breast_cancer", "diabetes"], doc("Name of the data set.")]
+    split: Annotated[Literal["train", "test", "all"], doc("Which side of the split; stratified for classes.")] = "all"
+    test_size: Annotated[float, Gt(0), Lt(1), doc("Share of rows on the test side."), Fraction.__metadata__[0]] = 0.5
+    seed: Annotated[int, Ge(0), doc("Seed of the split.")] = 0
+    inputs: Annotated[Mapping[str, str], doc("ONNX input name -> array name (data, or images).")] = field(
+        default_factory=lambda: {"x": "data"}
+    )
+    label: Annotated[str | None, doc("Name of the label array.")] = "target"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginData:
+    """Arrays from an installed data source (entry point `onnx_ops.data`)."""
+
+    use: Annotated[str, doc("Name of the data source plugin.")]
+    with_: Annotated[Mapping[str, Json], doc("Its own settings.")] = field(default_factory=dict)
+    inputs: Annotated[Mapping[str, str], MinLen(1), doc("ONNX input name -> array name.")]
+    label: Annotated[str | None, doc("Name of the label array.")] = None
+
+
+DataSection = FileData | SklearnData | PluginData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(Attempts):
+    run: Annotated[str, doc("Training function, `package.module:function`.")]
+    with_: Annotated[Mapping[str, Json], doc("Its parameters, recorded with the version.")] = field(
+        default_factory=dict
+    )
+    depends: Annotated[tuple[str, ...], doc("Further files whose content the training depends on.")] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export(Attempts):
+    framework: Annotated[str, doc("Exporter plugin: sklearn, torch, onnx (bring your own).")]
+    opset: Annotated[int, Ge(7), Le(28), doc("Opset of the default domain.")] = 18
+    ir_version: Annotated[int, Ge(3), Le(14), doc("IR version of the file.")] = 10
+    dynamic: Annotated[
+        Mapping[str, Mapping[int, str]], doc("Symbolic dimensions: input -> {axis: name}; axis 0 is `batch`.")
+    ] = field(default_factory=dict)
+    options: Annotated[Mapping[str, Json], doc("Options of this exporter.")] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    data: Annotated[str, doc("Which set of `data:`.")] = "test"
+    limit: Annotated[int, Ge(1), doc("At most so many rows.")] = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validate(Attempts):
+    samples: Samples = field(default_factory=Samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrate:
+    data: Annotated[str, doc("Which set of `data:`; never the one that is scored.")] = "train"
+    samples: Annotated[int, Ge(1), doc("Rows used to find the ranges of activations.")] = 256
+    method: Annotated[Literal["minmax", "entropy", "percentile"], doc("How a range is read off the rows.")] = "minmax"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(Attempts):
+    name: Annotated[str, doc("Name of the variant.")]
+    method: Annotated[str, doc("Optimizer plugin: dynamic, static.")]
+    calibrate: Annotated[Calibrate | None, doc("Calibration data; static quantization needs it.")] = None
+    per_channel: Annotated[bool, doc("One scale per output channel of a weight.")] = True
+    exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()
+    options: Annotated[Mapping[str, Json], doc("Options of this optimizer.")] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark(Attempts):
+    targets: Annotated[tuple[str, ...], MinLen(1), doc("Names of files in configs/targets/.")]
+    batch: Annotated[int, Ge(1), Le(4096), doc("Rows in one timed request.")] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register(Attempts):
+    model: Annotated[str, doc("Registered model that receives one version per variant.")]
+    promote: Annotated[
+        Literal["manual", "auto"], doc("auto: a release that passed becomes challenger; manual: a person decides.")
+    ] = "manual"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deploy(Attempts):
+    endpoint: Annotated[str, doc("Name that clients call; unique in a project.")]
+    provider: Annotated[str, doc("Endpoint plugin: local.")] = "local"
+    target: Annotated[str, doc("Serves champion-<target>; must be benchmarked.")]
+    rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
+    settings: Annotated[Mapping[str, str | int | float | bool], doc("Settings of the provider, such as `port`.")] = (
+        field(default_factory=dict)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """One YAML file."""
+
+    schema: Annotated[int, Ge(1), doc("Version of this file format.")] = 1
+    pipeline: Annotated[str, doc("Name of the pipeline: lower-case letters, digits, dashes.")]
+    description: str = ""
+    data: Annotated[Mapping[str, DataSection], doc("Named data sets.")] = field(default_factory=dict)
+    train: Annotated[Train | None, doc("How the model is trained; else give `model`.")] = None
+    model: Annotated[str | None, doc("A trained model to bring: a path.")] = None
+    export: Export
+    validate: Validate = field(default_factory=Validate)
+    quantize: tuple[Quantize, ...] = ()
+    benchmark: Benchmark
+    gates: Annotated[tuple[Gate, ...], MinLen(1)] = (ParityGate(),)
+    register: Annotated[Register | None, doc("Where versions go; without it the pipeline ends at the gates.")] = None
+    deploy: tuple[Deploy, ...] = ()
+
+    def variants(self) -> tuple[str, ...]:
+        return (EXPORT, *(entry.name for entry in self.quantize))
+
+
+class StageKind(StrEnum):
+    DATA = "data"
+    TRAIN = "train"
+    EXPORT = "export"
+    VALIDATE = "validate"
+    QUANTIZE = "quantize"
+    BENCHMARK = "benchmark"
+    GATE = "gate"
+    REGISTER = "register"
+    PROMOTE = "promote"
+    DEPLOY = "deploy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One step of a plan, applied to one variant and target where it fans out.
+
+    `settings` is everything in the pipeline that shapes the result; `tools` the versions that do.
+    `needs` names the stages whose manifests are its inputs. `own_process` asks for a process of its own.
+    """
+
+    id: str
+    kind: StageKind
+    settings: Mapping[str, Json]
+    needs: tuple[str, ...] = ()
+    tools: Mapping[str, str] = field(default_factory=dict)
+    variant: str | None = None
+    target: str | None = None
+    retries: int = 0
+    timeout: float | None = None
+    own_process: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Stages in an order in which every stage comes after those it needs."""
+
+    pipeline: str
+    stages: tuple[Stage, ...]
+
+    def __getitem__(self, stage_id: str) -> Stage:
+        for stage in self.stages:
+            if stage.id == stage_id:
+                return stage
+        raise KeyError(stage_id)
+
+
+class StageStatus(StrEnum):
+    CACHED = "cached"
+    DONE = "done"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutcome:
+    """What became of one stage in one run. `reason` says why it failed or was skipped."""
+
+    stage: str
+    status: StageStatus
+    key: Digest | None = None
+    manifest: Manifest | None = None
+    seconds: float = 0.0
+    reason: str = ""

@@ -1,0 +1,19 @@
+"""Quantities with units. The unit stands in the type, so that the loader, the schema and the reader agree on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, TypeAlias
+
+from annotated_types import Ge, Gt, Unit
+
+Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+
+Seconds = Annotated[float, Unit("s"), Gt(0)]
+"""Written with a unit in YAML: `5 ms`, `30 s`, `24h`."""
+
+Fraction = Annotated[float, Unit("1"), Ge(0)]
+"""Written as a percentage in YAML: `5%`; stored as 0.05."""
+
+Bytes = Annotated[int, Unit("B"), Gt(0)]
+"""Written with a unit in YAML: `2 MB` (10^6), `2 MiB` (2^20)."""

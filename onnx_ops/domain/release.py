@@ -1,0 +1,84 @@
+"""What a registry receives and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Where a release comes from. `data` maps a data set's name to its digest."""
+
+    pipeline: str
+    release: Digest
+    git_sha: str = ""
+    data: Mapping[str, Digest] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantRecord:
+    """One variant on its way into the registry.
+
+    `files` are the model's files by name (the first level of the version's folder), `manifest` their digests.
+    `evidence` are further documents by artifact path. `metrics` are plain figures for the registry's tables.
+    `decisions` by target; unsigned decisions are for people, signed ones are what promotes.
+    """
+
+    variant: str
+    files: Mapping[str, Path]
+    manifest: Manifest
+    evidence: Mapping[str, Path]
+    metrics: Mapping[str, float]
+    decisions: Mapping[str, Decision]
+    signed: Mapping[str, SignedDecision]
+    description: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """One pipeline run's set of versions."""
+
+    model: str
+    lineage: Lineage
+    variants: tuple[VariantRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """One registered version, read back."""
+
+    model: str
+    version: str
+    release: Digest
+    variant: str
+    manifest: Digest
+    decisions: Mapping[str, SignedDecision]
+    tags: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The variant that a release serves on one target, or why there is none."""
+
+    target: str
+    variant: str | None
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """What the register stage did: version by variant, and the choice of each target."""
+
+    model: str
+    release: Digest
+    versions: Mapping[str, str]
+    choices: tuple[Choice, ...]
+    where: str

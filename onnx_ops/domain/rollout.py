@@ -1,0 +1,258 @@
+"""How traffic moves from champion to challenger: the policy, the roles, and the one pure function that decides.
+
+`next_action` sees what is wanted, what the ledger says, and what the clock says, and answers with the one thing to
+do next. It knows nothing of providers, registries or processes; drivers apply its answer and write it down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import MinLen, doc
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.quantities import Fraction, Seconds
+
+DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPolicy:
+    """Traffic shares of the challenger, in order; the last is 100 %. Each step but the last waits for a word."""
+
+    steps: Annotated[tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the challenger, ending at 100%.")] = (1.0,)
+    keep_previous: Annotated[Seconds, doc("How long the previous version stays loaded after the last step.")] = DAY
+
+
+class ActionKind(StrEnum):
+    FIRST = "first-deployment"
+    START = "start"
+    ADVANCE = "advance"
+    FINISH = "finish"
+    ABORT = "abort"
+    ROLLBACK = "rollback"
+    RETIRE = "retire-previous"
+    RESTORE = "restore"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Who is who behind one endpoint. `step` is the index of the candidate's step in the policy."""
+
+    stable: Deployment | None = None
+    previous: Deployment | None = None
+    candidate: Deployment | None = None
+    step: int = 0
+    finished_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One effect on an endpoint: the state to apply, and the roles once it has been applied.
+
+    `aliases` are the registry writes that follow (None deletes the alias); `reject` are releases that must not
+    come back by themselves.
+    """
+
+    kind: ActionKind
+    state: EndpointState
+    roles: Roles
+    why: str
+    aliases: Mapping[str, str | None] = field(default_factory=dict)
+    reject: tuple[Digest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Nothing to do now, and why."""
+
+    why: str
+    settled: bool
+
+
+class Word(StrEnum):
+    """What an operator may say about a rollout that waits."""
+
+    ADVANCE = "advance"
+    ABORT = "abort"
+    PAUSE = "pause"
+
+
+def alias(role: str, target: str) -> str:
+    return f"{role}-{target}"
+
+
+def split_state(
+    stable: Deployment | None, candidate: Deployment | None, percent: int, *extra: Deployment
+) -> EndpointState:
+    """The state in which `candidate` receives `percent` of the traffic and `stable` the rest.
+
+    Raises:
+        ValueError: the only deployment present would not receive all traffic.
+    """
+    weights: dict[str, int] = {}
+    deployments: dict[str, Deployment] = {}
+    for deployment, weight in ((candidate, percent), (stable, 100 - percent)):
+        if deployment is not None:
+            deployments[deployment.name] = deployment
+            weights[deployment.name] = weights.get(deployment.name, 0) + weight
+    for deployment in extra:
+        deployments.setdefault(deployment.name, deployment)
+        weights.setdefault(deployment.name, 0)
+    return EndpointState(deployments=tuple(deployments.values()), split=TrafficSplit(weights=weights))
+
+
+def next_action(
+    *,
+    wanted: Deployment | None,
+    actual: EndpointState | None,
+    roles: Roles,
+    policy: RolloutPolicy,
+    target: str,
+    word: Word | None,
+    now: float,
+) -> Action | Wait:
+    """The one thing to do next.
+
+    Args:
+        wanted: what the registry asks for, already verified; None if it asks for nothing.
+        actual: what the provider observed; None if the endpoint does not exist or does not answer.
+        roles: the fold of the ledger.
+        policy: the steps of the rollout.
+        target: names the aliases.
+        word: the operator's last word that has not been acted upon.
+        now: seconds since the epoch.
+    """
+    candidate, stable = roles.candidate, roles.stable
+    if stable is None:
+        return _first(wanted, target, now)
+    if candidate is not None and (word is Word.ABORT or _withdrawn(wanted, candidate, stable)):
+        why = "aborted by an operator" if word is Word.ABORT else "no longer wanted by the registry"
+        return abort(roles, target, why=why, reject=word is Word.ABORT)
+    believed = _believed(roles, policy)
+    if actual is None or not actual.same_as(believed):
+        return Action(kind=ActionKind.RESTORE, state=believed, roles=roles, why="the endpoint is not what it should be")
+    if word is Word.PAUSE:
+        return Wait(why="paused by an operator", settled=candidate is None)
+    if candidate is not None:
+        return _continue(roles, candidate, policy, target, word, now)
+    if wanted is not None and wanted.manifest != stable.manifest:
+        return _start(roles, stable, wanted, policy, target, now)
+    if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
+        return Action(
+            kind=ActionKind.RETIRE,
+            state=split_state(stable, None, 0),
+            roles=replace(roles, finished_at=0.0),
+            why="the previous version was kept for as long as the policy says",
+        )
+    return Wait(why=f"{stable.name} serves all traffic", settled=True)
+
+
+def abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
+    """Take the candidate out; the stable version gets all traffic back.
+
+    Raises:
+        ValueError: there is no rollout to abort.
+    """
+    if roles.candidate is None or roles.stable is None:
+        raise ValueError("no rollout is in progress")
+    return Action(
+        kind=ActionKind.ABORT,
+        state=split_state(roles.stable, None, 0),
+        roles=replace(roles, candidate=None, step=0),
+        why=why,
+        aliases={alias("challenger", target): None} if reject else {},
+        reject=(roles.candidate.release,) if reject else (),
+    )
+
+
+def rollback(roles: Roles, to: Deployment, target: str, *, why: str, now: float) -> Action:
+    """All traffic to `to`; what took traffic until now stays loaded at weight 0 and is rejected."""
+    left = [d for d in (roles.candidate, roles.stable) if d is not None and d.manifest != to.manifest]
+    came_from = left[0] if left else None
+    return Action(
+        kind=ActionKind.ROLLBACK,
+        state=split_state(to, None, 0, *left[:1]),
+        roles=Roles(stable=to, previous=came_from, candidate=None, finished_at=now if came_from else 0.0),
+        why=why,
+        aliases={alias("champion", target): to.version, alias("challenger", target): None},
+        reject=tuple(dict.fromkeys(d.release for d in left if d.release != to.release)),
+    )
+
+
+def _first(wanted: Deployment | None, target: str, now: float) -> Action | Wait:
+    if wanted is None:
+        return Wait(why=f"no approved version: set alias challenger-{target} on one", settled=True)
+    return Action(
+        kind=ActionKind.FIRST,
+        state=split_state(None, wanted, 100),
+        roles=Roles(stable=wanted),
+        why="first deployment goes straight to 100 %",
+        aliases={alias("champion", target): wanted.version, alias("challenger", target): None},
+    )
+
+
+def _withdrawn(wanted: Deployment | None, candidate: Deployment, stable: Deployment) -> bool:
+    return wanted is None or wanted.manifest not in (candidate.manifest, stable.manifest)
+
+
+def _believed(roles: Roles, policy: RolloutPolicy) -> EndpointState:
+    """The state that the roles imply; what must be true if nobody interfered."""
+    kept = [d for d in (roles.previous,) if d is not None and roles.finished_at]
+    percent = _percent(policy, roles.step) if roles.candidate is not None else 0
+    return split_state(roles.stable, roles.candidate, percent, *kept)
+
+
+def _percent(policy: RolloutPolicy, step: int) -> int:
+    return round(policy.steps[min(step, len(policy.steps) - 1)] * 100)
+
+
+def _start(
+    roles: Roles, stable: Deployment, wanted: Deployment, policy: RolloutPolicy, target: str, now: float
+) -> Action:
+    if len(policy.steps) == 1:
+        return _finish(stable, wanted, target, now, why="all at once")
+    percent = _percent(policy, 0)
+    return Action(
+        kind=ActionKind.START,
+        state=split_state(stable, wanted, percent),
+        roles=replace(roles, previous=None, candidate=wanted, step=0, finished_at=0.0),
+        why=f"step 1 of {len(policy.steps)}: {percent} % to {wanted.name}",
+    )
+
+
+def _continue(
+    roles: Roles, candidate: Deployment, policy: RolloutPolicy, target: str, word: Word | None, now: float
+) -> Action | Wait:
+    assert roles.stable is not None
+    percent = _percent(policy, roles.step)
+    if word is not Word.ADVANCE:
+        return Wait(why=f"{candidate.name} holds {percent} % and waits for an operator's word", settled=False)
+    step = roles.step + 1
+    if step >= len(policy.steps) - 1:
+        return _finish(roles.stable, candidate, target, now, why=f"step {len(policy.steps)} of {len(policy.steps)}")
+    percent = _percent(policy, step)
+    return Action(
+        kind=ActionKind.ADVANCE,
+        state=split_state(roles.stable, candidate, percent),
+        roles=replace(roles, step=step),
+        why=f"step {step + 1} of {len(policy.steps)}: {percent} % to {candidate.name}",
+    )
+
+
+def _finish(stable: Deployment, candidate: Deployment, target: str, now: float, *, why: str) -> Action:
+    return Action(
+        kind=ActionKind.FINISH,
+        state=split_state(candidate, None, 0, stable),
+        roles=Roles(stable=candidate, previous=stable, finished_at=now),
+        why=f"{why}: 100 % to {candidate.name}",
+        aliases={
+            alias("champion", target): candidate.version,
+            alias("previous", target): stable.version,
+            alias("challenger", target): None,
+        },
+    )

@@ -1,0 +1,144 @@
+"""Every error that onnx-ops raises on purpose.
+
+    OnnxOpsError                     what / where / why / remedy, and an exit code
+    ├── UserError (2)                the user's input is wrong
+    │   ├── SpecError                a pipeline or target file has problems, each with its position
+    │   ├── NotFound                 a name that leads nowhere: a file, a function, a version, an endpoint
+    │   └── MissingPackage           an optional package that this pipeline needs is not installed
+    ├── EnvironmentFailure (4)       the machine or a service failed, not the model
+    │   ├── ServiceUnavailable       a server that should answer does not
+    │   ├── StageFailure             a stage crashed, was killed or ran past its time-out
+    │   ├── MeasurementFailure       something could not be measured (missing provider, noisy host)
+    │   └── StateCorrupt             a record on disk does not match its digest
+    ├── Refused (5)                  policy, permission or signature said no
+    │   ├── SignatureInvalid         a decision that nobody trusted has signed
+    │   └── DigestMismatch           content that is not what was recorded
+    └── Conflict (4)                 somebody else acted first; try again
+
+Exit codes are those of the command line (0 done, 1 a gate failed, 2, 3 inconclusive, 4, 5, 130).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class OnnxOpsError(Exception):
+    """An error with the four things a person needs to act on it.
+
+    Args:
+        what: what went wrong, one sentence.
+        where: the file, version, endpoint or stage it happened in.
+        why: the cause, as far as it is known.
+        remedy: what to do next.
+    """
+
+    exit_code: ClassVar[int] = 4
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", remedy: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        if self.why:
+            text += f" ({self.why})"
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+    def as_document(self) -> dict[str, object]:
+        """The same content for `--json`."""
+        return {
+            "error": type(self).__name__,
+            "what": self.what,
+            "where": self.where,
+            "why": self.why,
+            "remedy": self.remedy,
+            "exit_code": self.exit_code,
+        }
+
+
+class UserError(OnnxOpsError):
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Problem:
+    """One problem of one file. `line` and `column` count from 1; 0 means the position is not known."""
+
+    file: str
+    line: int
+    column: int
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}:{self.column}: " if self.line else f"{self.file}: "
+        return f"{place}{self.path}: {self.message}" if self.path else f"{place}{self.message}"
+
+
+class SpecError(UserError):
+    """All problems of a file at once."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        self.problems = tuple(sorted(problems))
+        count = len(self.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''}", where=self.problems[0].file if count else "")
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+    def as_document(self) -> dict[str, object]:
+        document = super().as_document()
+        document["problems"] = [
+            {"file": p.file, "line": p.line, "column": p.column, "path": p.path, "message": p.message}
+            for p in self.problems
+        ]
+        return document
+
+
+class NotFound(UserError):
+    pass
+
+
+class MissingPackage(UserError):
+    pass
+
+
+class EnvironmentFailure(OnnxOpsError):
+    exit_code = 4
+
+
+class ServiceUnavailable(EnvironmentFailure):
+    pass
+
+
+class StageFailure(EnvironmentFailure):
+    pass
+
+
+class MeasurementFailure(EnvironmentFailure):
+    pass
+
+
+class StateCorrupt(EnvironmentFailure):
+    pass
+
+
+class Conflict(OnnxOpsError):
+    exit_code = 4
+
+
+class Refused(OnnxOpsError):
+    exit_code = 5
+
+
+class SignatureInvalid(Refused):
+    pass
+
+
+class DigestMismatch(Refused):
+    pass

@@ -1,0 +1,59 @@
+"""Plugins by name: entry points, and what to install when one is missing."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from onnx_ops.errors import MissingPackage, NotFound
+
+GROUPS = ("exporters", "optimizers", "runtimes", "data", "endpoints")
+"""Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """Names of the installed plugins of a kind."""
+    return tuple(sorted({point.name for point in entry_points(group=f"onnx_ops.{kind}")}))
+
+
+def load(kind: str, name: str) -> Any:
+    """A new instance of the plugin.
+
+    Raises:
+        NotFound: no installed distribution offers it.
+        MissingPackage: it is there, but a package that it needs is not.
+    """
+    point = find(kind, name)
+    try:
+        return point.load()()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise MissingPackage(
+            f"package {package} is not installed",
+            where=f"{kind} plugin {name}",
+            remedy=_install_hint(point, package),
+        ) from error
+
+
+def find(kind: str, name: str) -> EntryPoint:
+    """The entry point itself, without importing it.
+
+    Raises:
+        NotFound: no installed distribution offers it.
+    """
+    for point in entry_points(group=f"onnx_ops.{kind}"):
+        if point.name == name:
+            return point
+    known = names(kind)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"installed: {', '.join(known)}"
+    raise NotFound(f"no {kind} plugin is called {name!r}", remedy=hint)
+
+
+def _install_hint(point: EntryPoint, package: str) -> str:
+    distribution = point.dist.name if point.dist else ""
+    extras = {"sklearn": "sklearn", "skl2onnx": "sklearn", "torch": "torch", "onnxscript": "torch", "uvicorn": "serve"}
+    if distribution == "onnx-ops" and package in extras:
+        return f"Install it with: pip install 'onnx-ops[{extras[package]}]'"
+    return f"Install it with: pip install {package}"

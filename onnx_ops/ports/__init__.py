@@ -1,0 +1,46 @@
+"""What the core asks of the outside world, as protocols. Adapters fulfil them; `onnx_ops.testing` proves it."""
+
+from __future__ import annotations
+
+from onnx_ops.ports.models import (
+    Dataset,
+    DataSource,
+    Exporter,
+    ExportRequest,
+    Optimizer,
+    OptimizeRequest,
+    PairSamples,
+    PairSchedule,
+    RunSamples,
+    Runtime,
+    Tensors,
+)
+from onnx_ops.ports.release import EndpointProvider, Ledger, ModelFiles, Registry
+from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
+from onnx_ops.ports.store import Signer, Store, Verifier
+
+__all__ = [
+    "Clock",
+    "DataSource",
+    "Dataset",
+    "EndpointProvider",
+    "Executor",
+    "ExportRequest",
+    "Exporter",
+    "Host",
+    "Ledger",
+    "ModelFiles",
+    "Observer",
+    "OptimizeRequest",
+    "Optimizer",
+    "PairSamples",
+    "PairSchedule",
+    "Registry",
+    "RunSamples",
+    "Runtime",
+    "Signer",
+    "Store",
+    "Tensors",
+    "Verifier",
+    "Work",
+]

@@ -1,0 +1,195 @@
+"""Ports of the rooms that touch models and data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.pipeline import DataSection, Export, Quantize
+from onnx_ops.domain.target import HardwareFingerprint, Target
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.generic]
+else:
+    Array = Any
+
+Tensors = Mapping[str, Array]
+"""Named arrays; for model inputs and outputs the names are the ONNX ones and axis 0 is the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Named arrays of equal length along axis 0: model inputs by ONNX name, and labels if there are any."""
+
+    inputs: Tensors
+    label: Array | None = None
+
+    def __len__(self) -> int:
+        return int(next(iter(self.inputs.values())).shape[0])
+
+    def head(self, rows: int) -> Dataset:
+        """The first `rows` rows."""
+        label = None if self.label is None else self.label[:rows]
+        return Dataset(inputs={name: array[:rows] for name, array in self.inputs.items()}, label=label)
+
+
+class DataSource(Protocol):
+    """Brings a data set."""
+
+    def fingerprint(self, section: DataSection, root: Path) -> str:
+        """What changes when the data changes, found without loading it or importing a heavy package.
+
+        Raises:
+            NotFound: the data does not exist.
+        """
+        ...
+
+    def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
+        """All arrays of the set, by their own names.
+
+        Raises:
+            NotFound: the data does not exist.
+            UserError: it is not what it should be.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """What an exporter is asked for. `samples` holds real inputs by ONNX name, at least two rows."""
+
+    section: Export
+    samples: Tensors
+    path: Path
+
+
+class Exporter(Protocol):
+    """Turns a framework's model into an ONNX file and runs the original for comparison."""
+
+    tools: tuple[str, ...]
+    """Distributions whose versions shape the export."""
+
+    def save(self, model: object, folder: Path) -> None:
+        """Write a trained model into an empty folder."""
+        ...
+
+    def load(self, folder: Path) -> object:
+        """Read what `save` wrote."""
+        ...
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        """Write the ONNX file to `request.path` at the opset and IR version asked for.
+
+        Raises:
+            UserError: the model or an option does not fit this exporter.
+            StageFailure: the converter failed.
+        """
+        ...
+
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        """The source model's outputs under the ONNX output names, computed in that precision.
+
+        None if the source cannot be run in that precision; parity then falls back on fixed tolerances.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizeRequest:
+    """What an optimizer is asked for. `calibration` holds inputs by ONNX name, or None if none was declared."""
+
+    section: Quantize
+    source: Path
+    path: Path
+    calibration: Tensors | None
+    target: Target | None = None
+
+
+class Optimizer(Protocol):
+    """Derives one ONNX file from another."""
+
+    tools: tuple[str, ...]
+    quantized: bool
+    needs_calibration: bool
+
+    def optimize(self, request: OptimizeRequest) -> None:
+        """Write the derived file to `request.path`.
+
+        Raises:
+            UserError: an option does not fit, or an excluded node took no effect.
+            StageFailure: the library failed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSchedule:
+    """How two models are timed against each other.
+
+    Each of `pairs` session pairs builds both sessions fresh in random order, warms them up with `warmup` runs, and
+    times `blocks` pairs of blocks of `runs` runs, in random order within each pair.
+    """
+
+    pairs: int
+    blocks: int = 4
+    runs: int = 10
+    warmup: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSamples:
+    """Raw samples of a schedule: nanoseconds and preemptions of shape (pairs, blocks, 2, runs); axis 2 is A, B."""
+
+    nanoseconds: Array
+    preempted: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSamples:
+    """Raw samples of one model: nanoseconds and preemptions of shape (runs,)."""
+
+    nanoseconds: Array
+    preempted: Array
+
+
+class Runtime(Protocol):
+    """Runs ONNX files on one kind of target."""
+
+    def fingerprint(self, target: Target) -> HardwareFingerprint:
+        """The machine and runtime build, found without importing the runtime."""
+        ...
+
+    def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Which providers and how many nodes each really took.
+
+        Raises:
+            MeasurementFailure: a provider is missing, or the runtime refuses the model.
+        """
+        ...
+
+    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Outputs for each batch, from one session.
+
+        Raises:
+            MeasurementFailure: the session could not be built or a run failed.
+        """
+        ...
+
+    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time single runs of one session."""
+        ...
+
+    def pair(
+        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: PairSchedule
+    ) -> PairSamples:
+        """Time two models side by side."""
+        ...

@@ -1,0 +1,119 @@
+"""Ports of release operations: registry, ledger, endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.ledger import LedgerEntry
+from onnx_ops.domain.release import Publication, VersionRecord
+
+
+class Registry(Protocol):
+    """Versions with their evidence, and the aliases that say which should serve."""
+
+    def publish(self, publication: Publication) -> Mapping[str, str]:
+        """One version per variant; returns version by variant. Publishing the same release again adds nothing.
+
+        Raises:
+            ServiceUnavailable: the registry does not answer.
+        """
+        ...
+
+    def version(self, model: str, version: str) -> VersionRecord:
+        """Raises NotFound or ServiceUnavailable."""
+        ...
+
+    def aliases(self, model: str) -> Mapping[str, str]:
+        """Version by alias; empty if the model does not exist."""
+        ...
+
+    def set_alias(self, model: str, alias: str, version: str) -> None: ...
+
+    def delete_alias(self, model: str, alias: str) -> None:
+        """Deleting an alias that is not there is no error."""
+        ...
+
+    def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None: ...
+
+    def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
+        """Download the version's model files into an empty folder and return the digests of what came.
+
+        Raises:
+            ServiceUnavailable: the registry does not answer.
+        """
+        ...
+
+    def mirror(self, entry: LedgerEntry, model: str) -> None:
+        """Show a ledger entry to people who look at the registry. May fail; nothing depends on it."""
+        ...
+
+    def where(self, model: str) -> str:
+        """How a person opens this registry."""
+        ...
+
+
+class Ledger(Protocol):
+    """Append-only logs, one per endpoint. Two writers that follow the same entry cannot both win."""
+
+    def endpoints(self) -> tuple[str, ...]: ...
+
+    def read(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+        """All entries in sequence.
+
+        Raises:
+            StateCorrupt: an entry cannot be read.
+        """
+        ...
+
+    def append(self, entry: LedgerEntry) -> None:
+        """Durably write the entry if its sequence is free.
+
+        Raises:
+            Conflict: somebody else wrote that sequence first.
+        """
+        ...
+
+
+class EndpointProvider(Protocol):
+    """Makes an endpoint be what a state says."""
+
+    def capabilities(self) -> frozenset[str]:
+        """What this provider can do: `split`, `sticky`, `shadow`, `guarded`, `exceedances`, `outcomes`."""
+        ...
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        """What the endpoint does now; None if it does not exist or does not answer."""
+        ...
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Make it so. Applying the same state twice changes nothing. No request is dropped.
+
+        Raises:
+            Conflict: a later generation was applied already.
+            ServiceUnavailable: the endpoint could not be reached or started.
+        """
+        ...
+
+    def address(self, config: EndpointConfig) -> str | None:
+        """Where clients call it, if it exists."""
+        ...
+
+
+class ModelFiles(Protocol):
+    """Verified model folders by manifest digest, kept where endpoints can load them."""
+
+    def location(self, manifest: Digest) -> str | None:
+        """Where the folder stands, if it is there and intact."""
+        ...
+
+    def admit(self, folder: Path, manifest: Manifest) -> str:
+        """Verify every file against the manifest and keep the folder; returns its location.
+
+        Raises:
+            DigestMismatch: a file is not what the manifest says.
+        """
+        ...

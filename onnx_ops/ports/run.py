@@ -1,0 +1,68 @@
+"""Ports of a run: who executes stages, who watches, what time it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from onnx_ops.domain.artifact import Manifest
+from onnx_ops.domain.gate import Decision
+from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
+
+Work = Callable[[], Manifest]
+"""Computes a stage's result; raises OnnxOpsError when it cannot."""
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary start, for durations."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs the work of a stage: here, in a process of its own, or as a task of an orchestrator."""
+
+    def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
+        """Run one attempt after another until one succeeds or `stage.retries` are spent.
+
+        `decide` reads a gate stage's decision from its result, so that an executor can show a failed gate as
+        failed.
+
+        Raises:
+            OnnxOpsError: the last attempt's error.
+        """
+        ...
+
+    def show(self, stage: Stage, outcome: StageOutcome) -> None:
+        """Make an outcome visible that needed no work (cached, skipped)."""
+        ...
+
+
+class Observer(Protocol):
+    """Watches a run."""
+
+    def planned(self, plan: Plan) -> None: ...
+
+    def started(self, stage: Stage) -> None: ...
+
+    def finished(self, stage: Stage, outcome: StageOutcome) -> None: ...
+
+
+class Host(Protocol):
+    """The machine, as far as leases are concerned."""
+
+    def holder(self) -> str:
+        """Who this process is, in a form that `alive` understands on the same machine."""
+        ...
+
+    def alive(self, holder: str) -> bool:
+        """Whether that holder may still be at work. True if it cannot be known."""
+        ...
+
+    def actor(self) -> str:
+        """Who is answerable: the person or service on whose behalf this process runs."""
+        ...

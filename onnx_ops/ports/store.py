@@ -1,0 +1,57 @@
+"""Ports that keep and vouch for content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from onnx_ops.domain.artifact import Digest, Manifest
+
+
+class Store(Protocol):
+    """Content by digest, and stage results by key. Safe for several processes at once, whatever is killed."""
+
+    def put_bytes(self, data: bytes) -> Digest: ...
+
+    def put_file(self, path: Path) -> Digest: ...
+
+    def path(self, digest: Digest) -> Path:
+        """A read-only local file with exactly that content, verified now.
+
+        Raises:
+            StateCorrupt: the content is missing or is not what its name says.
+        """
+        ...
+
+    def read(self, digest: Digest) -> bytes:
+        """Raises StateCorrupt as `path` does."""
+        ...
+
+    def record(self, key: Digest, manifest: Manifest) -> None:
+        """Remember the result of the stage with that key."""
+        ...
+
+    def lookup(self, key: Digest) -> Manifest | None:
+        """The result recorded for a key, if the record and every file it names are intact; else None."""
+        ...
+
+
+class Signer(Protocol):
+    """Signs bytes. The key never leaves it."""
+
+    @property
+    def key(self) -> Digest:
+        """Digest of the public key."""
+        ...
+
+    def sign(self, data: bytes) -> str:
+        """Base64 of the signature."""
+        ...
+
+
+class Verifier(Protocol):
+    """Knows the public keys that are trusted."""
+
+    def verify(self, data: bytes, signature: str, key: Digest) -> None:
+        """Raises SignatureInvalid if the key is not trusted or the signature does not fit."""
+        ...
