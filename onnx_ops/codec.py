@@ -72,7 +72,9 @@ def _converter() -> JsonConverter:
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(bool, _exactly(bool))
-    converter.register_unstructure_hook(Enum, lambda value: value.value)
+    converter.register_unstructure_hook_func(
+        lambda kind: isinstance(kind, type) and issubclass(kind, Enum), lambda value: value.value
+    )
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     converter.register_unstructure_hook(Path, str)
     return converter

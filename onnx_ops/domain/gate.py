@@ -16,7 +16,7 @@ from onnx_ops.domain.quantities import Bytes, Fraction, Seconds
 class Verdict(Enum):
     """PASS < INCONCLUSIVE < ERROR < FAIL; verdicts combine by taking the worst."""
 
-    PASS = "pass"
+    PASS = "pass"  # noqa: S105 (a verdict, not a password)
     INCONCLUSIVE = "inconclusive"
     ERROR = "error"
     FAIL = "fail"

@@ -97,7 +97,7 @@ class LedgerEntry:
 class ReleaseState:
     """The fold of an endpoint's entries.
 
-    `generation` orders effects: the sequence of the last intent. `pending_aliases` are registry writes that are
+    `generation` orders effects: the sequence of the last intent, open or closed. `pending_aliases` are registry writes that are
     still owed. `rejected` are releases that may not come back by themselves, with the reason.
     `known` holds every deployment that ever took traffic, by version.
     """
@@ -107,7 +107,7 @@ class ReleaseState:
     config: EndpointConfig | None = None
     policy: RolloutPolicy = field(default_factory=RolloutPolicy)
     roles: Roles = field(default_factory=Roles)
-    open_intent: LedgerEntry | None = None
+    open_intent: Intent | None = None
     generation: int = 0
     word: Word | None = None
     pending_aliases: Mapping[str, str | None] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
         case Configured():
             return replace(state, config=body.config, policy=body.policy)
         case Intent():
-            return replace(state, open_intent=entry, generation=entry.sequence)
+            return replace(state, open_intent=body, generation=entry.sequence)
         case Outcome():
             return _close(state, body)
         case Spoken():
@@ -157,12 +157,11 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
 def _close(state: ReleaseState, outcome: Outcome) -> ReleaseState:
     """An outcome counts only for the intent that is open; one that was overtaken changes nothing."""
     opened = state.open_intent
-    if opened is None or opened.sequence != outcome.of:
+    if opened is None or state.generation != outcome.of:
         return state
-    assert isinstance(opened.body, Intent)
     if not outcome.ok:
         return replace(state, open_intent=None)
-    action = opened.body.action
+    action = opened.action
     known = dict(state.known)
     for deployment in action.state.deployments:
         known[deployment.version] = deployment

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 from annotated_types import Ge, Gt, Unit
 
-Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 Seconds = Annotated[float, Unit("s"), Gt(0)]
 """Written with a unit in YAML: `5 ms`, `30 s`, `24h`."""

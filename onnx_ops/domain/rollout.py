@@ -139,7 +139,7 @@ def next_action(
     if word is Word.PAUSE:
         return Wait(why="paused by an operator", settled=candidate is None)
     if candidate is not None:
-        return _continue(roles, candidate, policy, target, word, now)
+        return _continue(roles, stable, candidate, policy, target, word, now)
     if wanted is not None and wanted.manifest != stable.manifest:
         return _start(roles, stable, wanted, policy, target, now)
     if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
@@ -226,19 +226,24 @@ def _start(
 
 
 def _continue(
-    roles: Roles, candidate: Deployment, policy: RolloutPolicy, target: str, word: Word | None, now: float
+    roles: Roles,
+    stable: Deployment,
+    candidate: Deployment,
+    policy: RolloutPolicy,
+    target: str,
+    word: Word | None,
+    now: float,
 ) -> Action | Wait:
-    assert roles.stable is not None
     percent = _percent(policy, roles.step)
     if word is not Word.ADVANCE:
         return Wait(why=f"{candidate.name} holds {percent} % and waits for an operator's word", settled=False)
     step = roles.step + 1
     if step >= len(policy.steps) - 1:
-        return _finish(roles.stable, candidate, target, now, why=f"step {len(policy.steps)} of {len(policy.steps)}")
+        return _finish(stable, candidate, target, now, why=f"step {len(policy.steps)} of {len(policy.steps)}")
     percent = _percent(policy, step)
     return Action(
         kind=ActionKind.ADVANCE,
-        state=split_state(roles.stable, candidate, percent),
+        state=split_state(stable, candidate, percent),
         roles=replace(roles, step=step),
         why=f"step {step + 1} of {len(policy.steps)}: {percent} % to {candidate.name}",
     )
