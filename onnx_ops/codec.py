@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -72,9 +72,8 @@ def _converter() -> JsonConverter:
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(bool, _exactly(bool))
-    converter.register_unstructure_hook_func(
-        lambda kind: isinstance(kind, type) and issubclass(kind, Enum), lambda value: value.value
-    )
+    converter.register_unstructure_hook(Enum, lambda value: value.value)
+    converter.register_unstructure_hook(StrEnum, lambda value: value.value)
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     converter.register_unstructure_hook(Path, str)
     return converter

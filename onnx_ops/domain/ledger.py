@@ -97,8 +97,8 @@ class LedgerEntry:
 class ReleaseState:
     """The fold of an endpoint's entries.
 
-    `generation` orders effects: the sequence of the last intent, open or closed. `pending_aliases` are registry writes that are
-    still owed. `rejected` are releases that may not come back by themselves, with the reason.
+    `generation` orders effects: the sequence of the last intent, open or closed. `pending_aliases` are
+    registry writes that are still owed. `rejected` are releases that may not come back by themselves, with the reason.
     `known` holds every deployment that ever took traffic, by version.
     """
 
