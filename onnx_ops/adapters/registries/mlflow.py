@@ -1,0 +1,279 @@
+"""The registry in MLflow: one version per release and variant, one alias per target and role."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from onnx_ops import codec
+from onnx_ops.adapters.registries import mlflow_folder, mlflow_mirror
+from onnx_ops.adapters.registries.mlflow_connection import Connection
+from onnx_ops.adapters.registries.mlflow_download import Download
+from onnx_ops.adapters.registries.mlflow_publication import Publisher
+from onnx_ops.adapters.registries.mlflow_tags import DIGEST, MLMODEL_DIGEST, RELEASE, VARIANT, decisions
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file, is_digest
+from onnx_ops.domain.ledger import LedgerEntry
+from onnx_ops.domain.release import Publication, VersionRecord
+from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, UserError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
+_MODEL_SOURCE = re.compile(r"models:/(m-[A-Za-z0-9]+)")
+_log = logging.getLogger(__name__)
+
+
+class MlflowRegistry:
+    """Versions, evidence and aliases in MLflow.
+
+    Args:
+        tracking_uri: a tracking server's URL, or the URL of the database behind one.
+        artifact_root: where files go when the database is used directly (a folder or `s3://…`); beside a SQLite
+            database if it is left out. A tracking server decides for itself.
+        public_url: where people open MLflow's pages, if that is not `tracking_uri`.
+
+    Raises:
+        UserError: `tracking_uri` is of a kind that MLflow no longer uses for registries, or `artifact_root` is missing.
+    """
+
+    def __init__(self, tracking_uri: str, *, artifact_root: str | None = None, public_url: str | None = None) -> None:
+        self._mlflow = Connection(tracking_uri)
+        self._public_url = public_url.rstrip("/") if public_url else None
+        self._artifact_root = self._root(artifact_root) if self._mlflow.is_database else None
+
+    def publish(self, publication: Publication) -> Mapping[str, str]:
+        """One version per variant; returns version by variant. Publishing the same content again adds nothing.
+
+        Killed anywhere, the next call completes the set. A version that is there keeps its content; its decisions,
+        evidence and description become those of this publication.
+
+        Raises:
+            ServiceUnavailable: MLflow does not answer.
+            UserError: a name does not fit, or a variant does not hold exactly one ONNX file.
+            DigestMismatch: a file is not what its manifest says.
+        """
+        model = _valid_name(publication.model)
+        for record in publication.variants:
+            _valid_name(record.variant)
+            mlflow_folder.check_record(record)
+        with self._mlflow.session(f"model {model}") as client:
+            publisher = Publisher(
+                self._mlflow,
+                client,
+                publication,
+                experiment=self._experiment(client, model),
+                pages=f"{self._public_url}/" if self._public_url else "",
+            )
+            self._ensure_model(client, model)
+            return publisher.publish()
+
+    def version(self, model: str, version: str) -> VersionRecord:
+        """Raises NotFound if there is no such version or nothing of onnx-ops stands in it, or ServiceUnavailable."""
+        found = self._version(model, version)
+        tags = {str(key): str(value) for key, value in found.tags.items()}
+        release, manifest = tags.get(RELEASE, ""), tags.get(DIGEST, "")
+        if not (is_digest(release) and is_digest(manifest) and tags.get(VARIANT)):
+            raise NotFound(
+                "this version was not registered by onnx-ops",
+                where=f"{model} version {version}",
+                why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} do not say what it is",
+                remedy="Register it with `onnx-ops run`",
+            )
+        return VersionRecord(
+            model=model,
+            version=str(found.version),
+            release=Digest(release),
+            variant=tags[VARIANT],
+            manifest=Digest(manifest),
+            decisions=decisions(tags),
+            tags=tags,
+        )
+
+    def aliases(self, model: str) -> Mapping[str, str]:
+        """Version by alias; empty if the model does not exist."""
+        with self._mlflow.session(f"model {model}") as client:
+            found = client.search_registered_models(f"name = '{_valid_name(model)}'", max_results=1)
+            return {alias: str(version) for entry in found for alias, version in sorted(entry.aliases.items())}
+
+    def set_alias(self, model: str, alias: str, version: str) -> None:
+        """Raises NotFound, Refused (the server vetoes it), UserError (no name for an alias) or ServiceUnavailable."""
+        self._version(model, version)
+        with self._mlflow.session(f"alias {alias} of {model}") as client:
+            client.set_registered_model_alias(model, alias, version)
+
+    def delete_alias(self, model: str, alias: str) -> None:
+        """Deleting an alias that is not there is no error."""
+        if alias not in self.aliases(model):
+            return
+        with self._mlflow.session(f"alias {alias} of {model}") as client:
+            client.delete_registered_model_alias(model, alias)
+
+    def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
+        """Set tags of a version. Raises NotFound or ServiceUnavailable."""
+        found = self._version(model, version)
+        with self._mlflow.session(f"{model} version {version}") as client:
+            for key, value in sorted(tags.items()):
+                if found.tags.get(key) != value:
+                    client.set_model_version_tag(model, version, key, value)
+
+    def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
+        """Download the version's model files into an empty folder and return the digests of what came.
+
+        The caller compares the manifest's digest with the one that was signed.
+
+        Raises:
+            DigestMismatch: the manifest or MLmodel is not what was registered, or a file is missing.
+            NotFound: there is no such version, or its files were not put there by onnx-ops.
+            ServiceUnavailable: MLflow does not answer.
+        """
+        where = f"{record.model} version {record.version}"
+        source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
+        if source is None:
+            raise NotFound("the files of this version were not put there by onnx-ops", where=where)
+        with self._mlflow.session(where) as client, tempfile.TemporaryDirectory(prefix="onnx-ops-") as aside:
+            download = Download(self._mlflow, client.get_logged_model(source[1]).artifact_location, where)
+            mlmodel = download.file(mlflow_folder.MLMODEL, Path(aside))
+            download.expect(mlmodel, Digest(record.tags.get(MLMODEL_DIGEST, "")))
+            manifest = download.file(mlflow_folder.MANIFEST, Path(aside))
+            download.expect(manifest, record.manifest)
+            names = codec.loads(manifest.read_bytes(), dict[str, str], where=where)
+            if unsafe := sorted(name for name in names if not mlflow_folder.is_safe_name(name)):
+                raise DigestMismatch(f"{unsafe[0]!r} is no name for a model's file", where=where)
+            return Manifest(files={name: digest_file(download.file(name, folder)) for name in names})
+
+    def document(self, record: VersionRecord, name: str) -> bytes:
+        """An evidence document of the version, by the path it was published under. Whoever reads it compares its
+        digest with the signed one.
+
+        Raises:
+            NotFound: the version has no such document.
+            ServiceUnavailable: MLflow does not answer.
+        """
+        where = f"{record.model} version {record.version}"
+        run_id = self._version(record.model, record.version).run_id
+        with self._mlflow.session(where) as client, tempfile.TemporaryDirectory(prefix="onnx-ops-") as aside:
+            if run_id and mlflow_folder.is_safe_name(name):
+                download = Download(self._mlflow, client.get_run(run_id).info.artifact_uri, where)
+                if download.has(name):
+                    return download.file(name, Path(aside)).read_bytes()
+        raise NotFound(f"there is no document {name!r}", where=where, remedy="Register the release again")
+
+    def mirror(self, entry: LedgerEntry, model: str) -> None:
+        """Show a ledger entry as a run of experiment `releases/<endpoint>`. Nothing depends on it: a failure is logged
+        and swallowed."""
+        name = f"releases/{entry.endpoint}"
+        try:
+            with self._mlflow.session(name) as client:
+                mlflow_mirror.mirror_entry(client, self._experiment(client, name), entry, model)
+        except OnnxOpsError as error:
+            _log.warning("entry %d of %s is not shown in MLflow: %s", entry.sequence, entry.endpoint, error)
+
+    def where(self, model: str) -> str:
+        """The page of the model, or the command that opens MLflow on this database."""
+        if self._public_url or not self._mlflow.is_database:
+            return f"{self._public_url or self._mlflow.shown.rstrip('/')}/#/models/{quote(model, safe='')}"
+        path = self._mlflow.sqlite_path()
+        command = [
+            _program(),
+            "server",
+            "--backend-store-uri",
+            f"sqlite:///{path}" if path else self._mlflow.shown,
+            "--default-artifact-root",
+            str(self._artifact_root),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "5000",
+        ]
+        return shlex.join(command)
+
+    def _root(self, given: str | None) -> str:
+        if given is not None:
+            return given if urlsplit(given).scheme else str(Path(given).absolute())
+        database = self._mlflow.sqlite_path()
+        if database is None:
+            raise UserError(
+                "a database needs an artifact root",
+                where=self._mlflow.shown,
+                why="it holds no files",
+                remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
+            )
+        return str(database.parent / "mlartifacts")
+
+    def _experiment(self, client: MlflowClient, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            location = f"{self._artifact_root}/{quote(name)}" if self._artifact_root else None
+            try:
+                return str(client.create_experiment(name, artifact_location=location))
+            except MlflowException as error:
+                found = client.get_experiment_by_name(name)
+                if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
+                    raise
+        if found.lifecycle_stage != "active":
+            raise UserError(
+                "the experiment was deleted in MLflow",
+                where=f"experiment {name}",
+                remedy=f"mlflow experiments restore --experiment-id {found.experiment_id}",
+            )
+        return str(found.experiment_id)
+
+    def _ensure_model(self, client: MlflowClient, model: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        if client.search_registered_models(f"name = '{model}'", max_results=1):
+            return
+        try:
+            client.create_registered_model(model)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+    def _version(self, model: str, version: str) -> Any:
+        try:
+            if not (_NAME.fullmatch(model) and version.isdecimal()):
+                raise NotFound("no such version", where=f"{model} version {version}")
+            with self._mlflow.session(f"{model} version {version}") as client:
+                return client.get_model_version(model, version)
+        except NotFound as error:
+            raise self._unknown(model, version) from error
+
+    def _unknown(self, model: str, version: str) -> NotFound:
+        with self._mlflow.session(f"model {model}") as client:
+            models = [entry.name for entry in client.search_registered_models(max_results=1000)]
+            if model not in models:
+                close = difflib.get_close_matches(model, models, n=1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"Registered: {', '.join(models[:10]) or 'none'}"
+                return NotFound(f"no model is called {model!r}", where=self._mlflow.shown, remedy=hint)
+            found = client.search_model_versions(f"name = '{model}'", max_results=10)
+            aliases = self.aliases(model)
+            newest = ", ".join(str(entry.version) for entry in found) or "none"
+            hint = f"{version!r} is an alias of {aliases[version]}" if version in aliases else f"Newest: {newest}"
+            return NotFound(f"{model} has no version {version!r}", where=self._mlflow.shown, remedy=hint)
+
+
+def _valid_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} is no name for a registered model or variant",
+            why="letters, digits, dots, dashes, underscores and spaces, at most 200",
+        )
+    return name
+
+
+def _program() -> str:
+    """MLflow's command: the one of this environment, by its short name where the shell finds that one."""
+    ours = Path(sys.executable).parent / "mlflow"
+    return str(ours) if ours.exists() and shutil.which("mlflow") != str(ours) else "mlflow"

@@ -1,0 +1,155 @@
+"""The folder that becomes a LoggedModel: the ONNX files as they are, and what lets MLflow load them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_file
+from onnx_ops.domain.release import VariantRecord
+from onnx_ops.errors import DigestMismatch, UserError
+
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema
+
+MLMODEL = "MLmodel"
+MANIFEST = "manifest.json"
+_REQUIREMENTS = "requirements.txt"
+_PYTHON_ENV = "python_env.yaml"
+_OWN = frozenset({MLMODEL, MANIFEST, _REQUIREMENTS, _PYTHON_ENV, "conda.yaml", "registered_model_meta"})
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether a file of that name stays in the folder it is written to, on every system."""
+    parts = name.split("/")
+    return bool(name) and not any(
+        part in ("", ".", "..") or part.endswith((" ", ".")) or any(ord(c) < 32 or c in '\\:*?"<>|' for c in part)
+        for part in parts
+    )
+
+
+def check_record(record: VariantRecord) -> None:
+    """What can be known to be wrong before anything is sent.
+
+    Raises:
+        UserError: a file name is not safe, or is one that MLflow keeps for itself; or there is not one ONNX file.
+        DigestMismatch: a file is not what the manifest says.
+    """
+    where = f"variant {record.variant}"
+    for name in (*record.files, *record.evidence):
+        if not is_safe_name(name):
+            raise UserError(f"{name!r} is no name for an artifact", where=where, why="it must stay in its folder")
+    if reserved := sorted(set(record.files) & _OWN):
+        raise UserError(f"{reserved[0]} is a name that MLflow keeps for itself", where=where)
+    model_file(record.files)
+    if set(record.files) != set(record.manifest.files):
+        raise DigestMismatch("the manifest names other files than those given", where=where)
+    for name, path in record.files.items():
+        if digest_file(path) != record.manifest[name]:
+            raise DigestMismatch(
+                f"{name} is not what the manifest says", where=where, remedy="Run again: the stage is computed anew"
+            )
+
+
+def model_file(names: Iterable[str]) -> str:
+    """The ONNX file among the model's files; the others hold its external data.
+
+    Raises:
+        UserError: there is none, or more than one.
+    """
+    found = sorted(name for name in names if PurePosixPath(name).suffix == ".onnx")
+    if len(found) != 1:
+        raise UserError(f"a version holds exactly one .onnx file, not {len(found)}: {', '.join(found) or 'none'}")
+    return found[0]
+
+
+def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> Digest:
+    """Fill an empty folder with everything that the LoggedModel holds; returns the digest of its MLmodel.
+
+    The ONNX files are linked, not copied: they may be larger than the disk that holds temporary files.
+    """
+    for name, path in record.files.items():
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path.absolute())
+    (folder / MANIFEST).write_bytes(manifest_bytes(record.manifest))
+    requirements = [f"{name}=={version(name)}" for name in ("mlflow", "onnx", "onnxruntime", "numpy")]
+    (folder / _REQUIREMENTS).write_text("\n".join(requirements) + "\n")
+    (folder / _PYTHON_ENV).write_text(
+        f"python: {platform.python_version()}\nbuild_dependencies: [pip]\ndependencies: [-r {_REQUIREMENTS}]\n"
+    )
+    _write_mlmodel(record, folder, model_id=model_id, run_id=run_id)
+    return digest_file(folder / MLMODEL)
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The manifest as it is stored: the digest of these bytes is the manifest's digest."""
+    return canonical_json(dict(manifest.files))
+
+
+def _write_mlmodel(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> None:
+    from mlflow.models import Model
+
+    data = model_file(record.files)
+    described = Model(
+        run_id=run_id,
+        model_id=model_id,
+        signature=_signature(folder / data),
+        model_size_bytes=sum(path.stat().st_size for path in record.files.values()),
+    )
+    # Written out here: importing mlflow.pyfunc for it costs a second and a warning on the terminal.
+    described.add_flavor(
+        "python_function",
+        loader_module="mlflow.onnx",
+        python_version=platform.python_version(),
+        data=data,
+        env={"virtualenv": _PYTHON_ENV},
+    )
+    described.add_flavor(
+        "onnx",
+        onnx_version=version("onnx"),
+        data=data,
+        providers=["CPUExecutionProvider"],
+        onnx_session_options=None,
+        code=None,
+    )
+    described.save(str(folder / MLMODEL))
+
+
+def _signature(path: Path) -> ModelSignature | None:
+    """Inputs and outputs as MLflow describes them; None where it has no words for one of them."""
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from mlflow.models import ModelSignature
+
+    try:
+        graph = onnx.load(str(path), load_external_data=False).graph
+    except DecodeError as error:
+        raise UserError("this is not an ONNX file", where=str(path.resolve()), why=str(error)) from error
+    constants = {initializer.name for initializer in graph.initializer}
+    inputs = _schema([value for value in graph.input if value.name not in constants])
+    outputs = _schema(list(graph.output))
+    return ModelSignature(inputs=inputs, outputs=outputs) if inputs and outputs else None
+
+
+def _schema(values: list[Any]) -> Schema | None:
+    import numpy as np
+    import onnx
+    from mlflow.types import Schema, TensorSpec
+
+    specs = []
+    for value in values:
+        tensor = value.type.tensor_type
+        if not value.type.HasField("tensor_type") or not tensor.HasField("shape") or not tensor.elem_type:
+            return None
+        is_text = tensor.elem_type == onnx.TensorProto.STRING
+        dtype = np.dtype(str) if is_text else np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        if dtype.kind not in "biufU":
+            return None
+        shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
+        specs.append(TensorSpec(dtype, shape, name=value.name))
+    return Schema(specs) if specs else None  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""A ledger entry as a run that people can read: experiment `releases/<endpoint>`, one run per entry, in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_never
+
+from onnx_ops import codec
+from onnx_ops.domain.ledger import (
+    Configured,
+    Intent,
+    LedgerEntry,
+    Mirrored,
+    Outcome,
+    Override,
+    RefusedVersion,
+    Spoken,
+)
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_TAG_LIMIT = 5000
+
+
+def mirror_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
+    """Write the entry unless it is there; its time is the run's time."""
+    if client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1):
+        return
+    body = entry.body
+    at = round(entry.at * 1000)
+    said = {
+        "sequence": str(entry.sequence),
+        "endpoint": entry.endpoint,
+        "model": model,
+        "actor": entry.actor,
+        "kind": body.kind,
+        "mlflow.user": entry.actor,
+        **_details(entry),
+        "entry": codec.dumps(entry).decode(),
+    }
+    run = client.create_run(
+        experiment,
+        start_time=at,
+        run_name=f"{entry.sequence:05d} {_title(entry)}",
+        tags={key: value[:_TAG_LIMIT] for key, value in said.items() if value},
+    )
+    if isinstance(body, Intent):
+        from mlflow.entities import Metric
+
+        split = body.action.state.split.weights
+        metrics = [Metric(f"percent/{name}", float(weight), at, step=0) for name, weight in sorted(split.items())]
+        client.log_batch(run.info.run_id, metrics=metrics)
+    failed = isinstance(body, Outcome) and not body.ok
+    client.set_terminated(run.info.run_id, "FAILED" if failed else "FINISHED", end_time=at)
+
+
+def _title(entry: LedgerEntry) -> str:
+    body = entry.body
+    match body:
+        case Intent():
+            return str(body.action.kind.value)
+        case Outcome():
+            return f"{'done' if body.ok else 'failed'}: entry {body.of}"
+        case Spoken():
+            return f"word: {body.word.value}"
+        case Configured() | Mirrored() | RefusedVersion() | Override():
+            return body.kind
+        case _:
+            assert_never(body)
+
+
+def _details(entry: LedgerEntry) -> dict[str, str]:
+    body = entry.body
+    match body:
+        case Intent():
+            roles = body.action.roles
+            serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
+            versions = {role: deployment.version for role, deployment in serving.items() if deployment}
+            return {"why": body.action.why, **versions}
+        case Outcome():
+            return {"of": str(body.of), "why": body.detail}
+        case Configured():
+            return {"provider": body.config.provider, "target": body.config.target}
+        case Mirrored():
+            return {"aliases": " ".join(f"{alias}={to or '-'}" for alias, to in sorted(body.aliases.items()))}
+        case RefusedVersion():
+            return {"alias": body.alias, "version": body.version, "why": body.reason}
+        case Override():
+            return {"version": body.version, "why": body.reason}
+        case Spoken():
+            return {"why": body.reason}
+        case _:
+            assert_never(body)

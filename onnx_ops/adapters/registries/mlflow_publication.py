@@ -1,0 +1,297 @@
+"""Publishing a release: one parent run, a nested run and a LoggedModel per variant, and one version of each.
+
+The version is the commit point. It is created last, with all its tags, so a version that exists is complete; what a
+killed attempt left before that point is taken up if it is finished, and marked FAILED if it is not.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from onnx_ops.adapters.registries import mlflow_folder
+from onnx_ops.adapters.registries.mlflow_connection import Connection
+from onnx_ops.adapters.registries.mlflow_tags import (
+    DATA_REV,
+    DECISION,
+    DIGEST,
+    EVIDENCE_DIGEST,
+    GIT_SHA,
+    MLMODEL_DIGEST,
+    RELEASE,
+    VARIANT,
+    judgement,
+)
+from onnx_ops.domain.artifact import short
+from onnx_ops.domain.release import Publication, VariantRecord
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel, Run
+    from mlflow.entities.model_registry import ModelVersion
+
+DESCRIPTION_LIMIT = 5000
+"""Characters; PostgreSQL refuses more."""
+
+_BATCH = 100
+_T = TypeVar("_T")
+_KIND = "onnx_ops.kind"
+
+
+class Publisher:
+    """Publishes one publication into an experiment and a registered model that exist.
+
+    Args:
+        connection: for the process-wide default that creating a version looks up.
+        client: MLflow's own.
+        publication: what to publish; its records have been checked.
+        experiment: id of the model's experiment.
+        pages: address of MLflow's UI, or empty where links can only be relative to it.
+    """
+
+    def __init__(
+        self, connection: Connection, client: MlflowClient, publication: Publication, *, experiment: str, pages: str
+    ) -> None:
+        self._connection = connection
+        self._client = client
+        self._publication = publication
+        self._experiment = experiment
+        self._pages = pages
+        lineage = publication.lineage
+        self._common = {
+            RELEASE: str(lineage.release),
+            "pipeline": lineage.pipeline,
+            GIT_SHA: lineage.git_sha,
+            DATA_REV: " ".join(f"{name}:{short(digest)}" for name, digest in sorted(lineage.data.items())),
+        }
+        self._common = {key: value for key, value in self._common.items() if value}
+
+    def publish(self) -> dict[str, str]:
+        """Version by variant, all of them complete."""
+        parent = self._find_parent()
+        if parent is not None and parent.info.status != "FINISHED":
+            self._fail_leftovers()
+        versions: dict[str, str] = {}
+        missing: list[VariantRecord] = []
+        for record in self._publication.variants:
+            found = self._settled(record)
+            if found is None:
+                missing.append(record)
+            else:
+                self._refresh(found, record)
+                versions[record.variant] = str(found.version)
+        if missing or parent is None or parent.info.status != "FINISHED":
+            with self._running(parent or self._create_parent()) as parent_id:
+                for record in missing:
+                    versions[record.variant] = self._create(record, parent_id)
+        return {record.variant: versions[record.variant] for record in self._publication.variants}
+
+    def _settled(self, record: VariantRecord) -> ModelVersion | None:
+        """The version of this release, variant and content. Where two publishers raced, the lower number counts and the
+        higher is taken away, unless somebody has pointed an alias at it.
+
+        A variant made anew from the same export (another recipe of quantization) is another version.
+        """
+        name = self._publication.model
+        found = sorted(
+            self._client.search_model_versions(
+                f"name = '{name}' and tags.{RELEASE} = '{self._publication.lineage.release}' "
+                f"and tags.{VARIANT} = '{record.variant}' and tags.{DIGEST} = '{record.manifest.digest()}'"
+            ),
+            key=lambda version: int(version.version),
+        )
+        if not found:
+            return None
+        for twin in found[1:]:
+            self._remove(name, str(twin.version))
+        return found[0]
+
+    def _remove(self, name: str, version: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            if not self._client.get_model_version(name, version).aliases:
+                self._client.delete_model_version(name, version)
+        except MlflowException as error:
+            # The other publisher has taken its version away itself.
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+
+    def _create(self, record: VariantRecord, parent_id: str) -> str:
+        model = self._finished_model(record) or self._log_model(record, parent_id)
+        run_id = str(model.source_run_id)
+        self._upload_evidence(run_id, record)
+        with self._connection.as_default():
+            created = self._client.create_model_version(
+                self._publication.model,
+                source=f"models:/{model.model_id}",
+                run_id=run_id,
+                model_id=model.model_id,
+                tags={
+                    **self._common,
+                    **self._identity(record),
+                    MLMODEL_DIGEST: str(model.tags[MLMODEL_DIGEST]),
+                    **judgement(record),
+                },
+                description=self._description(record, run_id),
+            )
+        settled = self._settled(record)
+        return str((settled or created).version)
+
+    def _finished_model(self, record: VariantRecord) -> LoggedModel | None:
+        """A model that was uploaded whole by an attempt that ended before its version was created."""
+        found = self._client.search_logged_models(
+            [self._experiment],
+            f"tags.{RELEASE} = '{self._publication.lineage.release}' and tags.{VARIANT} = '{record.variant}' "
+            f"and tags.{DIGEST} = '{record.manifest.digest()}' and status = 'READY'",
+        )
+        return next((model for model in found if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
+
+    def _log_model(self, record: VariantRecord, parent_id: str) -> LoggedModel:
+        from mlflow.entities import LoggedModelOutput
+
+        client, tags = self._client, {**self._common, **self._identity(record)}
+        parameters = dict(self._publication.lineage.parameters)
+        child = client.create_run(
+            self._experiment, run_name=record.variant, tags={**self._run_tags("variant", parent_id), **tags}
+        )
+        with self._running(child) as run_id:
+            model = client.create_logged_model(
+                self._experiment, name=record.variant, source_run_id=run_id, tags=tags, params=parameters
+            )
+            self._log_parameters(run_id, parameters)
+            with tempfile.TemporaryDirectory(prefix="onnx-ops-") as name:
+                digest = mlflow_folder.build_folder(record, Path(name), model_id=model.model_id, run_id=run_id)
+                client.set_logged_model_tags(model.model_id, {MLMODEL_DIGEST: str(digest)})
+                client.log_model_artifacts(model.model_id, name)
+            self._log_metrics(run_id, model.model_id, record, child.info.start_time)
+            client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+            client.finalize_logged_model(model.model_id, "READY")
+        return client.get_logged_model(model.model_id)
+
+    def _refresh(self, found: ModelVersion, record: VariantRecord) -> None:
+        """Bring an existing version up to this publication's decisions: its gates may have changed since."""
+        name, version, run_id = self._publication.model, str(found.version), str(found.run_id)
+        wanted = judgement(record)
+        changed = {key: value for key, value in wanted.items() if found.tags.get(key) != value}
+        description = self._description(record, run_id)
+        if EVIDENCE_DIGEST in changed:
+            self._upload_evidence(run_id, record)
+            run = self._client.get_run(run_id)
+            self._log_metrics(run_id, _model_id(found), record, run.info.start_time)
+        for target in record.decisions:
+            # What was signed earlier is not what has been decided now.
+            if target not in record.signed and f"{DECISION}{target}" in found.tags:
+                self._client.delete_model_version_tag(name, version, f"{DECISION}{target}")
+        if found.description != description:
+            self._client.update_model_version(name, version, description)
+        for key, value in sorted(changed.items(), key=lambda item: item[0] == EVIDENCE_DIGEST):
+            self._client.set_model_version_tag(name, version, key, value)
+
+    def _find_parent(self) -> Run | None:
+        release = self._publication.lineage.release
+        found = self._client.search_runs(
+            [self._experiment],
+            f"tags.{RELEASE} = '{release}' and tags.`{_KIND}` = 'release'",
+            max_results=1,
+            order_by=["attributes.start_time ASC"],
+        )
+        return found[0] if found else None
+
+    def _create_parent(self) -> Run:
+        lineage = self._publication.lineage
+        run = self._client.create_run(
+            self._experiment,
+            run_name=f"release {short(lineage.release)}",
+            tags={**self._run_tags("release", None), **self._common},
+        )
+        self._log_parameters(run.info.run_id, lineage.parameters)
+        return run
+
+    def _fail_leftovers(self) -> None:
+        release = self._publication.lineage.release
+        runs = self._client.search_runs(
+            [self._experiment],
+            f"tags.{RELEASE} = '{release}' and tags.`{_KIND}` = 'variant' and attributes.status = 'RUNNING'",
+        )
+        for run in runs:
+            self._client.set_terminated(run.info.run_id, "FAILED")
+        models = self._client.search_logged_models(
+            [self._experiment], f"tags.{RELEASE} = '{release}' and status = 'PENDING'"
+        )
+        for model in models:
+            self._client.finalize_logged_model(model.model_id, "FAILED")
+
+    @contextmanager
+    def _running(self, run: Run) -> Iterator[str]:
+        """A run that is RUNNING inside, FINISHED afterwards, and FAILED if an error came out."""
+        run_id = run.info.run_id
+        if run.info.status != "RUNNING":
+            self._client.update_run(run_id, status="RUNNING")
+        try:
+            yield run_id
+        except Exception as error:
+            try:
+                self._client.set_terminated(run_id, "FAILED")
+            except Exception as second:
+                error.add_note(f"and its run could not be marked as failed: {second}")
+            raise
+        self._client.set_terminated(run_id, "FINISHED")
+
+    def _upload_evidence(self, run_id: str, record: VariantRecord) -> None:
+        if not record.evidence:
+            return
+        with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
+            for name, path in record.evidence.items():
+                link = Path(folder, name)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path.absolute())
+            self._client.log_artifacts(run_id, folder)
+
+    def _log_parameters(self, run_id: str, parameters: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        for batch in _batches([Param(key, value) for key, value in sorted(parameters.items())]):
+            self._client.log_batch(run_id, params=batch)
+
+    def _log_metrics(self, run_id: str, model_id: str, record: VariantRecord, timestamp: int) -> None:
+        """Metrics of run and model; without the model's id only the first model of a run would get them."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(k, v, timestamp, step=0, model_id=model_id) for k, v in sorted(record.metrics.items())]
+        for batch in _batches(metrics):
+            self._client.log_batch(run_id, metrics=batch)
+
+    def _identity(self, record: VariantRecord) -> dict[str, str]:
+        return {VARIANT: record.variant, DIGEST: str(record.manifest.digest())}
+
+    def _run_tags(self, kind: str, parent_id: str | None) -> dict[str, str]:
+        lineage = self._publication.lineage
+        tags = {
+            _KIND: kind,
+            "mlflow.parentRunId": parent_id or "",
+            "mlflow.source.git.commit": lineage.git_sha,
+            "onnx_ops.run": lineage.run,
+            **{f"data.{name}": str(digest) for name, digest in lineage.data.items()},
+        }
+        return {key: value for key, value in tags.items() if value}
+
+    def _description(self, record: VariantRecord, run_id: str) -> str:
+        link = f"\n\n[Evidence run]({self._pages}#/experiments/{self._experiment}/runs/{run_id}/artifacts)"
+        note = "\n\nCut here; the evidence holds the whole."
+        text = record.description
+        if len(text) + len(link) > DESCRIPTION_LIMIT:
+            text = text[: DESCRIPTION_LIMIT - len(link) - len(note)] + note
+        return text + link
+
+
+def _model_id(found: ModelVersion) -> str:
+    return str(found.source).removeprefix("models:/")
+
+
+def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(items), _BATCH):
+        yield items[start : start + _BATCH]

@@ -1,0 +1,131 @@
+"""The gate table: as plain rows for any surface, and as the Markdown description of a registered version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from onnx_ops.domain.artifact import short
+from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.release import Lineage
+from onnx_ops.reporting.figures import format_figure, format_interval
+
+DESCRIPTION_LIMIT = 5000
+"""Characters that a registry keeps of a version's description."""
+
+_REASON_LIMIT = 240
+_TABLE_HEAD = ("| gate | target | limit | figure | verdict | reason |", "|---|---|---|---|---|---|")
+_ESCAPES = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " "} | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """One gate of one variant on one target, ready to be shown. `figure` and `interval` carry their units."""
+
+    variant: str
+    target: str
+    gate: str
+    metric: str
+    limit: str
+    figure: str
+    interval: str
+    n: int
+    verdict: Verdict
+    reason: str
+    advisory: bool
+
+
+def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
+    """The rows of all decisions, in the order given."""
+    return tuple(_row(decision, result) for decision in decisions for result in decision.results)
+
+
+def version_description(
+    variant: str, decisions: Mapping[str, Decision], lineage: Lineage, evidence_run_url: str | None = None
+) -> str:
+    """Markdown for a registered version: the verdicts first, then the gate table, then where it comes from.
+
+    Never longer than `DESCRIPTION_LIMIT`: the worst results come first, and a line says how many were left out.
+
+    Args:
+        variant: its name.
+        decisions: by target.
+        lineage: where the release comes from.
+        evidence_run_url: page that shows the evidence.
+    """
+    ordered = [decisions[target] for target in sorted(decisions)]
+    tail = _origin(variant, lineage, evidence_run_url)
+    room = DESCRIPTION_LIMIT - len(tail) - 2
+    verdicts = [_verdict_line(decision) for decision in sorted(ordered, key=_worst_first)]
+    head = _fitted(verdicts or ["**INCONCLUSIVE**: nothing was judged"], room, "target", prefix=())
+    rows = sorted(result_table(ordered), key=lambda row: (row.advisory, -row.verdict.rank))
+    room -= len(head) + 2
+    table = _fitted([_markdown_row(row) for row in rows], room, "result", prefix=_TABLE_HEAD) if rows else ""
+    return "\n\n".join(part for part in (head, table, tail) if part)
+
+
+def _row(decision: Decision, result: GateResult) -> ResultRow:
+    return ResultRow(
+        variant=decision.variant,
+        target=decision.target,
+        gate=result.gate,
+        metric=result.metric,
+        limit=result.limit,
+        figure=format_figure(result.estimate, result.unit),
+        interval=format_interval(result.low, result.high, result.unit, near=result.estimate),
+        n=result.n,
+        verdict=result.verdict,
+        reason=result.reason,
+        advisory=result.advisory,
+    )
+
+
+def _worst_first(decision: Decision) -> int:
+    return -decision.verdict.rank
+
+
+def _verdict_line(decision: Decision) -> str:
+    verdict = decision.verdict.value.upper()
+    return f"**{verdict}** on {_safe(decision.target)}: {_safe(_cut(decision.reason))}  "
+
+
+def _markdown_row(row: ResultRow) -> str:
+    gate = f"{row.gate}: {row.metric}" if row.metric and row.metric != row.gate else row.gate
+    verdict = f"{row.verdict.value} (advisory)" if row.advisory else row.verdict.value
+    figure = f"{row.figure} {row.interval}".strip()
+    cells = (gate, row.target, row.limit, figure, verdict, _cut(row.reason))
+    return "| " + " | ".join(_safe(cell) for cell in cells) + " |"
+
+
+def _origin(variant: str, lineage: Lineage, evidence_run_url: str | None) -> str:
+    parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short(lineage.release)}"]
+    if lineage.git_sha:
+        parts.append(f"commit {lineage.git_sha[:12]}")
+    parts += [f"{name} data {short(digest)}" for name, digest in sorted(lineage.data.items())]
+    text = _safe(_cut(" · ".join(parts), 4 * _REASON_LIMIT))
+    return f"{text}\n\n[Evidence]({evidence_run_url})" if evidence_run_url else text
+
+
+def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]) -> str:
+    """As many lines as `room` characters hold, and one that counts the rest."""
+    whole = "\n".join((*prefix, *lines))
+    if len(whole) <= room:
+        return whole
+    for kept in range(len(lines) - 1, -1, -1):
+        left_out = len(lines) - kept
+        note = f"\n\n{left_out} more {what}{'s' if left_out > 1 else ''} left out here; the evidence holds all of them."
+        text = "\n".join((*prefix, *lines[:kept])) + note if kept else note.strip()
+        if len(text) <= room:
+            return text
+    return ""
+
+
+def _cut(text: str, limit: int = _REASON_LIMIT) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _safe(text: str) -> str:
+    """Text that Markdown and HTML leave as it is."""
+    return text.translate(_ESCAPES)

@@ -1,0 +1,82 @@
+"""Figures for people: three significant digits and a unit that keeps them short."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NOTHING = "–"
+
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How values of one unit are written: divided by `divisor` and followed by `suffix`."""
+
+    divisor: float
+    suffix: str
+
+
+def scale_for(value: float, unit: str) -> Scale:
+    """The scale that fits `value`.
+
+    Args:
+        value: in `unit`.
+        unit: `s`, `B`, `1` (a fraction, written as a percentage), `x` (a ratio), or any other, written as it is.
+    """
+    if unit == "1":
+        return Scale(divisor=0.01, suffix="%")
+    if unit == "x":
+        return Scale(divisor=1.0, suffix="×")
+    steps = {"s": _TIMES, "B": _SIZES}.get(unit)
+    if steps is None:
+        return Scale(divisor=1.0, suffix=f" {unit}" if unit else "")
+    if value == 0 or not math.isfinite(value):
+        return Scale(divisor=1.0, suffix=f" {unit}")
+    divisor, suffix = next((step for step in steps if abs(value) >= step[0]), steps[-1])
+    return Scale(divisor=divisor, suffix=f" {suffix}")
+
+
+def format_figure(value: float | None, unit: str) -> str:
+    """One figure with its unit: `1.25 ms`, `0.5%`, `1.03×`, `2.4 MB`; `–` for None."""
+    if value is None:
+        return NOTHING
+    scale = scale_for(value, unit)
+    return number(value / scale.divisor) + scale.suffix
+
+
+def format_interval(low: float | None, high: float | None, unit: str, *, near: float | None = None) -> str:
+    """An interval with one unit: `[1.21, 1.30] ms`; one-sided ones as `≥ 1.21 ms`; empty if there is no bound.
+
+    Args:
+        low: lower bound; None or minus infinity if there is none.
+        high: upper bound; None or infinity if there is none.
+        unit: as in `scale_for`.
+        near: the figure that the interval belongs to, whose scale it takes.
+    """
+    low = None if low is not None and math.isinf(low) else low
+    high = None if high is not None and math.isinf(high) else high
+    anchor = next((v for v in (near, high, low) if v is not None), None)
+    if anchor is None or (low is None and high is None):
+        return ""
+    scale = scale_for(anchor, unit)
+    shown = [number(v / scale.divisor) for v in (low, high) if v is not None]
+    if len(shown) == 2:
+        return f"[{shown[0]}, {shown[1]}]{scale.suffix}"
+    return f"{'≥' if high is None else '≤'} {shown[0]}{scale.suffix}"
+
+
+def number(value: float) -> str:
+    """At least three significant digits; plain notation from 0.001 to 100,000."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.3g}")
+    if abs(rounded) < 1e-3 or abs(value) >= 1e5:
+        return f"{value:.2e}"
+    digits = max(0, 2 - math.floor(math.log10(abs(rounded))))
+    text = f"{rounded:.{digits}f}" if abs(rounded) < 1000 else f"{value:.0f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

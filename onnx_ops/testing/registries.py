@@ -1,0 +1,256 @@
+"""What every registry must do. Subclass `RegistrySuite`, give it a `registry` fixture, and say how to tamper.
+
+class TestMyRegistry(RegistrySuite):
+    @pytest.fixture
+    def registry(self) -> Registry: ...
+
+    def tamper(self, registry, record, name): ...
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
+from onnx_ops.errors import DigestMismatch, NotFound
+from onnx_ops.ports.release import Registry
+
+
+def linear_model(path: Path, *, slope: float = 2.0) -> None:
+    """Write a tiny ONNX file: y = slope * x, with a symbolic batch, opset 18."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    graph = helper.make_graph(
+        [helper.make_node("Mul", ["x", "slope"], ["y"])],
+        "linear",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 2])],
+        [helper.make_tensor("slope", TensorProto.FLOAT, [1], [slope])],
+    )
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    onnx.save(model, str(path))
+
+
+def decision(variant: str, target: str, verdict: Verdict = Verdict.PASS) -> Decision:
+    """A decision of one size gate."""
+    result = GateResult(
+        gate="size", metric="file", limit="2 MB", verdict=verdict, reason="as measured", estimate=1.5e6, unit="B", n=1
+    )
+    return Decision(variant=variant, target=target, results=(result,))
+
+
+def publication(
+    folder: Path,
+    *,
+    model: str,
+    seed: str,
+    variants: Iterable[str] = ("fp32",),
+    target: str = "cpu-1t",
+    verdict: Verdict = Verdict.PASS,
+) -> Publication:
+    """A release of tiny models whose files stand in `folder`; `seed` decides its digest and content."""
+    release = digest_bytes(seed.encode())
+    lineage = Lineage(
+        pipeline="linear",
+        release=release,
+        git_sha="0123456789abcdef",
+        data={"test": digest_bytes(b"test data")},
+        parameters={"epochs": "12"},
+        run="run-1",
+    )
+    records = tuple(_record(folder / seed, lineage, model, name, target, verdict) for name in variants)
+    return Publication(model=model, lineage=lineage, variants=records)
+
+
+def _record(folder: Path, lineage: Lineage, model: str, variant: str, target: str, verdict: Verdict) -> VariantRecord:
+    folder = folder / variant
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx_file, evidence = folder / "content.bin", folder / f"{verdict.value}.bin"
+    linear_model(onnx_file, slope=1.0 + int(lineage.release[-4:], 16) + len(variant))
+    evidence.write_text(f'{{"verdict":"{verdict.value}"}}')
+    manifest = Manifest(files={"model.onnx": digest_file(onnx_file)})
+    judged = decision(variant, target, verdict)
+    record = DecisionRecord(
+        model=model,
+        release=lineage.release,
+        variant=variant,
+        target=target,
+        manifest=manifest.digest(),
+        target_digest=digest_bytes(target.encode()),
+        gates_digest=digest_bytes(b"gates"),
+        evidence=digest_file(evidence),
+        verdict=judged.verdict,
+        verdicts={"size": judged.verdict},
+        decided_at="2026-01-01T00:00:00Z",
+        sequence=1 + judged.verdict.rank,
+    )
+    signed = SignedDecision(record=record, key=digest_bytes(b"key"), signature="c2lnbmF0dXJl")
+    return VariantRecord(
+        variant=variant,
+        files={"model.onnx": onnx_file},
+        manifest=manifest,
+        evidence={f"evidence/{target}.json": evidence},
+        metrics={f"{target}/p50": 0.00125},
+        decisions={target: judged},
+        signed={target: signed},
+        description=f"**{verdict.value.upper()}** on {target}",
+    )
+
+
+class RegistrySuite:
+    """Conformance of a Registry. Tests that run side by side do not see each other: each has a model of its own."""
+
+    def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
+        """Change the stored content of one of the version's files behind the registry's back."""
+        raise NotImplementedError
+
+    def test_publish_gives_every_variant_a_version(self, registry: Registry, tmp_path: Path) -> None:
+        release = publication(tmp_path, model=_unique(), seed="a", variants=("fp32", "int8-static"))
+        versions = registry.publish(release)
+        assert list(versions) == ["fp32", "int8-static"]
+        for record in release.variants:
+            read = registry.version(release.model, versions[record.variant])
+            assert read.release == release.lineage.release
+            assert read.variant == record.variant
+            assert read.manifest == record.manifest.digest()
+            assert read.decisions == record.signed
+
+    def test_publishing_again_adds_nothing(self, registry: Registry, tmp_path: Path) -> None:
+        release = publication(tmp_path, model=_unique(), seed="a", variants=("fp32", "int8-static"))
+        versions = registry.publish(release)
+        before = {v: registry.version(release.model, v) for v in versions.values()}
+        assert registry.publish(release) == versions
+        assert {v: registry.version(release.model, v) for v in versions.values()} == before
+        _assert_versions(registry, release.model, len(versions))
+
+    def test_another_release_is_another_version(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        first = registry.publish(publication(tmp_path, model=model, seed="a"))
+        second = registry.publish(publication(tmp_path, model=model, seed="b"))
+        assert first["fp32"] != second["fp32"]
+
+    def test_a_release_that_was_judged_again_keeps_its_version(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        versions = registry.publish(publication(tmp_path, model=model, seed="a"))
+        again = publication(tmp_path, model=model, seed="a", verdict=Verdict.FAIL)
+        assert registry.publish(again) == versions
+        read = registry.version(model, versions["fp32"])
+        assert read.decisions == again.variants[0].signed
+        assert read.decisions["cpu-1t"].record.verdict is Verdict.FAIL
+
+    def test_a_variant_that_came_later_joins_its_release(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        first = registry.publish(publication(tmp_path, model=model, seed="a"))
+        both = registry.publish(publication(tmp_path, model=model, seed="a", variants=("fp32", "int8-dynamic")))
+        assert both["fp32"] == first["fp32"]
+        assert set(both) == {"fp32", "int8-dynamic"}
+
+    def test_a_variant_made_anew_is_another_version(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        first = registry.publish(publication(tmp_path, model=model, seed="a"))
+        again = publication(tmp_path, model=model, seed="a")
+        path = again.variants[0].files["model.onnx"]
+        linear_model(path, slope=-1.0)
+        record = replace(again.variants[0], manifest=Manifest(files={"model.onnx": digest_file(path)}))
+        second = registry.publish(replace(again, variants=(record,)))
+        assert second["fp32"] != first["fp32"]
+        assert registry.version(model, first["fp32"]).manifest != registry.version(model, second["fp32"]).manifest
+
+    def test_a_file_that_is_not_what_its_manifest_says_is_refused(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        registry.publish(publication(tmp_path, model=model, seed="a"))
+        changed = publication(tmp_path, model=model, seed="a")
+        path = changed.variants[0].files["model.onnx"]
+        linear_model(path, slope=-1.0)
+        _assert_raises(DigestMismatch, registry.publish, changed)
+
+    def test_aliases_move_and_go(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        first = registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"]
+        second = registry.publish(publication(tmp_path, model=model, seed="b"))["fp32"]
+        assert registry.aliases(model) == {}
+        registry.set_alias(model, "champion-cpu-1t", first)
+        registry.set_alias(model, "challenger-cpu-1t", second)
+        assert registry.aliases(model) == {"champion-cpu-1t": first, "challenger-cpu-1t": second}
+        registry.set_alias(model, "champion-cpu-1t", second)
+        registry.delete_alias(model, "challenger-cpu-1t")
+        registry.delete_alias(model, "challenger-cpu-1t")
+        assert registry.aliases(model) == {"champion-cpu-1t": second}
+
+    def test_tags_are_kept(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        version = registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"]
+        said = {"onnxops.rejected": "slower than the champion: 7.5 % > 5 %, «now»"}
+        registry.annotate(model, version, said)
+        assert registry.version(model, version).tags.items() >= said.items()
+
+    def test_fetch_returns_what_was_published(self, registry: Registry, tmp_path: Path) -> None:
+        release = publication(tmp_path, model=_unique(), seed="a")
+        record = registry.version(release.model, registry.publish(release)["fp32"])
+        manifest = registry.fetch(record, _empty(tmp_path))
+        assert manifest.digest() == record.manifest
+        assert _content(tmp_path / "fetched") == {"model.onnx": release.variants[0].files["model.onnx"].read_bytes()}
+
+    def test_a_tampered_file_is_detected(self, registry: Registry, tmp_path: Path) -> None:
+        release = publication(tmp_path, model=_unique(), seed="a")
+        record = registry.version(release.model, registry.publish(release)["fp32"])
+        self.tamper(registry, record, "model.onnx")
+        assert registry.fetch(record, _empty(tmp_path)).digest() != record.manifest
+
+    def test_documents_are_those_of_the_last_judgement(self, registry: Registry, tmp_path: Path) -> None:
+        model, name = _unique(), "evidence/cpu-1t.json"
+        for verdict in (Verdict.PASS, Verdict.FAIL):
+            release = publication(tmp_path, model=model, seed="a", verdict=verdict)
+            record = registry.version(model, registry.publish(release)["fp32"])
+            assert registry.document(record, name) == release.variants[0].evidence[name].read_bytes()
+            for unknown in ("evidence/cuda.json", "nowhere/cpu-1t.json", "evidence", "../evidence/cpu-1t.json", ""):
+                _assert_raises(NotFound, registry.document, record, unknown)
+
+    def test_unknown_names(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        assert registry.aliases(model) == {}
+        registry.delete_alias(model, "champion-cpu-1t")
+        _assert_raises(NotFound, registry.version, model, "1")
+        _assert_raises(NotFound, registry.set_alias, model, "champion-cpu-1t", "1")
+        registry.publish(publication(tmp_path, model=model, seed="a"))
+        _assert_raises(NotFound, registry.version, model, "2")
+        _assert_raises(NotFound, registry.set_alias, model, "champion-cpu-1t", "2")
+        _assert_raises(NotFound, registry.annotate, model, "2", {"a": "b"})
+
+    def test_a_person_is_told_where_to_look(self, registry: Registry) -> None:
+        assert registry.where(_unique())
+
+
+def _unique() -> str:
+    return f"linear-{uuid.uuid4().hex[:12]}"
+
+
+def _empty(folder: Path) -> Path:
+    path = folder / "fetched"
+    path.mkdir()
+    return path
+
+
+def _content(folder: Path) -> Mapping[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def _assert_versions(registry: Registry, model: str, count: int) -> None:
+    for number in range(1, count + 1):
+        assert registry.version(model, str(number)).model == model
+    _assert_raises(NotFound, registry.version, model, str(count + 1))
+
+
+def _assert_raises(kind: type[Exception], call: object, *arguments: object) -> None:
+    assert callable(call)
+    try:
+        call(*arguments)
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")

@@ -1,0 +1,575 @@
+"""The MLflow registry against a real SQLite database and a real tracking server."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.registries import mlflow_folder, mlflow_tags
+from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+from onnx_ops.adapters.registries.mlflow_connection import Connection
+from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.ledger import Body, Configured, Intent, LedgerEntry, Mirrored, Outcome
+from onnx_ops.domain.release import Publication, VersionRecord
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.ports.release import Registry
+from onnx_ops.testing.registries import RegistrySuite, publication
+
+
+@pytest.fixture(scope="session")
+def mlflow_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a migrated database: migrations take seconds, so that it is done once."""
+    home = tmp_path_factory.mktemp("mlflow")
+    MlflowRegistry(f"sqlite:///{home}/mlflow.db").aliases("none")
+    return home
+
+
+@pytest.fixture
+def registry(mlflow_home: Path) -> MlflowRegistry:
+    return MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(mlflow_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A tracking server's URL and the folder of its artifacts."""
+    home = tmp_path_factory.mktemp("server")
+    shutil.copy(mlflow_home / "mlflow.db", home / "mlflow.db")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "files")]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (home / "log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log)
+    try:
+        _await(f"http://127.0.0.1:{port}/health", server, home / "log")
+        yield f"http://127.0.0.1:{port}", home / "files"
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def _await(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(600):
+        assert server.poll() is None, log.read_text()
+        try:
+            urllib.request.urlopen(url, timeout=2).close()
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise AssertionError(log.read_text())
+
+
+def _overwrite(root: Path, registry: Registry, record: VersionRecord, name: str) -> None:
+    assert isinstance(registry, MlflowRegistry)
+    model_id = str(registry._version(record.model, record.version).source).removeprefix("models:/")
+    (path,) = root.rglob(f"{model_id}/artifacts/{name}")
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+class TestOnADatabase(RegistrySuite):
+    @pytest.fixture(autouse=True)
+    def _home(self, mlflow_home: Path) -> None:
+        self.files = mlflow_home / "mlartifacts"
+
+    def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
+        _overwrite(self.files, registry, record, name)
+
+
+@pytest.mark.services
+class TestOnAServer(RegistrySuite):
+    @pytest.fixture
+    def registry(self, mlflow_server: tuple[str, Path]) -> MlflowRegistry:
+        url, self.files = mlflow_server
+        return MlflowRegistry(url)
+
+    def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
+        _overwrite(self.files, registry, record, name)
+
+    def test_the_page_of_the_model(self, registry: MlflowRegistry, mlflow_server: tuple[str, Path]) -> None:
+        assert registry.where("digits mlp") == f"{mlflow_server[0]}/#/models/digits%20mlp"
+
+
+class Killed(BaseException):
+    """What `kill -9` looks like from inside: nothing of the program runs afterwards that handles errors."""
+
+
+class Killing:
+    """A client that dies at its n-th call, before it (`after=False`) or after its effect."""
+
+    def __init__(self, client: Any, error: Callable[[], BaseException], *, at: int, after: bool) -> None:
+        self.client, self.error, self.at, self.after = client, error, at, after
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.calls.append(name)
+            mine = len(self.calls) == self.at
+            if mine and not self.after:
+                raise self.error()
+            result = getattr(self.client, name)(*arguments, **named)
+            if mine:
+                raise self.error()
+            return result
+
+        return call
+
+
+def _failing(mlflow_home: Path, *, at: int, after: bool = False, error: Callable[[], BaseException] = Killed) -> Any:
+    registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
+    with registry._mlflow.session("") as client:
+        killing = Killing(client, error, at=at, after=after)
+    registry._mlflow.__dict__["_client"] = killing
+    return registry, killing
+
+
+def _lost() -> Exception:
+    from mlflow.exceptions import MlflowException
+
+    return MlflowException("the connection was lost")
+
+
+def _is_whole(registry: MlflowRegistry, release: Publication, folder: Path) -> None:
+    """One version of each variant, all readable; nothing still runs; the parent is finished."""
+    client = registry._mlflow._client
+    versions = registry.publish(release)
+    listed = client.search_model_versions(f"name = '{release.model}'")
+    assert sorted(str(v.version) for v in listed) == sorted(versions.values())
+    for record in release.variants:
+        read = registry.version(release.model, versions[record.variant])
+        assert read.decisions == record.signed
+        target = folder / record.variant
+        target.mkdir(parents=True)
+        assert registry.fetch(read, target).digest() == record.manifest.digest()
+    experiment = client.get_experiment_by_name(release.model).experiment_id
+    runs = client.search_runs([experiment])
+    assert not [run for run in runs if run.info.status == "RUNNING"]
+    assert [run.info.status for run in runs if run.data.tags["onnx_ops.kind"] == "release"] == ["FINISHED"]
+    assert not client.search_logged_models([experiment], "status = 'PENDING'")
+
+
+@pytest.mark.parametrize(("error", "after"), [(Killed, False), (_lost, True)])
+def test_a_publication_that_dies_anywhere_is_completed(
+    mlflow_home: Path, tmp_path: Path, error: Callable[[], BaseException], after: bool
+) -> None:
+    registry, killing = _failing(mlflow_home, at=0)
+    mode = f"{after}".lower()
+    registry.publish(publication(tmp_path, model=f"whole-{mode}", seed="a"))
+    assert "create_model_version" in killing.calls
+    for at in range(1, len(killing.calls) + 1):
+        release = publication(tmp_path, model=f"dies-{mode}-{at}", seed=f"{at}")
+        registry, _ = _failing(mlflow_home, at=at, after=after, error=error)
+        with pytest.raises((Killed, ServiceUnavailable)):
+            registry.publish(release)
+        survivor = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
+        _is_whole(survivor, release, tmp_path / f"fetched-{at}")
+
+
+def test_a_refresh_that_dies_anywhere_is_completed(mlflow_home: Path, tmp_path: Path) -> None:
+    def judged(seed: str, verdict: Verdict) -> Publication:
+        return publication(tmp_path, model=f"refresh-{seed}", seed=seed, verdict=verdict)
+
+    survivor = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
+    survivor.publish(judged("all", Verdict.PASS))
+    registry, killing = _failing(mlflow_home, at=0)
+    registry.publish(judged("all", Verdict.FAIL))
+    assert "update_model_version" in killing.calls
+    assert "create_model_version" not in killing.calls
+    for at in range(1, len(killing.calls) + 1):
+        survivor.publish(judged(f"{at}", Verdict.PASS))
+        registry, _ = _failing(mlflow_home, at=at)
+        with pytest.raises(Killed):
+            registry.publish(judged(f"{at}", Verdict.FAIL))
+        _is_whole(survivor, judged(f"{at}", Verdict.FAIL), tmp_path / f"fetched-{at}")
+
+
+def test_nothing_is_written_when_nothing_changed(mlflow_home: Path, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="unchanged", seed="a", variants=("fp32", "int8-dynamic"))
+    registry, killing = _failing(mlflow_home, at=0)
+    registry.publish(release)
+    killing.calls.clear()
+    registry.publish(release)
+    assert {name.partition("_")[0] for name in killing.calls} == {"get", "search"}
+
+
+def test_of_two_racing_publishers_the_first_version_stays(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="raced", seed="a")
+    first = registry.publish(release)["fp32"]
+    client = registry._mlflow._client
+    twin = client.get_model_version("raced", first)
+    with registry._mlflow.as_default():
+        model_id = twin.source.removeprefix("models:/")
+        second = client.create_model_version("raced", source=twin.source, model_id=model_id, tags=twin.tags)
+    assert registry.publish(release) == {"fp32": first}
+    with pytest.raises(NotFound):
+        registry.version("raced", str(second.version))
+
+
+def test_publishers_at_once_agree_on_one_version(mlflow_home: Path, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="at-once", seed="a", variants=("fp32", "int8-dynamic"))
+    registries = [MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db") for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        published = list(pool.map(lambda registry: registry.publish(release), registries))
+    assert published[0] == published[1] == published[2]
+    client = registries[0]._mlflow._client
+    listed = client.search_model_versions("name = 'at-once'")
+    assert sorted(str(version.version) for version in listed) == sorted(published[0].values())
+
+
+def test_names_and_folders_with_spaces(mlflow_home: Path, tmp_path: Path) -> None:
+    root = tmp_path / "my files 100%"
+    registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db", artifact_root=str(root))
+    release = publication(tmp_path, model="digits mlp", seed="a")
+    record = registry.version("digits mlp", registry.publish(release)["fp32"])
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    assert registry.fetch(record, folder).digest() == record.manifest
+    assert list(root.rglob("model.onnx"))
+
+
+def test_long_and_many_parameters_are_kept(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="parameters", seed="a")
+    parameters = {f"p{n:03}": "x" * 4000 for n in range(150)}
+    lineage = dataclasses.replace(release.lineage, parameters=parameters)
+    version = registry.publish(dataclasses.replace(release, lineage=lineage))["fp32"]
+    client = registry._mlflow._client
+    assert client.get_run(client.get_model_version("parameters", version).run_id).data.params == parameters
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("PERMISSION_DENIED", Refused),
+        ("RESOURCE_DOES_NOT_EXIST", NotFound),
+        ("INVALID_PARAMETER_VALUE", UserError),
+        ("TEMPORARILY_UNAVAILABLE", ServiceUnavailable),
+        ("UNAUTHENTICATED", ServiceUnavailable),
+    ],
+)
+def test_errors_of_mlflow_become_ours(registry: MlflowRegistry, code: str, expected: type[OnnxOpsError]) -> None:
+    from mlflow.exceptions import RestException
+
+    with pytest.raises(expected) as caught, registry._mlflow.session("alias champion-cpu-1t"):
+        raise RestException({"error_code": code, "message": "first line\nsecond line"})
+    assert "second line" not in str(caught.value)
+
+
+def test_mlflow_loads_and_runs_the_version(registry: MlflowRegistry, tmp_path: Path) -> None:
+    script = """
+import sys, warnings
+import mlflow, numpy as np
+mlflow.set_tracking_uri(sys.argv[1])
+proto = mlflow.onnx.load_model("models:/loaded/1")
+model = mlflow.pyfunc.load_model("models:/loaded/1")
+print(proto.opset_import[0].version, model.predict({"x": np.ones((3, 2), np.float32)})["y"].tolist())
+"""
+    release = publication(tmp_path, model="loaded", seed="a")
+    registry.publish(release)
+    done = subprocess.run(
+        [sys.executable, "-c", script, registry._mlflow.uri], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    import onnxruntime
+
+    path = release.variants[0].files["model.onnx"]
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    expected = session.run(None, {"x": np.ones((3, 2), np.float32)})[0].tolist()
+    assert done.stdout.strip() == f"18 {expected}"
+
+
+def test_metrics_stand_with_their_own_model(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="measured", seed="a", variants=("fp32", "int8-dynamic"))
+    fast = dataclasses.replace(release.variants[1], metrics={"cpu-1t/p50": 0.5})
+    registry.publish(dataclasses.replace(release, variants=(release.variants[0], fast)))
+    client = registry._mlflow._client
+    experiment = client.get_experiment_by_name("measured").experiment_id
+    found = client.search_logged_models([experiment], "metrics.`cpu-1t/p50` > 0.1")
+    assert [model.name for model in found] == ["int8-dynamic"]
+    assert [metric.value for metric in found[0].metrics] == [0.5]
+    assert found[0].params == {"epochs": "12"}
+
+
+def test_evidence_stands_in_the_run_of_the_variant(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="evident", seed="a")
+    version = registry.publish(release)["fp32"]
+    client = registry._mlflow._client
+    found = client.get_model_version("evident", version)
+    assert f"#/experiments/{client.get_experiment_by_name('evident').experiment_id}/runs/{found.run_id}" in (
+        found.description
+    )
+    path = client.download_artifacts(found.run_id, "evidence/cpu-1t.json", str(tmp_path))
+    assert Path(path).read_text() == '{"verdict":"pass"}'
+    run = client.get_run(found.run_id)
+    assert run.data.tags["mlflow.source.git.commit"] == "0123456789abcdef"
+    assert client.get_run(run.data.tags["mlflow.parentRunId"]).info.run_name.startswith("release ")
+
+
+def test_an_unsigned_decision_withdraws_the_signed_one(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="withdrawn", seed="a")
+    version = registry.publish(release)["fp32"]
+    unsigned = dataclasses.replace(release.variants[0], signed={})
+    registry.publish(dataclasses.replace(release, variants=(unsigned,)))
+    assert registry.version("withdrawn", version).decisions == {}
+
+
+def test_malformed_decisions_are_left_out_and_kept_as_tags(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="malformed", seed="a")
+    version = registry.publish(release)["fp32"]
+    good = codec.dumps(release.variants[0].signed["cpu-1t"]).decode()
+    bad = {"decision.a": "{", "decision.b": "[" * 20_000, "decision.c": good, "decision.d": '{"key":1}'}
+    registry.annotate("malformed", version, bad)
+    read = registry.version("malformed", version)
+    assert set(read.decisions) == {"cpu-1t"}
+    assert read.tags.items() >= bad.items()
+
+
+def test_a_decision_too_long_for_a_tag_is_refused_not_cut(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="long", seed="a")
+    record = release.variants[0]
+    signed = record.signed["cpu-1t"]
+    verdicts = {f"gate {n}": Verdict.PASS for n in range(5000)}
+    longer = dataclasses.replace(signed, record=dataclasses.replace(signed.record, verdicts=verdicts))
+    with pytest.raises(UserError, match="too long for a tag"):
+        mlflow_tags.judgement(dataclasses.replace(record, signed={"cpu-1t": longer}))
+
+
+def test_a_long_description_is_cut_and_says_so(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="wordy", seed="a")
+    wordy = dataclasses.replace(release.variants[0], description="word " * 2000)
+    version = registry.publish(dataclasses.replace(release, variants=(wordy,)))["fp32"]
+    description = registry._mlflow._client.get_model_version("wordy", version).description
+    assert len(description) == 5000
+    assert "Cut here" in description
+    assert description.endswith("/artifacts)")
+
+
+@pytest.mark.parametrize("name", ["MLmodel", "manifest.json"])
+def test_tampered_bookkeeping_is_refused(
+    registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path, name: str
+) -> None:
+    model = f"tampered-{name.lower()}"
+    record = registry.version(model, registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"])
+    _overwrite(mlflow_home / "mlartifacts", registry, record, name)
+    with pytest.raises(DigestMismatch, match=f"{name} is not what was registered"):
+        registry.fetch(record, tmp_path)
+
+
+def test_a_file_that_is_gone_is_refused(registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path) -> None:
+    record = registry.version("gone", registry.publish(publication(tmp_path, model="gone", seed="a"))["fp32"])
+    for path in (mlflow_home / "mlartifacts" / "gone").rglob("model.onnx"):
+        path.unlink()
+    with pytest.raises(DigestMismatch, match=r"model\.onnx is missing"):
+        registry.fetch(record, tmp_path)
+
+
+def test_a_manifest_that_names_files_outside_its_folder_is_refused(
+    registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path
+) -> None:
+    record = registry.version("outside", registry.publish(publication(tmp_path, model="outside", seed="a"))["fp32"])
+    evil = Manifest(files={"../../stolen": digest_bytes(b"")})
+    for path in (mlflow_home / "mlartifacts" / "outside").rglob("manifest.json"):
+        path.write_bytes(mlflow_folder.manifest_bytes(evil))
+    with pytest.raises(DigestMismatch, match="no name for a model's file"):
+        registry.fetch(dataclasses.replace(record, manifest=evil.digest()), tmp_path)
+
+
+def test_a_version_registered_by_hand_is_not_ours(registry: MlflowRegistry) -> None:
+    with registry._mlflow.session("") as client:
+        client.create_registered_model("foreign")
+        client.create_model_version("foreign", source="s3://bucket/model")
+    with pytest.raises(NotFound, match="not registered by onnx-ops"):
+        registry.version("foreign", "1")
+
+
+def test_names_that_lead_nowhere_get_a_hint(registry: MlflowRegistry, tmp_path: Path) -> None:
+    version = registry.publish(publication(tmp_path, model="spelled", seed="a"))["fp32"]
+    registry.set_alias("spelled", "champion-cpu-1t", version)
+    with pytest.raises(NotFound, match="Did you mean 'spelled'"):
+        registry.version("speled", "1")
+    with pytest.raises(NotFound, match="'champion-cpu-1t' is an alias of 1"):
+        registry.version("spelled", "champion-cpu-1t")
+    with pytest.raises(NotFound, match="Newest: 1"):
+        registry.version("spelled", "7")
+    with pytest.raises(UserError):
+        registry.set_alias("spelled", "v1", version)
+    with pytest.raises(UserError, match="no name for a registered model"):
+        registry.aliases("it's' or name != '")
+
+
+@pytest.mark.parametrize("name", ["", "..", "/etc/passwd", "a/../b", "a//b", "a\\b", "C:evil", "a\x00", "b/"])
+def test_unsafe_file_names(name: str) -> None:
+    assert not mlflow_folder.is_safe_name(name)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "weights/layer 1.bin", ".hidden"])
+def test_safe_file_names(name: str) -> None:
+    assert mlflow_folder.is_safe_name(name)
+
+
+def test_records_are_checked_before_anything_is_sent(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="unsent", seed="a")
+    record = release.variants[0]
+    path = record.files["model.onnx"]
+    manifest = Manifest(files={"MLmodel": digest_file(path), "model.onnx": digest_file(path)})
+    two = {"a.onnx": path, "b.onnx": path}
+    both = Manifest(files={name: digest_file(path) for name in two})
+    for wrong, error in (
+        (dataclasses.replace(record, files={"MLmodel": path, "model.onnx": path}, manifest=manifest), UserError),
+        (dataclasses.replace(record, files=two, manifest=both), UserError),
+        (dataclasses.replace(record, manifest=Manifest(files={"model.onnx": digest_bytes(b"x")})), DigestMismatch),
+        (dataclasses.replace(record, manifest=Manifest(files={})), DigestMismatch),
+        (dataclasses.replace(record, evidence={"../a.json": path}), UserError),
+    ):
+        with pytest.raises(error):
+            registry.publish(dataclasses.replace(release, variants=(wrong,)))
+    with pytest.raises(NotFound):
+        registry.version("unsent", "1")
+
+
+def test_external_data_comes_back_with_its_model(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="external", seed="a")
+    data = tmp_path / "weights"
+    data.write_bytes(b"\x00" * 4096)
+    files = {**release.variants[0].files, "model.onnx.data": data}
+    manifest = Manifest(files={name: digest_file(path) for name, path in files.items()})
+    record = dataclasses.replace(release.variants[0], files=files, manifest=manifest, signed={})
+    version = registry.publish(dataclasses.replace(release, variants=(record,)))["fp32"]
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    assert registry.fetch(registry.version("external", version), folder) == manifest
+    assert (folder / "model.onnx.data").read_bytes() == data.read_bytes()
+
+
+def test_the_users_tracking_uri_is_left_alone(
+    registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example:5000")
+    registry.publish(publication(tmp_path, model="polite", seed="a"))
+    import mlflow
+
+    assert mlflow.get_tracking_uri() == "http://mlflow.example:5000"
+
+
+def test_nothing_is_printed(
+    mlflow_home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
+    release = publication(tmp_path, model="quiet", seed="a")
+    record = registry.version("quiet", registry.publish(release)["fp32"])
+    registry.fetch(record, tmp_path)
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+
+
+def test_a_dead_server_is_reported() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    registry = MlflowRegistry(f"http://user:secret@127.0.0.1:{port}")
+    with pytest.raises(ServiceUnavailable) as caught:
+        registry.aliases("digits")
+    assert "secret" not in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_a_dead_database_is_reported() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    registry = MlflowRegistry(f"postgresql+psycopg2://u:secret@127.0.0.1:{port}/mlflow", artifact_root="s3://bucket")
+    with pytest.raises(ServiceUnavailable) as caught:
+        registry.aliases("digits")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_damaged_database_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
+    registry = MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db")
+    with pytest.raises(ServiceUnavailable):
+        registry.aliases("digits")
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///tmp/mlruns", "databricks", ""])
+def test_other_tracking_uris_are_refused(uri: str) -> None:
+    with pytest.raises(UserError, match="no MLflow tracking URI"):
+        MlflowRegistry(uri)
+
+
+def test_where_to_look(tmp_path: Path) -> None:
+    registry = MlflowRegistry(f"sqlite:///{tmp_path}/my mlflow.db")
+    command = registry.where("digits")
+    assert f"'sqlite:///{tmp_path}/my mlflow.db'" in command
+    assert f"--default-artifact-root {tmp_path}/mlartifacts --host 127.0.0.1 --port 5000" in command
+    public = MlflowRegistry("http://u:secret@mlflow:5000", public_url="https://mlflow.example/")
+    assert public.where("a b") == "https://mlflow.example/#/models/a%20b"
+    assert Connection("http://u:secret@mlflow:5000").shown == "http://u:***@mlflow:5000"
+    database = MlflowRegistry("postgresql://u:secret@db/mlflow", artifact_root="s3://bucket/files")
+    assert "secret" not in database.where("digits")
+    with pytest.raises(UserError, match="artifact root"):
+        MlflowRegistry("postgresql://u:secret@db/mlflow")
+
+
+def _entries() -> tuple[LedgerEntry, ...]:
+    digest = digest_bytes(b"x")
+    new = Deployment(
+        name="v2", model="digits", version="2", variant="fp32", release=digest, manifest=digest, location="/models/v2"
+    )
+    config = EndpointConfig(
+        endpoint="digits", provider="local", model="digits", target="cpu-1t", target_digest=digest, pipeline="digits"
+    )
+    action = Action(
+        kind=ActionKind.FIRST, state=split_state(None, new, 100), roles=Roles(stable=new), why="first deployment"
+    )
+    bodies: tuple[Body, ...] = (
+        Configured(config=config, policy=RolloutPolicy()),
+        Intent(action=action, holder="host:1", expires_at=1_800_000_060.0),
+        Outcome(of=2, ok=False, detail="the port is taken"),
+        Mirrored(aliases={"champion-cpu-1t": "2", "challenger-cpu-1t": None}),
+    )
+    return tuple(
+        LedgerEntry(endpoint="digits", sequence=n, at=1_800_000_000.0 + n, actor="ada", body=body)
+        for n, body in enumerate(bodies, start=1)
+    )
+
+
+def test_the_ledger_is_shown_once_per_entry(registry: MlflowRegistry) -> None:
+    for entry in (*_entries(), *_entries()):
+        registry.mirror(entry, "digits")
+    client = registry._mlflow._client
+    experiment = client.get_experiment_by_name("releases/digits").experiment_id
+    runs = client.search_runs([experiment], order_by=["attributes.start_time ASC"])
+    assert [(run.info.run_name, run.info.status) for run in runs] == [
+        ("00001 configured", "FINISHED"),
+        ("00002 first-deployment", "FINISHED"),
+        ("00003 failed: entry 2", "FAILED"),
+        ("00004 mirrored", "FINISHED"),
+    ]
+    assert runs[1].data.metrics == {"percent/v2": 100.0}
+    assert runs[2].data.tags["why"] == "the port is taken"
+    assert codec.loads(runs[1].data.tags["entry"].encode(), LedgerEntry) == _entries()[1]
+    assert runs[1].info.start_time == 1_800_000_002_000
+
+
+def test_a_mirror_that_fails_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
+    MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db").mirror(_entries()[0], "digits")
+    assert "is not shown in MLflow" in caplog.text

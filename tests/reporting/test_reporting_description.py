@@ -1,0 +1,108 @@
+"""The gate table and the description of a version."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.release import Lineage
+from onnx_ops.reporting.description import DESCRIPTION_LIMIT, result_table, version_description
+
+LINEAGE = Lineage(
+    pipeline="digits-mlp",
+    release=digest_bytes(b"release"),
+    git_sha="0123456789abcdef0123",
+    data={"test": digest_bytes(b"test"), "train": digest_bytes(b"train")},
+)
+LATENCY = GateResult(
+    gate="latency",
+    metric="ratio vs champion",
+    limit="≤ 1.05×",
+    verdict=Verdict.FAIL,
+    reason="slower than the limit",
+    estimate=1.12,
+    low=1.09,
+    high=1.15,
+    unit="x",
+    n=40,
+)
+SIZE = GateResult(
+    gate="size", metric="size", limit="2 MB", verdict=Verdict.PASS, reason="small", estimate=1.5e6, unit="B", n=1
+)
+
+
+def _decision(target: str, *results: GateResult) -> Decision:
+    return Decision(variant="int8-static", target=target, results=results)
+
+
+def test_rows_carry_units_interval_and_n() -> None:
+    rows = result_table([_decision("cpu-1t", SIZE, LATENCY), _decision("cuda", SIZE)])
+    assert [(row.target, row.gate) for row in rows] == [("cpu-1t", "size"), ("cpu-1t", "latency"), ("cuda", "size")]
+    assert (rows[1].figure, rows[1].interval, rows[1].n) == ("1.12×", "[1.09, 1.15]×", 40)
+    assert (rows[0].figure, rows[0].interval, rows[0].verdict) == ("1.5 MB", "", Verdict.PASS)
+
+
+def test_the_verdict_comes_first_and_the_worst_result_with_it() -> None:
+    decisions = {"cuda": _decision("cuda", SIZE), "cpu-1t": _decision("cpu-1t", SIZE, LATENCY)}
+    text = version_description("int8-static", decisions, LINEAGE, "https://mlflow.example/#/runs/1")
+    lines = text.splitlines()
+    assert lines[0].strip() == "**FAIL** on cpu-1t: latency: slower than the limit"
+    assert lines[1].strip() == "**PASS** on cuda: all gates passed"
+    assert lines[3] == "| gate | target | limit | figure | verdict | reason |"
+    assert lines[5] == (
+        r"| latency: ratio vs champion | cpu-1t | ≤ 1.05× | 1.12× \[1.09, 1.15\]× | fail | slower than the limit |"
+    )
+    assert lines[-1] == "[Evidence](https://mlflow.example/#/runs/1)"
+    assert "commit 0123456789ab" in text
+
+
+def test_silence_is_not_success() -> None:
+    assert version_description("fp32", {}, LINEAGE).startswith("**INCONCLUSIVE**: nothing was judged")
+    empty = version_description("fp32", {"cpu-1t": _decision("cpu-1t")}, LINEAGE)
+    assert empty.startswith("**INCONCLUSIVE** on cpu-1t: no gate applied")
+
+
+def test_advisory_results_are_named_so() -> None:
+    advisory = GateResult(
+        gate="latency", metric="p99", limit="5 ms", verdict=Verdict.FAIL, reason="slow", unit="s", advisory=True
+    )
+    text = version_description("fp32", {"cpu-1t": _decision("cpu-1t", SIZE, advisory)}, LINEAGE)
+    assert text.startswith("**PASS**")
+    assert "| fail (advisory) |" in text
+
+
+def test_text_from_outside_stays_text() -> None:
+    hostile = GateResult(
+        gate="size", metric="", limit="<b>", verdict=Verdict.ERROR, reason="a|b\n[x](javascript:alert(1)) `c`"
+    )
+    text = version_description("fp32", {"t": _decision("t", hostile)}, LINEAGE)
+    row = next(line for line in text.splitlines() if line.startswith("| size"))
+    assert row.replace("\\|", "").count("|") == 7
+    assert "&lt;b&gt;" in row
+    assert r"\[x\](javascript" in row
+
+
+def test_what_does_not_fit_is_counted() -> None:
+    many = {f"t{n:03}": _decision(f"t{n:03}", SIZE, LATENCY) for n in range(12)}
+    text = version_description("fp32", many, LINEAGE)
+    assert len(text) <= DESCRIPTION_LIMIT
+    shown = sum(line.startswith(("| size", "| latency")) for line in text.splitlines())
+    assert shown == 24
+    more = {f"t{n:03}": _decision(f"t{n:03}", SIZE, LATENCY, SIZE, SIZE) for n in range(40)}
+    text = version_description("fp32", more, LINEAGE)
+    shown = sum(line.startswith(("| size", "| latency")) for line in text.splitlines())
+    assert f"{160 - shown} more results left out here" in text
+    assert text.startswith("**FAIL** on t000")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 120), st.integers(0, 8), st.text(max_size=600))
+def test_never_too_long_and_always_the_same(targets: int, gates: int, reason: str) -> None:
+    results = [GateResult(gate="g", metric="m", limit="l", verdict=Verdict.FAIL, reason=reason) for _ in range(gates)]
+    decisions = {f"target-{n}": _decision(f"target-{n}", *results) for n in range(targets)}
+    text = version_description("fp32", decisions, LINEAGE, "u" * 300)
+    assert len(text) <= DESCRIPTION_LIMIT
+    assert text.endswith(f"[Evidence]({'u' * 300})")
+    assert text == version_description("fp32", dict(reversed(decisions.items())), LINEAGE, "u" * 300)
