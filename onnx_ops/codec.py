@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from cattrs import transform_error
 from cattrs.errors import BaseValidationError
 from cattrs.preconf.json import JsonConverter, make_converter
+from typing_extensions import TypeForm
 
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.errors import StateCorrupt
@@ -35,20 +36,20 @@ def dumps(value: object) -> bytes:
     return canonical_json(to_json(value))
 
 
-def from_json(value: object, kind: type[T], *, where: str = "") -> T:
+def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     """The value of type `kind` that plain JSON describes.
 
     Raises:
         StateCorrupt: it does not describe one.
     """
     try:
-        return _converter().structure(value, kind)
+        return _converter().structure(value, cast("type[T]", kind))
     except (BaseValidationError, ValueError, TypeError, KeyError) as error:
         why = "; ".join(transform_error(error))
         raise StateCorrupt(f"not a {getattr(kind, '__name__', kind)}", where=where, why=why) from error
 
 
-def loads(data: bytes, kind: type[T], *, where: str = "") -> T:
+def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
     """`from_json` of a JSON text.
 
     Raises:

@@ -142,3 +142,12 @@ class SignatureInvalid(Refused):
 
 class DigestMismatch(Refused):
     pass
+
+
+def from_document(document: dict[str, object]) -> OnnxOpsError:
+    """The error that `as_document` described, of the same type where it is one of these."""
+    kind = globals().get(str(document.get("error")))
+    if not (isinstance(kind, type) and issubclass(kind, OnnxOpsError)) or kind is SpecError:
+        kind = OnnxOpsError
+    texts = {name: str(document.get(name, "")) for name in ("where", "why", "remedy")}
+    return kind(str(document.get("what", "")), **texts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops.errors import MissingPackage, NotFound
 
-GROUPS = ("exporters", "optimizers", "runtimes", "data", "endpoints")
+KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints")
 """Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
 
 
@@ -17,8 +17,8 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(sorted({point.name for point in entry_points(group=f"onnx_ops.{kind}")}))
 
 
-def load(kind: str, name: str) -> Any:
-    """A new instance of the plugin.
+def load(kind: str, name: str, *arguments: object) -> Any:
+    """A new instance of the plugin, made with the arguments that its kind takes (an endpoint: its state folder).
 
     Raises:
         NotFound: no installed distribution offers it.
@@ -26,7 +26,7 @@ def load(kind: str, name: str) -> Any:
     """
     point = find(kind, name)
     try:
-        return point.load()()
+        return point.load()(*arguments)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         raise MissingPackage(

@@ -125,10 +125,19 @@ def fold(endpoint: str, entries: Iterable[LedgerEntry]) -> ReleaseState:
     """
     state = ReleaseState(endpoint=endpoint)
     for entry in entries:
-        if entry.endpoint != endpoint or entry.sequence != state.head + 1:
-            raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {endpoint}")
-        state = replace(_apply(state, entry), head=entry.sequence)
+        state = follow(state, entry)
     return state
+
+
+def follow(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
+    """The state after one more entry.
+
+    Raises:
+        ValueError: the entry does not follow the last one, or belongs to another endpoint.
+    """
+    if entry.endpoint != state.endpoint or entry.sequence != state.head + 1:
+        raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}")
+    return replace(_apply(state, entry), head=entry.sequence)
 
 
 def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.gate import Gate, ParityGate
 from onnx_ops.domain.quantities import Fraction, Json, Seconds
 from onnx_ops.domain.rollout import RolloutPolicy
@@ -62,7 +62,7 @@ class PluginData:
     label: Annotated[str | None, doc("Name of the label array.")] = None
 
 
-DataSection = FileData | SklearnData | PluginData
+DataSection: TypeAlias = FileData | SklearnData | PluginData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,19 +178,36 @@ class Stage:
     """One step of a plan, applied to one variant and target where it fans out.
 
     `settings` is everything in the pipeline that shapes the result; `tools` the versions that do.
-    `needs` names the stages whose manifests are its inputs. `own_process` asks for a process of its own.
+    `needs` names the stages whose manifests are its inputs; it cannot run without them. `tolerates` names further
+    ones that it waits for and uses if they succeeded. `hints` say how to work, not what the result means, and stay
+    out of the key. `own_process` asks for a process of its own.
     """
 
     id: str
     kind: StageKind
     settings: Mapping[str, Json]
     needs: tuple[str, ...] = ()
+    tolerates: tuple[str, ...] = ()
     tools: Mapping[str, str] = field(default_factory=dict)
     variant: str | None = None
     target: str | None = None
     retries: int = 0
     timeout: float | None = None
     own_process: bool = False
+    hints: Mapping[str, Json] = field(default_factory=dict)
+
+    def key(self, inputs: Mapping[str, Manifest]) -> Digest:
+        """Content key: digest of the stage's kind, place, settings and tools, and of the content of its inputs."""
+        return digest_json(
+            {
+                "kind": self.kind.value,
+                "variant": self.variant,
+                "target": self.target,
+                "settings": self.settings,
+                "tools": dict(self.tools),
+                "inputs": {name: manifest.digest() for name, manifest in inputs.items()},
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

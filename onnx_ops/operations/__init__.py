@@ -1,0 +1,1 @@
+"""What changes a release: promote, reconcile, roll back; and what tells about one: status, history, explain."""

@@ -18,6 +18,7 @@ from onnx_ops.ports.models import (
 from onnx_ops.ports.release import EndpointProvider, Ledger, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
 from onnx_ops.ports.store import Signer, Store, Verifier
+from onnx_ops.ports.toolbox import Ports
 
 __all__ = [
     "Clock",
@@ -35,6 +36,7 @@ __all__ = [
     "Optimizer",
     "PairSamples",
     "PairSchedule",
+    "Ports",
     "Registry",
     "RunSamples",
     "Runtime",

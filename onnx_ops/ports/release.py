@@ -47,6 +47,14 @@ class Registry(Protocol):
         """
         ...
 
+    def document(self, record: VersionRecord, name: str) -> bytes:
+        """An evidence document of the version, by the path it was published under.
+
+        Raises:
+            NotFound: the version has no such document.
+        """
+        ...
+
     def mirror(self, entry: LedgerEntry, model: str) -> None:
         """Show a ledger entry to people who look at the registry. May fail; nothing depends on it."""
         ...

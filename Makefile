@@ -1,0 +1,37 @@
+# Everything runs in .venv/, with the versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo demo-stop test lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py
+
+demo-stop: $(VENV)/.demo
+	$(BIN)/python examples/demo.py --stop
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing onnx-ops and what the demo needs into $(VENV) (a few minutes the first time) ..."
+	@$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing onnx-ops with everything its tests need into $(VENV) (a few minutes the first time) ..."
+	@$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) .onnx-ops

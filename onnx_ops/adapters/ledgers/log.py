@@ -1,0 +1,62 @@
+"""The ledger as one object per entry, created only if its name is free."""
+
+from __future__ import annotations
+
+import re
+
+from onnx_ops import codec
+from onnx_ops.adapters.objects import Objects
+from onnx_ops.domain.ledger import LedgerEntry
+from onnx_ops.errors import Conflict, StateCorrupt
+
+_NAME = re.compile(r"\d{8}\.json")
+
+
+class ObjectLedger:
+    """`<endpoint>/<sequence>.json` on a local folder or an object store."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def endpoints(self) -> tuple[str, ...]:
+        return tuple(self._objects.names(""))
+
+    def read(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+        names = [name for name in self._objects.names(endpoint) if _NAME.fullmatch(name)]
+        entries = []
+        for position, name in enumerate(names, start=1):
+            where = f"ledger {endpoint}/{name}"
+            data = self._objects.read(f"{endpoint}/{name}")
+            entry = codec.loads(data or b"", LedgerEntry, where=where)
+            if entry.sequence != position or entry.endpoint != endpoint:
+                raise StateCorrupt("the entry is not where it belongs", where=where)
+            entries.append(entry)
+        return tuple(entries)
+
+    def append(self, entry: LedgerEntry) -> None:
+        name = f"{entry.endpoint}/{entry.sequence:08d}.json"
+        if not self._objects.create(name, codec.dumps(entry)):
+            raise Conflict(
+                f"somebody else wrote entry {entry.sequence} first",
+                where=f"ledger {entry.endpoint}",
+                remedy="Look at `onnx-ops status` and try again.",
+            )
+
+
+class MemoryLedger:
+    """The same promises within one process."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[LedgerEntry]] = {}
+
+    def endpoints(self) -> tuple[str, ...]:
+        return tuple(sorted(self._entries))
+
+    def read(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+        return tuple(self._entries.get(endpoint, ()))
+
+    def append(self, entry: LedgerEntry) -> None:
+        entries = self._entries.setdefault(entry.endpoint, [])
+        if entry.sequence != len(entries) + 1:
+            raise Conflict(f"somebody else wrote entry {entry.sequence} first", where=f"ledger {entry.endpoint}")
+        entries.append(entry)

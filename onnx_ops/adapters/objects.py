@@ -1,0 +1,211 @@
+"""Named objects under one root: a local folder, or any file system that fsspec knows.
+
+Two promises carry the store and the ledger: `write` is atomic (a reader sees the old content or the new), and
+`create` succeeds for exactly one of several writers.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from onnx_ops.errors import MissingPackage, ServiceUnavailable
+
+
+class Objects(Protocol):
+    def read(self, name: str) -> bytes | None:
+        """The content, or None if there is no such object."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None: ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write only if the name is free; says whether it was."""
+        ...
+
+    def names(self, prefix: str) -> list[str]:
+        """Names directly below a prefix (folders included), sorted."""
+        ...
+
+    def delete(self, name: str) -> None: ...
+
+    def upload(self, name: str, path: Path) -> None: ...
+
+    def download(self, name: str, path: Path) -> bool:
+        """Copy the object to a local file; False if there is no such object."""
+        ...
+
+
+def open_objects(url: str) -> Objects:
+    """Objects under a local path or a URL (`s3://bucket/prefix`, `abfs://…`)."""
+    if "://" not in url or url.startswith("file://"):
+        return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))
+    return FsspecObjects(url)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename or link in this folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its name, durably, when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        fsync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class LocalObjects:
+    """Objects as files below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self.root / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        with durable_file(self.root / name) as temporary:
+            temporary.write_bytes(data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        # An exclusive open would leave a torn object if the writer is killed; a link appears whole or not at all.
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            fsync_folder(path.parent)
+            return True
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    def names(self, prefix: str) -> list[str]:
+        folder = self.root / prefix
+        if not folder.is_dir():
+            return []
+        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".tmp-"))
+
+    def delete(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
+
+    def upload(self, name: str, path: Path) -> None:
+        with durable_file(self.root / name) as temporary, path.open("rb") as source, temporary.open("wb") as sink:
+            while block := source.read(1 << 20):
+                sink.write(block)
+
+    def download(self, name: str, path: Path) -> bool:
+        try:
+            with (
+                (self.root / name).open("rb") as source,
+                durable_file(path) as temporary,
+                temporary.open("wb") as sink,
+            ):
+                while block := source.read(1 << 20):
+                    sink.write(block)
+        except FileNotFoundError:
+            return False
+        return True
+
+
+class FsspecObjects:
+    """Objects on a remote file system. `create` is `If-None-Match: *` on S3 and Azure Blob."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        try:
+            self._fs: Any
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise MissingPackage(str(error), where=url) from error
+        self._url = url
+
+    def read(self, name: str) -> bytes | None:
+        with self._reachable():
+            try:
+                return bytes(self._fs.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, data: bytes) -> None:
+        with self._reachable():
+            self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(self._path(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        with self._reachable():
+            self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            try:
+                self._fs.pipe_file(self._path(name), data, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+    def names(self, prefix: str) -> list[str]:
+        with self._reachable():
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._path(prefix), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def delete(self, name: str) -> None:
+        with self._reachable():
+            if self._fs.exists(self._path(name)):
+                self._fs.rm_file(self._path(name))
+
+    def upload(self, name: str, path: Path) -> None:
+        with self._reachable():
+            self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._fs.put_file(str(path), self._path(name))
+
+    def download(self, name: str, path: Path) -> bool:
+        with self._reachable(), durable_file(path) as temporary:
+            try:
+                self._fs.get_file(self._path(name), str(temporary))
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ServiceUnavailable("the object store does not answer", where=self._url, why=str(error)) from error

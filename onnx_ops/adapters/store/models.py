@@ -1,0 +1,66 @@
+"""Verified model folders, kept by manifest digest where endpoints can load them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from onnx_ops.adapters.objects import fsync_folder
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file, hex_of, short
+from onnx_ops.errors import DigestMismatch
+
+
+class ModelFolders:
+    """One read-only folder per manifest. A rollback finds the previous version here without asking anybody."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def location(self, manifest: Digest) -> str | None:
+        folder = self._folder(manifest)
+        if not folder.is_dir() or manifest_of(folder).digest() != manifest:
+            return None
+        return str(folder)
+
+    def admit(self, folder: Path, manifest: Manifest) -> str:
+        found = manifest_of(folder)
+        if dict(found.files) != dict(manifest.files):
+            differs = sorted(set(found.files.items()) ^ set(manifest.files.items()))
+            names = ", ".join(sorted({name for name, _ in differs}))
+            raise DigestMismatch(
+                f"files are not what the manifest {short(manifest.digest())} says: {names}",
+                remedy="The artifact was changed after it was registered; run the pipeline again to make a new one.",
+            )
+        place = self._folder(manifest.digest())
+        if self.location(manifest.digest()) is None:
+            self._place(folder, place)
+        return str(place)
+
+    def _place(self, folder: Path, place: Path) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=".tmp-"))
+        try:
+            shutil.copytree(folder, temporary, dirs_exist_ok=True)
+            for path in temporary.rglob("*"):
+                if path.is_file():
+                    path.chmod(0o444)
+                    with path.open("rb") as stream:
+                        os.fsync(stream.fileno())
+            temporary.chmod(0o755)
+            if place.exists():  # only a damaged folder is ever replaced
+                shutil.rmtree(place)
+            temporary.rename(place)
+            fsync_folder(self._root)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _folder(self, manifest: Digest) -> Path:
+        return self._root / hex_of(manifest)
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Digests of all files below a folder, by their relative POSIX names."""
+    files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    return Manifest(files=files)

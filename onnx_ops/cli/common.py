@@ -1,0 +1,63 @@
+"""What every command shares: options, errors as exits, one document for machines."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from onnx_ops.errors import OnnxOpsError, SpecError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
+Actor = Annotated[str, typer.Option("--actor", help="Who is answerable; default: user@host.", show_default=False)]
+Reason = Annotated[str, typer.Option("--reason", "-m", help="Why; recorded in the ledger.", show_default=False)]
+SetValue = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3.")
+]
+
+INTERRUPTED = 130
+
+
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """Errors that onnx-ops raises on purpose become a message and an exit code, never a traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except OnnxOpsError as error:
+            complain(error, as_json=bool(kwargs.get("as_json")))
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            typer.echo("interrupted; what was finished is kept, run again to go on", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return wrapped
+
+
+def complain(error: OnnxOpsError, *, as_json: bool) -> None:
+    if as_json:
+        print_json(error.as_document())
+        return
+    if isinstance(error, SpecError):
+        typer.echo(str(error), err=True)
+        return
+    where = f"{error.where}: " if error.where else ""
+    typer.echo(f"error: {where}{error.what}", err=True)
+    if error.why:
+        typer.echo(f"  why: {error.why}", err=True)
+    if error.remedy:
+        typer.echo(f"  try: {error.remedy}", err=True)
+
+
+def print_json(document: Any) -> None:
+    """One document on standard output; figures that are not numbers become null, as JSON has no NaN."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,163 @@
+"""What `doctor` looks at."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from onnx_ops import plugins
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.operations.journal import bound_endpoints
+from onnx_ops.operations.status import status
+from onnx_ops.wiring.project import Project
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line: what was looked at, what was found, and what to do if that is wrong."""
+
+    check: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+PINS = {
+    "fastapi": (">=0.139,<0.151", "newer ones break the Prefect server or `prefect deploy`"),
+    "sqlalchemy": ("<2.1", "with 2.1 Prefect's schedules silently never fire"),
+    "mlflow": (">=3.17", "older ones have known security holes"),
+    "onnxruntime": (">=1.31", "the figures of this release were measured with it"),
+}
+"""Packages whose wrong version fails late or silently, and what it breaks."""
+
+
+def diagnose(project: Project) -> list[Finding]:
+    """All findings; a check that cannot be made is a finding too."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _python,
+        _packages,
+        lambda: _plugins(project),
+        _providers,
+        lambda: _state(project),
+        lambda: _keys(project),
+        lambda: _registry(project),
+        lambda: _endpoints(project),
+    ]
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings.extend(check())
+        except OnnxOpsError as error:
+            findings.append(Finding(check=error.where or "check", ok=False, found=str(error), remedy=error.remedy))
+    return findings
+
+
+def _python() -> Iterator[Finding]:
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    yield Finding(check="python", ok=sys.version_info >= (3, 11), found=found, remedy="Use Python 3.11 or newer.")
+
+
+def _packages() -> Iterator[Finding]:
+    for name, (wanted, breaks) in PINS.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            yield Finding(check=name, ok=False, found="not installed", remedy=f"pip install '{name}{wanted}'")
+            continue
+        ok = SpecifierSet(wanted).contains(Version(found), prereleases=True)
+        yield Finding(check=name, ok=ok, found=found, remedy=f"pip install '{name}{wanted}': {breaks}")
+
+
+def _plugins(project: Project) -> Iterator[Finding]:
+    del project
+    for kind in ("exporters", "optimizers", "runtimes", "data"):
+        for name in plugins.names(kind):
+            missing = [tool for tool in _tools(kind, name) if not _installed(tool)]
+            found = f"needs {', '.join(missing)}" if missing else "ready"
+            # A framework that nobody uses here is no fault.
+            yield Finding(check=f"{kind} {name}", ok=True, found=found)
+
+
+def _tools(kind: str, name: str) -> tuple[str, ...]:
+    return tuple(getattr(plugins.load(kind, name), "tools", ()))
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _providers() -> Iterator[Finding]:
+    from onnx_ops.adapters.runtimes.onnxruntime import available_providers
+
+    found = available_providers()
+    yield Finding(
+        check="execution providers",
+        ok="CPUExecutionProvider" in found,
+        found=", ".join(found),
+        remedy="Install onnxruntime again.",
+    )
+
+
+def _state(project: Project) -> Iterator[Finding]:
+    state = project.settings.state
+    parent = state if state.exists() else state.parent
+    yield Finding(
+        check="state folder",
+        ok=os.access(parent, os.W_OK),
+        found=str(state) if state.exists() else f"{state} (made by the first run)",
+        remedy=f"Make {parent} writable, or set ONNX_OPS_STATE.",
+    )
+
+
+def _keys(project: Project) -> Iterator[Finding]:
+    settings = project.settings
+    path = settings.signing_key
+    if settings.signing == "off":
+        yield Finding(check="signing", ok=True, found="off: runs stop at the gates")
+    elif not path.exists():
+        made = settings.signing == "auto"
+        found = "no key yet; the first run makes one" if made else "no key"
+        yield Finding(check="signing", ok=made, found=found, remedy=f"Put an Ed25519 key, mode 0600, at {path}.")
+    else:
+        yield _key_file(path)
+
+
+def _key_file(path: Path) -> Finding:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    return Finding(
+        check="signing key", ok=not mode & 0o077, found=f"{path} mode {mode:04o}", remedy=f"chmod 600 {path}"
+    )
+
+
+def _registry(project: Project) -> Iterator[Finding]:
+    uri = project.settings.tracking_uri
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        yield Finding(check="registry", ok=True, found="a new MLflow database; the first run makes it")
+        return
+    project.ports.registry().aliases("onnx-ops-doctor")
+    yield Finding(check="registry", ok=True, found="answers")
+
+
+def _endpoints(project: Project) -> Iterator[Finding]:
+    for name in bound_endpoints(project.ports):
+        one = status(project.ports, name)
+        idle = one.state.roles.stable is None
+        found = f"answers at {one.address}" if one.actual is not None else ("nothing deployed" if idle else "silent")
+        yield Finding(
+            check=f"endpoint {name}",
+            ok=one.actual is not None or idle,
+            found=found,
+            remedy=f"onnx-ops reconcile {name} starts it again",
+        )

@@ -1,0 +1,44 @@
+"""The command line. A command imports only what it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from onnx_ops.cli import machine, pipelines, releases
+
+app = typer.Typer(
+    name="onnx-ops",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Release engineering for ONNX models: one file from training to rollback.",
+    epilog="Start with: onnx-ops check FILE, onnx-ops plan FILE, onnx-ops run FILE.",
+)
+
+PIPELINES, RELEASES, MACHINE = "Pipelines", "Releases", "Machine"
+
+_COMMANDS: list[tuple[str, Callable[..., Any]]] = [
+    (PIPELINES, pipelines.check),
+    (PIPELINES, pipelines.plan),
+    (PIPELINES, pipelines.run),
+    (RELEASES, releases.explain),
+    (RELEASES, releases.promote),
+    (RELEASES, releases.rollout),
+    (RELEASES, releases.rollback),
+    (RELEASES, releases.reconcile),
+    (RELEASES, releases.status),
+    (RELEASES, releases.history),
+    (MACHINE, machine.serve),
+    (MACHINE, machine.doctor),
+]
+
+for panel, command in _COMMANDS:
+    app.command(rich_help_panel=panel)(command)
+
+
+def main() -> None:
+    app()

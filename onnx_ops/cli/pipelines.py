@@ -1,0 +1,128 @@
+"""Commands about pipeline files: check, plan, run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onnx_ops import codec
+from onnx_ops.cli.common import AsJson, Quiet, SetValue, print_json, reported
+from onnx_ops.domain.pipeline import StageKind, StageStatus
+from onnx_ops.errors import OnnxOpsError, Problem, SpecError
+
+File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
+Until = Annotated[StageKind | None, typer.Option("--until", help="Stop after this kind of stage.")]
+Fresh = Annotated[
+    list[StageKind] | None,
+    typer.Option("--fresh", help="Do these kinds of stages again, whatever is known; repeat for several."),
+]
+
+
+@reported
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Pipeline files.")],
+    overrides: SetValue = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say everything that is wrong with pipeline files, without running anything.
+
+    Example: onnx-ops check configs/pipelines/*.yaml
+    """
+    from onnx_ops.wiring import project as projects
+
+    project = projects.open_project()
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            projects.check(project, file, overrides or ())
+        except SpecError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise SpecError(tuple(problems))
+    if as_json:
+        print_json({"files": [str(file) for file in files], "problems": []})
+    else:
+        typer.echo(f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems")
+
+
+@reported
+def plan(
+    file: File, overrides: SetValue = None, until: Until = None, fresh: Fresh = None, as_json: AsJson = False
+) -> None:
+    """Show what a run would do: every stage, what is known already, and what is not.
+
+    Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
+    """
+    from onnx_ops.cli.tables import plan_table
+    from onnx_ops.wiring import project as projects
+
+    project = projects.open_project()
+    prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
+    foreseen = projects.foresee(project, prepared, fresh or ())
+    if as_json:
+        print_json(
+            {
+                "pipeline": prepared.plan.pipeline,
+                "stages": [
+                    {
+                        "stage": stage.id,
+                        "needs": [*stage.needs, *stage.tolerates],
+                        "would": _would(foreseen[stage.id]),
+                    }
+                    for stage in prepared.plan.stages
+                ],
+            }
+        )
+    else:
+        plan_table(prepared.plan, {name: _would(outcome) for name, outcome in foreseen.items()})
+
+
+def _would(outcome: object) -> str:
+    status = getattr(outcome, "status", None)
+    if status is StageStatus.CACHED:
+        return "unchanged"
+    return "run" if status is None else f"skip: {getattr(outcome, 'reason', '')}"
+
+
+@reported
+def run(
+    file: File,
+    overrides: SetValue = None,
+    until: Until = None,
+    fresh: Fresh = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a pipeline: train, export, validate, quantize, benchmark, gate, register, deploy.
+
+    What is known already is not done again. Exit code: 0 every target has a release, 1 a gate failed, 2 the file is
+    wrong, 3 inconclusive, 4 the environment failed, 5 refused.
+
+    Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
+    """
+    from onnx_ops.cli.tables import error_console, summary_report
+    from onnx_ops.wiring import project as projects
+
+    project = projects.open_project()
+    prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
+    observer = None
+    if not (as_json or quiet):
+        from onnx_ops.cli.progress import TerminalProgress
+
+        observer = TerminalProgress(error_console())
+    result = projects.execute(project, prepared, fresh=fresh or (), observer=observer)
+    from onnx_ops.wiring.summary import summarise
+
+    summary = summarise(prepared.pipeline, result, project.ports)
+    if as_json:
+        print_json({**codec.to_json(summary), "errors": _errors(result.errors)})
+    else:
+        summary_report(summary, result.errors, project)
+    raise typer.Exit(summary.exit_code)
+
+
+def _errors(errors: Mapping[str, OnnxOpsError]) -> dict[str, object]:
+    return {stage: error.as_document() for stage, error in errors.items()}

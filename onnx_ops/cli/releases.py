@@ -1,0 +1,230 @@
+"""Commands about releases: explain, promote, rollout, rollback, reconcile, status, history."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from onnx_ops import codec
+from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, print_json, reported
+from onnx_ops.errors import OnnxOpsError, UserError
+
+Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
+Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
+
+
+@reported
+def explain(
+    version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
+    target: Annotated[str | None, typer.Option("--target", "-t", help="Only this target.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge a version again from its stored evidence, and say whether that is what was signed.
+
+    Nothing is measured. Exit code as of `run`, by the worst verdict.
+
+    Example: onnx-ops explain digits-mlp/3 --target cpu-1t
+    """
+    from onnx_ops.cli.tables import explanation_report
+    from onnx_ops.domain.gate import combine
+    from onnx_ops.operations.explain import explain as judge_again
+    from onnx_ops.wiring.project import open_project
+
+    model, _, number = version.rpartition("/")
+    if not model or not number:
+        raise UserError(f"{version!r} is not MODEL/VERSION", remedy="For example: onnx-ops explain digits-mlp/3")
+    explanations = judge_again(open_project().ports, model, number.removeprefix("v"), target)
+    if as_json:
+        print_json([codec.to_json(e) for e in explanations])
+    else:
+        explanation_report(version, explanations)
+    raise typer.Exit(combine(e.decision.verdict for e in explanations).exit_code)
+
+
+@reported
+def promote(
+    model: Annotated[str, typer.Argument(help="Registered model.")],
+    version: Annotated[str, typer.Argument(help="Its version.")],
+    target: Target,
+    reason: Reason = "",
+    actor: Actor = "",
+    override: Annotated[
+        bool, typer.Option("--override", help="Whatever its gates or history say; needs --reason.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a version the challenger of a target, and start its rollout on every endpoint that serves the target.
+
+    Example: onnx-ops promote digits-mlp 3 --target cpu-1t --reason "better on zeros"
+    """
+    from onnx_ops.operations.promote import promote as make_challenger
+    from onnx_ops.operations.reconcile import settle
+    from onnx_ops.wiring.project import open_project
+
+    ports = open_project().ports
+    done = make_challenger(
+        ports, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
+    )
+    reports = {name: settle(ports, name, actor=actor) for name in done.endpoints}
+    if as_json:
+        print_json({"promotion": codec.to_json(done), "steps": codec.to_json(reports)})
+        return
+    typer.echo(f"{model}/{done.version} on {target}: {done.did}")
+    for name, steps in reports.items():
+        for report in steps:
+            typer.echo(f"  {name}: {report.did + ': ' if report.did else ''}{report.why}")
+
+
+@reported
+def rollback(
+    endpoint: Endpoint,
+    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")] = None,
+    reason: Reason = "",
+    actor: Actor = "",
+    force: Annotated[bool, typer.Option("--force", help="Even onto a version that was rolled back itself.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Move all traffic back, now. Needs neither Prefect nor MLflow; the aliases follow when the registry answers.
+
+    Example: onnx-ops rollback digits --reason "wrong on sevens"
+    """
+    from onnx_ops.operations.rollback import roll_back
+    from onnx_ops.wiring.project import open_project
+
+    ports = open_project().ports
+    rolled = roll_back(ports, endpoint, to=to, reason=reason, actor=actor, force=force)
+    if not as_json:
+        typer.echo(f"{endpoint}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}")
+    pending = _tell_registry(endpoint, actor) if rolled.owed else ""
+    if as_json:
+        print_json({**codec.to_json(rolled), "registry_pending": bool(pending), "registry": pending})
+    elif pending and not quiet:
+        typer.echo(f"registry pending: {pending}\n  later: onnx-ops reconcile {endpoint}", err=True)
+
+
+def _tell_registry(endpoint: str, actor: str) -> str:
+    """Try to write the aliases now; why not, if that fails. Traffic has moved already, so nothing is raised."""
+    from onnx_ops.operations.reconcile import settle
+    from onnx_ops.wiring.project import open_project
+
+    try:
+        reports = settle(open_project().ports, endpoint, actor=actor)
+    except OnnxOpsError as error:
+        return str(error)
+    return reports[-1].registry_down
+
+
+@reported
+def reconcile(
+    endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
+    actor: Actor = "",
+    as_json: AsJson = False,
+) -> None:
+    """Move endpoints toward what the registry wants, until nothing is left to do now.
+
+    Example: onnx-ops reconcile digits
+    """
+    from onnx_ops.operations.journal import bound_endpoints
+    from onnx_ops.operations.reconcile import settle
+    from onnx_ops.wiring.project import open_project
+
+    ports = open_project().ports
+    names = tuple(endpoints or ()) or bound_endpoints(ports)
+    reports = {name: settle(ports, name, actor=actor) for name in names}
+    if as_json:
+        print_json(codec.to_json(reports))
+    for name, steps in () if as_json else reports.items():
+        for report in steps:
+            typer.echo(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
+            if report.registry_down:
+                typer.echo(f"  the registry does not answer: {report.registry_down}", err=True)
+    if any(report.refused for steps in reports.values() for report in steps):
+        raise typer.Exit(5)
+    if any(steps[-1].registry_down for steps in reports.values()):
+        raise typer.Exit(4)
+
+
+@reported
+def status(
+    endpoint: Annotated[str | None, typer.Argument(help="Endpoint; all by default.")] = None, as_json: AsJson = False
+) -> None:
+    """What endpoints do now, as the ledger and the endpoints themselves say. Needs no MLflow.
+
+    Exit code 4 if an endpoint that should serve does not answer.
+
+    Example: onnx-ops status digits
+    """
+    from onnx_ops.cli.tables import status_document, status_report
+    from onnx_ops.operations.journal import bound_endpoints
+    from onnx_ops.operations.status import status as read_status
+    from onnx_ops.wiring.project import open_project
+
+    ports = open_project().ports
+    names = (endpoint,) if endpoint is not None else bound_endpoints(ports)
+    found = [read_status(ports, name) for name in names]
+    if as_json:
+        print_json([status_document(one) for one in found])
+    else:
+        status_report(found, ports.clock.now())
+    if any(one.state.roles.stable is not None and one.actual is None for one in found):
+        raise typer.Exit(4)
+
+
+@reported
+def history(endpoint: Endpoint, as_json: AsJson = False) -> None:
+    """Everything that happened to an endpoint: who, when, what, why.
+
+    Example: onnx-ops history digits --json
+    """
+    from onnx_ops.cli.tables import history_table
+    from onnx_ops.operations.status import history as read_history
+    from onnx_ops.wiring.project import open_project
+
+    lines = read_history(open_project().ports, endpoint)
+    if as_json:
+        print_json([codec.to_json(line) for line in lines])
+    else:
+        history_table(lines)
+
+
+class RolloutWord(StrEnum):
+    """What can be said about a rollout."""
+
+    STATUS = "status"
+    RESUME = "resume"
+    PAUSE = "pause"
+    ABORT = "abort"
+
+
+@reported
+def rollout(
+    word: Annotated[RolloutWord, typer.Argument(help="status, resume (next step), pause, or abort (traffic back).")],
+    endpoint: Endpoint,
+    reason: Reason = "",
+    actor: Actor = "",
+    as_json: AsJson = False,
+) -> None:
+    """Say what becomes of a rollout in progress.
+
+    Example: onnx-ops rollout resume digits-cnn
+    """
+    from onnx_ops.domain.rollout import Word
+    from onnx_ops.operations.reconcile import settle
+    from onnx_ops.operations.rollback import say
+    from onnx_ops.wiring.project import open_project
+
+    if word is RolloutWord.STATUS:
+        status(endpoint=endpoint, as_json=as_json)
+        return
+    words = {RolloutWord.RESUME: Word.ADVANCE, RolloutWord.PAUSE: Word.PAUSE, RolloutWord.ABORT: Word.ABORT}
+    ports = open_project().ports
+    say(ports, endpoint, words[word], reason=reason, actor=actor)
+    reports = settle(ports, endpoint, actor=actor)
+    if as_json:
+        print_json(codec.to_json(reports))
+        return
+    for report in reports:
+        typer.echo(f"{endpoint}: {report.did + ': ' if report.did else ''}{report.why}")

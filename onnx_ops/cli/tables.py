@@ -1,0 +1,199 @@
+"""Tables and reports for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from onnx_ops import codec
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.reporting.description import ResultRow, result_table
+
+if TYPE_CHECKING:
+    from onnx_ops.cli.diagnosis import Finding
+    from onnx_ops.domain.pipeline import Plan
+    from onnx_ops.operations.explain import Explanation
+    from onnx_ops.operations.status import EndpointStatus, HistoryLine
+    from onnx_ops.wiring.project import Project
+    from onnx_ops.wiring.summary import Summary
+
+_COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
+
+
+def console() -> Console:
+    """Standard output; 120 columns where it is not a terminal, so that tables in logs stay whole."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+def error_console() -> Console:
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False)
+
+
+def plan_table(plan: Plan, would: Mapping[str, str]) -> None:
+    table = Table(title=f"Plan of {escape(plan.pipeline)}", title_justify="left")
+    for name in ("stage", "needs", "would"):
+        table.add_column(name)
+    for stage in plan.stages:
+        verb = would[stage.id]
+        style = "dim" if verb == "unchanged" else ""
+        needs = ", ".join((*stage.needs, *(s for s in stage.tolerates if s not in stage.needs)))
+        table.add_row(escape(stage.id), escape(_cut(needs, 60)), escape(verb), style=style)
+    console().print(table)
+
+
+def gate_table(rows: Sequence[ResultRow]) -> Table:
+    """Variant × target × gate, with verdict and figure."""
+    table = Table(title="Gates", title_justify="left")
+    for name in ("variant", "target", "gate", "limit", "figure", "n", "verdict", "reason"):
+        table.add_column(name, overflow="fold", ratio=1 if name == "reason" else None)
+    last = ("", "")
+    for row in rows:
+        place = (row.variant, row.target)
+        if last not in (place, ("", "")):
+            table.add_section()
+        gate = f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate
+        colour = "dim" if row.advisory else _COLOURS[row.verdict]
+        verdict = f"[{colour}]{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}[/{colour}]"
+        shown = place if place != last else ("", "")
+        figure = f"{row.figure} {row.interval}".strip()
+        reason = "" if row.verdict is Verdict.PASS else row.reason
+        cells = (*shown, gate, row.limit, figure, str(row.n or ""))
+        table.add_row(*(escape(cell) for cell in cells), verdict, escape(reason))
+        last = place
+    return table
+
+
+def summary_report(summary: Summary, errors: Mapping[str, OnnxOpsError], project: Project) -> None:
+    out = console()
+    if summary.decisions:
+        out.print(gate_table(result_table(summary.decisions)))
+    for choice in summary.choices:
+        if choice.variant is not None:
+            text = f"{escape(choice.target)}: serves {escape(choice.variant)} ({escape(choice.reason)})"
+            out.print(f"[green]PASS[/green] {text}")
+        else:
+            colour = _COLOURS[choice.verdict]
+            text = f"{escape(choice.target)}: no release. {escape(choice.reason)}"
+            out.print(f"[{colour}]{choice.verdict.value.upper()}[/{colour}] {text}")
+    for stage, error in errors.items():
+        out.print(f"[red]{escape(stage)} failed[/red]: {escape(str(error))}")
+    if not summary.executed:
+        out.print("Nothing changed: no stage was executed.")
+    if summary.registration is not None:
+        _release_lines(out, summary, project)
+
+
+def _release_lines(out: Console, summary: Summary, project: Project) -> None:
+    registration = summary.registration
+    if registration is None:
+        return
+    versions = ", ".join(f"{variant} = {version}" for variant, version in registration.versions.items())
+    out.print(f"Registered [bold]{escape(registration.model)}[/bold]: version {escape(versions)}")
+    for target in summary.awaiting:
+        choice = next(c for c in summary.choices if c.target == target)
+        version = registration.versions.get(choice.variant or "", "?")
+        command = f"onnx-ops promote {registration.model} {version} --target {target}"
+        out.print(
+            f"Awaiting promotion on {escape(target)}: set alias challenger-{escape(target)}, or: {escape(command)}"
+        )
+    from onnx_ops.operations.journal import siblings
+
+    out.print("Next:")
+    out.print(f"  see the evidence   {escape(registration.where)}", soft_wrap=True)
+    for target in dict.fromkeys(c.target for c in summary.choices):
+        for state in siblings(project.ports, registration.model, target):
+            config = state.config
+            address = None if config is None else project.ports.provider(config.provider).address(config)
+            if address is None or state.roles.stable is None:
+                continue
+            url = f"{address}/v2/models/{registration.model}"
+            out.print(f"  ask the model      curl -s {escape(url)}", soft_wrap=True)
+            out.print(f"  watch the endpoint onnx-ops status {escape(state.endpoint)}", soft_wrap=True)
+            out.print(f"  go back            onnx-ops rollback {escape(state.endpoint)} --reason '…'", soft_wrap=True)
+
+
+def explanation_report(version: str, explanations: Sequence[Explanation]) -> None:
+    out = console()
+    for one in explanations:
+        out.print(gate_table(result_table([one.decision])))
+        colour = _COLOURS[one.decision.verdict]
+        verdict = f"[{colour}]{one.decision.verdict.value.upper()}[/{colour}]"
+        out.print(f"{escape(version)} on {escape(one.target)}: {verdict}, {escape(one.decision.reason)}")
+        same = "the same verdict" if one.reproduced else f"signed was {one.signed.record.verdict.value}"
+        out.print(f"Judged again from stored evidence: {same}. Signature {escape(one.signature)}.")
+        hardware = one.evidence.hardware
+        used = ", ".join(one.evidence.runtime.used) if one.evidence.runtime is not None else "unknown"
+        where = f"{hardware.cpu_model}, {hardware.cores} cores, {hardware.runtime} {hardware.runtime_version}, {used}"
+        out.print(f"Measured on {escape(where)}; decided {escape(one.signed.record.decided_at)}.")
+
+
+def status_document(one: EndpointStatus) -> dict[str, Any]:
+    """The same content for machines."""
+    state = one.state
+    return {
+        "endpoint": state.endpoint,
+        "address": one.address,
+        "answers": one.actual is not None,
+        "config": codec.to_json(state.config),
+        "roles": codec.to_json(state.roles),
+        "traffic": dict(one.actual.split.weights) if one.actual is not None else None,
+        "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
+        "registry_pending": dict(state.pending_aliases),
+        "rejected": dict(state.rejected),
+    }
+
+
+def status_report(found: Sequence[EndpointStatus], now: float) -> None:
+    out = console()
+    if not found:
+        out.print("No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
+    for one in found:
+        state, config = one.state, one.state.config
+        if config is None:
+            continue
+        out.print(f"[bold]{escape(state.endpoint)}[/bold] {escape(config.model)} on {escape(config.target)}")
+        if one.actual is not None:
+            split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
+            out.print(f"  answers at {escape(one.address or '?')}: {escape(split)}")
+        elif state.roles.stable is not None:
+            out.print(f"  [red]does not answer[/red]; onnx-ops reconcile {escape(state.endpoint)} starts it again")
+        for role in ("stable", "candidate", "previous"):
+            deployment = getattr(state.roles, role)
+            if deployment is not None:
+                out.print(f"  {role:<9} {escape(deployment.name)} ({escape(deployment.variant)})")
+        if state.open_intent is not None:
+            left = max(0, round(state.open_intent.expires_at - now))
+            out.print(f"  at work: {escape(state.open_intent.action.why)} (lease for {left} s more)")
+        if state.pending_aliases:
+            owed = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
+            out.print(f"  [yellow]registry pending[/yellow]: {escape(owed)}")
+
+
+def history_table(lines: Sequence[HistoryLine]) -> None:
+    table = Table()
+    for name in ("#", "when", "who", "what", "why"):
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        table.add_row(*(escape(text) for text in (str(line.sequence), line.at, line.actor, line.what, line.why)))
+    console().print(table)
+
+
+def doctor_table(findings: Sequence[Finding]) -> None:
+    table = Table()
+    for name in ("", "check", "found", "remedy"):
+        table.add_column(name, overflow="fold")
+    for finding in findings:
+        mark = "[green]ok[/green]" if finding.ok else "[red]!![/red]"
+        remedy = "" if finding.ok else finding.remedy
+        table.add_row(mark, escape(finding.check), escape(finding.found), escape(remedy))
+    console().print(table)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,9 @@
+"""Plans a pipeline and runs the plan: order, keys, cache, skips, retries."""
+
+from __future__ import annotations
+
+from onnx_ops.engine.planning import Probe, plan
+from onnx_ops.engine.run import Handler, InlineExecutor, RunResult, Silent, preview, run
+from onnx_ops.engine.usercode import code_digest
+
+__all__ = ["Handler", "InlineExecutor", "Probe", "RunResult", "Silent", "code_digest", "plan", "preview", "run"]

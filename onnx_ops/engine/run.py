@@ -1,0 +1,169 @@
+"""Runs a plan: each stage once its inputs are there, unless its result is known already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.gate import Decision
+from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError
+from onnx_ops.ports import Clock, Executor, Observer, Work
+
+
+class Handler(Protocol):
+    """What the engine needs to know about the stages it runs."""
+
+    def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
+        """The stage's result, if it is known and intact; for a release stage, if the endpoint is already so."""
+        ...
+
+    def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
+        """Why the stage has nothing to do (no variant passed); empty if it has."""
+        ...
+
+    def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        """Compute and record the result."""
+        ...
+
+    def decision(self, manifest: Manifest) -> Decision | None:
+        """The decision in a gate stage's result."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What became of every stage, and the errors behind the failures."""
+
+    plan: Plan
+    outcomes: Mapping[str, StageOutcome]
+    errors: Mapping[str, OnnxOpsError] = field(default_factory=dict)
+
+    def executed(self) -> tuple[str, ...]:
+        """Stages that did work in this run."""
+        busy = (StageStatus.DONE, StageStatus.FAILED)
+        return tuple(s.id for s in self.plan.stages if self.outcomes[s.id].status in busy)
+
+
+class Silent:
+    """An observer that says nothing."""
+
+    def planned(self, plan: Plan) -> None:
+        del plan
+
+    def started(self, stage: Stage) -> None:
+        del stage
+
+    def finished(self, stage: Stage, outcome: StageOutcome) -> None:
+        del stage, outcome
+
+
+class InlineExecutor:
+    """Runs work here, again after a failure of the environment as often as the stage allows."""
+
+    def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
+        del decide
+        for attempt in range(stage.retries + 1):
+            try:
+                return work()
+            except EnvironmentFailure:
+                if attempt == stage.retries:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def show(self, stage: Stage, outcome: StageOutcome) -> None:
+        del stage, outcome
+
+
+def run(
+    plan: Plan,
+    *,
+    handler: Handler,
+    executor: Executor,
+    observer: Observer,
+    clock: Clock,
+    fresh: Collection[StageKind] = (),
+) -> RunResult:
+    """Run every stage of a plan that can run; a failure stops what depends on it and nothing else.
+
+    Args:
+        plan: stages in order.
+        handler: knows how stages are done.
+        executor: runs the work of a stage.
+        observer: is told what happens.
+        clock: measures durations.
+        fresh: kinds of stages whose known results are not used.
+    """
+    observer.planned(plan)
+    outcomes: dict[str, StageOutcome] = {}
+    errors: dict[str, OnnxOpsError] = {}
+    for stage in plan.stages:
+        outcome = _ready(stage, outcomes, handler, fresh)
+        if outcome is None:
+            observer.started(stage)
+            outcome, error = _execute(stage, outcomes, handler, executor, clock)
+            if error is not None:
+                errors[stage.id] = error
+        else:
+            executor.show(stage, outcome)
+        outcomes[stage.id] = outcome
+        observer.finished(stage, outcome)
+    return RunResult(plan=plan, outcomes=outcomes, errors=errors)
+
+
+def preview(plan: Plan, *, handler: Handler, fresh: Collection[StageKind] = ()) -> Mapping[str, StageOutcome | None]:
+    """What a run would find: an outcome for what is known, None for what would run.
+
+    A stage behind one that would run cannot be known yet and counts as one that would.
+    """
+    known: dict[str, StageOutcome] = {}
+    result: dict[str, StageOutcome | None] = {}
+    for stage in plan.stages:
+        unknown = any(result[name] is None for name in (*stage.needs, *stage.tolerates) if name in result)
+        outcome = None if unknown else _ready(stage, known, handler, fresh)
+        result[stage.id] = outcome
+        if outcome is not None:
+            known[stage.id] = outcome
+    return result
+
+
+def inputs_of(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[str, Manifest]:
+    found = {name: outcomes[name].manifest for name in (*stage.needs, *stage.tolerates) if name in outcomes}
+    return {name: manifest for name, manifest in found.items() if manifest is not None}
+
+
+def _ready(
+    stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
+) -> StageOutcome | None:
+    """The outcome that can be had without work, or None."""
+    missing = [name for name in stage.needs if name not in outcomes or outcomes[name].manifest is None]
+    if missing:
+        first = outcomes.get(missing[0])
+        verb = first.status.value if first else "not planned"
+        return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=f"needs {missing[0]}, which was {verb}")
+    inputs = inputs_of(stage, outcomes)
+    if reason := handler.refusal(stage, inputs):
+        return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=reason)
+    key = stage.key(inputs)
+    manifest = None if stage.kind in fresh else handler.cached(stage, key, inputs)
+    if manifest is None:
+        return None
+    return StageOutcome(stage=stage.id, status=StageStatus.CACHED, key=key, manifest=manifest)
+
+
+def _execute(
+    stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, executor: Executor, clock: Clock
+) -> tuple[StageOutcome, OnnxOpsError | None]:
+    inputs = inputs_of(stage, outcomes)
+    key = stage.key(inputs)
+    begun = clock.monotonic()
+    try:
+        manifest = executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)
+    except OnnxOpsError as error:
+        seconds = clock.monotonic() - begun
+        failed = StageOutcome(stage=stage.id, status=StageStatus.FAILED, key=key, seconds=seconds, reason=str(error))
+        return failed, error
+    seconds = clock.monotonic() - begun
+    return StageOutcome(stage=stage.id, status=StageStatus.DONE, key=key, manifest=manifest, seconds=seconds), None

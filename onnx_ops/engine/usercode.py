@@ -1,0 +1,70 @@
+"""Digest of a user's function: its module and the project's modules that it imports, found without importing any."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from onnx_ops.domain.artifact import Digest, digest_file, digest_json
+from onnx_ops.errors import NotFound
+
+
+def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Digest:
+    """Digest of all the project's source that `package.module:function` can reach by import statements.
+
+    Modules outside `root` are left to the versions of installed packages.
+
+    Raises:
+        NotFound: the module, or a file in `depends`, does not exist below `root`.
+    """
+    module = reference.partition(":")[0]
+    path = _module_file(module, root)
+    if path is None:
+        raise NotFound(f"module {module} is not in the project", where=str(root), remedy="Check `train.run`.")
+    seen: dict[str, Digest] = {}
+    _collect(path, root, seen)
+    for name in depends:
+        file = root / name
+        if not file.is_file():
+            raise NotFound(f"no file {name}", where="train.depends", remedy="Paths are relative to the project's root.")
+        seen[name] = digest_file(file)
+    return digest_json(seen)
+
+
+def _collect(path: Path, root: Path, seen: dict[str, Digest]) -> None:
+    name = path.relative_to(root).as_posix()
+    if name in seen:
+        return
+    seen[name] = digest_file(path)
+    for imported in _imports(path, root):
+        file = _module_file(imported, root)
+        if file is not None:
+            _collect(file, root, seen)
+
+
+def _imports(path: Path, root: Path) -> Iterator[str]:
+    """Every dotted name that an import statement of the file might mean; names that are no modules do no harm."""
+    package = list(path.relative_to(root).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            names = [prefix, *(f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+
+
+def _module_file(module: str, root: Path) -> Path | None:
+    if not module or not all(part.isidentifier() for part in module.split(".")):
+        return None
+    base = root.joinpath(*module.split("."))
+    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None

@@ -1,0 +1,91 @@
+"""May this version serve this target? Asked before every alias move and before every deploy."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, short
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.errors import DigestMismatch, Refused, SignatureInvalid
+from onnx_ops.ports import Ports
+
+
+def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> None:
+    """Refuse a version whose decision for the target is missing, forged, about something else, or not a pass.
+
+    Args:
+        record: the version as the registry tells it.
+        target: the target it should serve.
+        target_digest: the target's definition now; None skips the comparison where it is not known.
+
+    Raises:
+        Refused: with the reason.
+    """
+    where = f"{record.model}/{record.version}"
+    signed = record.decisions.get(target)
+    if signed is None:
+        raise Refused(
+            f"no signed decision for target {target}",
+            where=where,
+            remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
+        )
+    try:
+        ports.verifier().verify(codec.dumps(signed.record), signed.signature, signed.key)
+    except SignatureInvalid as error:
+        raise SignatureInvalid(error.what, where=where, why=error.why, remedy=error.remedy) from error
+    about = signed.record
+    expected = (record.model, record.variant, record.release, record.manifest, target)
+    if (about.model, about.variant, about.release, about.manifest, about.target) != expected:
+        raise SignatureInvalid(
+            "the signed decision is about another model, version or target",
+            where=where,
+            why=f"it names {about.model}, {about.variant}, {short(about.manifest)}, {about.target}",
+            remedy="Somebody moved a tag from another version; run the pipeline again.",
+        )
+    if about.verdict is not Verdict.PASS:
+        worst = ", ".join(f"{gate} {v.value}" for gate, v in about.verdicts.items() if v is not Verdict.PASS)
+        raise Refused(
+            f"its gates on {target} ended {about.verdict.value}",
+            where=where,
+            why=worst,
+            remedy=f"See `onnx-ops explain {where} --target {target}`.",
+        )
+    if target_digest is not None and about.target_digest != target_digest:
+        raise Refused(
+            f"target {target} was defined otherwise when this version was judged",
+            where=where,
+            remedy="Run the pipeline again, so that the evidence is about the target as it is now.",
+        )
+
+
+def materialise(ports: Ports, record: VersionRecord) -> Deployment:
+    """The version's files, verified against its manifest, where an endpoint can load them.
+
+    Raises:
+        DigestMismatch: what the registry holds is not what was registered.
+        ServiceUnavailable: the registry does not answer.
+    """
+    location = ports.files.location(record.manifest)
+    if location is None:
+        with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
+            manifest = ports.registry().fetch(record, Path(folder))
+            if manifest.digest() != record.manifest:
+                raise DigestMismatch(
+                    f"the registry holds {short(manifest.digest())}, but {short(record.manifest)} was registered",
+                    where=f"{record.model}/{record.version}",
+                    remedy="Its artifact was changed after it was judged; run the pipeline again.",
+                )
+            location = ports.files.admit(Path(folder), manifest)
+    return Deployment(
+        name=f"v{record.version}",
+        model=record.model,
+        version=record.version,
+        variant=record.variant,
+        release=record.release,
+        manifest=record.manifest,
+        location=location,
+    )

@@ -1,0 +1,102 @@
+"""What the registry asks of an endpoint, after verification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.ledger import RefusedVersion, ReleaseState
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.domain.rollout import alias
+from onnx_ops.errors import NotFound, Refused, ServiceUnavailable
+from onnx_ops.operations.approve import approve, materialise
+from onnx_ops.operations.journal import Journal, siblings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """`refused` tells what the registry asked for and may not have; `unreachable` why it could not be asked."""
+
+    wanted: Deployment | None
+    refused: RefusedVersion | None = None
+    unreachable: str = ""
+
+
+def desired(journal: Journal) -> Desired:
+    """What should serve. While the registry does not answer, the endpoint keeps its course."""
+    ports, state, config = journal.ports, journal.state, journal.config
+    try:
+        asked = _asked(journal, ports.registry().aliases(config.model))
+        if asked is None:
+            return Desired(wanted=None)
+        name, version = asked
+        if state.roles.stable is not None and version == state.roles.stable.version:
+            return Desired(wanted=state.roles.stable)
+        return _verified(journal, name, version)
+    except ServiceUnavailable as error:
+        return Desired(wanted=state.roles.candidate or state.roles.stable, unreachable=str(error))
+
+
+def refuse_rejected(state: ReleaseState, record: VersionRecord) -> None:
+    """Raises Refused if this endpoint rolled the version's release back and nobody overrode that."""
+    if record.release in state.rejected:
+        raise Refused(
+            f"endpoint {state.endpoint} rolled this release back, and it does not come back by itself",
+            where=f"{record.model}/{record.version}",
+            why=state.rejected[record.release],
+            remedy="Make a new release, or promote it with --override and a reason.",
+        )
+
+
+def spent(journal: Journal, version: str) -> bool:
+    """Whether a challenger alias on this version asks for nothing any more.
+
+    Its version serves already; or it was rolled back here, and the alias is about to be deleted or is still needed
+    by another endpoint of the same model and target.
+    """
+    state, config = journal.state, journal.config
+    if state.roles.stable is not None and version == state.roles.stable.version:
+        return True
+    deployment = state.known.get(version)
+    if deployment is None or deployment.release not in state.rejected:
+        return False
+    owed = alias("challenger", config.target) in state.pending_aliases
+    return owed or len(siblings(journal.ports, config.model, config.target)) > 1
+
+
+def moved_by_a_person(state: ReleaseState, name: str, found: str | None) -> bool:
+    """Whether an alias is neither what the ledger last wrote nor what it still owes."""
+    return found not in (None, state.aliases.get(name), state.pending_aliases.get(name))
+
+
+def _asked(journal: Journal, found: Mapping[str, str]) -> tuple[str, str] | None:
+    """The alias that asks for a change, and its version.
+
+    A champion alias that a person moved counts as a challenger. An endpoint without any version starts with the
+    champion, if the model has one on this target.
+    """
+    state, target = journal.state, journal.config.target
+    champion, challenger = alias("champion", target), alias("challenger", target)
+    if state.roles.stable is None:
+        return next(((name, found[name]) for name in (champion, challenger) if name in found), None)
+    if moved_by_a_person(state, champion, found.get(champion)):
+        return champion, found[champion]
+    if challenger in found and not spent(journal, found[challenger]):
+        return challenger, found[challenger]
+    return None
+
+
+def _verified(journal: Journal, name: str, version: str) -> Desired:
+    ports, state, config = journal.ports, journal.state, journal.config
+    try:
+        record = ports.registry().version(config.model, version)
+        if record.release not in state.overridden:
+            refuse_rejected(state, record)
+            approve(ports, record, config.target, config.target_digest)
+        return Desired(wanted=materialise(ports, record))
+    except (Refused, NotFound) as error:
+        champion = alias("champion", config.target)
+        restored = state.aliases.get(champion) if name == champion else None
+        refused = RefusedVersion(alias=name, version=version, reason=str(error), restored_to=restored)
+        return Desired(wanted=None, refused=refused)

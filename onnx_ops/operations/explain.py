@@ -1,0 +1,85 @@
+"""Judges a version again from the evidence that is stored, and says whether that is what was signed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnx_ops import codec
+from onnx_ops.analysis.judge import judge
+from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Decision, Gate, SignedDecision
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.errors import DigestMismatch, NotFound, SignatureInvalid, StateCorrupt
+from onnx_ops.ports import Ports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One target's decision, judged again. `reproduced` says that the verdict is the signed one."""
+
+    target: str
+    decision: Decision
+    evidence: Evidence
+    signed: SignedDecision
+    reproduced: bool
+    signature: str
+
+
+def explain(ports: Ports, model: str, version: str, target: str | None = None) -> tuple[Explanation, ...]:
+    """Judge every target of a version again, or one of them.
+
+    Raises:
+        NotFound: no such version, or no decision for the target.
+        DigestMismatch: the stored evidence is not what was signed.
+    """
+    record = ports.registry().version(model, version)
+    targets = [target] if target is not None else sorted(record.decisions)
+    missing = [name for name in targets if name not in record.decisions]
+    if missing or not targets:
+        known = ", ".join(sorted(record.decisions)) or "none"
+        raise NotFound(
+            f"no decision for target {missing[0] if missing else '(any)'}",
+            where=f"{model}/{version}",
+            remedy=f"Targets with one: {known}.",
+        )
+    return tuple(_explain(ports, record, name) for name in targets)
+
+
+def _explain(ports: Ports, record: VersionRecord, target: str) -> Explanation:
+    signed = record.decisions[target]
+    evidence_text = _document(ports, record, f"evidence/{target}.json", signed.record.evidence)
+    gates_text = _document(ports, record, f"evidence/{target}.gates.json", signed.record.gates_digest)
+    evidence = codec.loads(evidence_text, Evidence, where=f"evidence of {record.model}/{record.version}")
+    decision = judge(codec.loads(gates_text, tuple[Gate, ...]), evidence)
+    return Explanation(
+        target=target,
+        decision=decision,
+        evidence=evidence,
+        signed=signed,
+        reproduced=decision.verdict is signed.record.verdict,
+        signature=_signature(ports, signed),
+    )
+
+
+def _signature(ports: Ports, signed: SignedDecision) -> str:
+    try:
+        ports.verifier().verify(codec.dumps(signed.record), signed.signature, signed.key)
+    except SignatureInvalid as error:
+        return f"not valid: {error}"
+    return "valid"
+
+
+def _document(ports: Ports, record: VersionRecord, name: str, digest: Digest) -> bytes:
+    """From the store of this machine, else from the registry; either way with the digest that was signed."""
+    try:
+        return ports.store.read(digest)
+    except StateCorrupt:
+        data = ports.registry().document(record, name)
+    if digest_bytes(data) != digest:
+        raise DigestMismatch(
+            f"{name} is not what was signed",
+            where=f"{record.model}/{record.version}",
+            remedy="The evidence was changed after the decision; run the pipeline again.",
+        )
+    return data

@@ -1,0 +1,97 @@
+"""Reading and writing the ledger of one endpoint: intent before effect, outcome after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, fold, follow
+from onnx_ops.domain.rollout import Action
+from onnx_ops.errors import NotFound, OnnxOpsError
+from onnx_ops.ports import Ports
+
+LEASE_SECONDS = 120.0
+"""How long an intent keeps other drivers away. A holder that is seen to be dead loses it at once."""
+
+
+@dataclass(slots=True)
+class Journal:
+    """The state of one endpoint, kept current by what is appended through it."""
+
+    ports: Ports
+    state: ReleaseState
+    actor: str
+
+    @classmethod
+    def open(cls, ports: Ports, endpoint: str, *, actor: str = "") -> Journal:
+        """Raises StateCorrupt if the ledger cannot be read."""
+        return cls(ports, fold(endpoint, ports.ledger.read(endpoint)), actor or ports.host.actor())
+
+    @property
+    def config(self) -> EndpointConfig:
+        """Raises NotFound if no pipeline has bound this endpoint."""
+        if self.state.config is None:
+            known = ", ".join(bound_endpoints(self.ports)) or "none"
+            raise NotFound(
+                "no endpoint of that name",
+                where=self.state.endpoint,
+                remedy=f"Known endpoints: {known}. An endpoint is bound by the first `onnx-ops run` that deploys it.",
+            )
+        return self.state.config
+
+    def append(self, body: Body) -> int:
+        """Write one entry after the last one known; returns its sequence.
+
+        Raises:
+            Conflict: somebody else wrote first; nothing was changed.
+        """
+        entry = LedgerEntry(
+            endpoint=self.state.endpoint,
+            sequence=self.state.head + 1,
+            at=self.ports.clock.now(),
+            actor=self.actor,
+            body=body,
+        )
+        self.ports.ledger.append(entry)
+        self.state = follow(self.state, entry)
+        return entry.sequence
+
+    def perform(self, action: Action) -> None:
+        """Intent, effect, outcome.
+
+        Raises:
+            Conflict: somebody else acted in between; what they wrote counts.
+            OnnxOpsError: the effect failed; the outcome says so and the roles stay as they were.
+        """
+        config = self.config
+        holder = self.ports.host.holder()
+        expires = self.ports.clock.now() + LEASE_SECONDS
+        sequence = self.append(Intent(action=action, holder=holder, expires_at=expires))
+        provider = self.ports.provider(config.provider)
+        try:
+            provider.apply(config, numbered(action.state, sequence), generation=sequence)
+        except OnnxOpsError as error:
+            self.append(Outcome(of=sequence, ok=False, detail=str(error)))
+            raise
+        self.append(Outcome(of=sequence, ok=True))
+
+
+def numbered(state: EndpointState, generation: int) -> EndpointState:
+    return EndpointState(deployments=state.deployments, split=state.split, generation=generation)
+
+
+def bound_endpoints(ports: Ports) -> tuple[str, ...]:
+    """Names of all endpoints that a pipeline has bound."""
+    names = (name for name in ports.ledger.endpoints() if "@" not in name)
+    return tuple(name for name in names if fold(name, ports.ledger.read(name)).config is not None)
+
+
+def siblings(ports: Ports, model: str, target: str) -> tuple[ReleaseState, ...]:
+    """State of every endpoint that serves this model on this target."""
+    states = (fold(name, ports.ledger.read(name)) for name in bound_endpoints(ports))
+    return tuple(s for s in states if s.config is not None and (s.config.model, s.config.target) == (model, target))
+
+
+def stream(model: str, target: str) -> str:
+    """Ledger of a model and target that no endpoint serves."""
+    return f"{model}@{target}"

@@ -1,0 +1,70 @@
+"""Makes the registry say what the ledger says."""
+
+from __future__ import annotations
+
+import contextlib
+
+from onnx_ops.domain.ledger import Mirrored, RefusedVersion
+from onnx_ops.domain.rollout import alias
+from onnx_ops.errors import NotFound
+from onnx_ops.operations.desired import moved_by_a_person, spent
+from onnx_ops.operations.journal import Journal, siblings
+
+
+def put_back(journal: Journal, refused: RefusedVersion) -> None:
+    """Restore an alias that asked for a version that may not serve, say why on the version, and write it down.
+
+    The alias comes first: a kill in between finds the same work again.
+    """
+    config = journal.config
+    registry = journal.ports.registry()
+    if refused.restored_to is None:
+        registry.delete_alias(config.model, refused.alias)
+    else:
+        registry.set_alias(config.model, refused.alias, refused.restored_to)
+    with contextlib.suppress(NotFound):  # the version may be gone; then there is nothing to say it on
+        registry.annotate(config.model, refused.version, {f"onnxops.rejected.{refused.alias}": refused.reason[:400]})
+    journal.append(refused)
+
+
+def write_owed_aliases(journal: Journal) -> str:
+    """Write the aliases that the ledger owes the registry; returns what was written, or nothing if it must wait.
+
+    A champion is written once every endpoint of the model and target serves it. An alias that a person moved after
+    the entry that owes it is left alone: `desired` takes it as a wish.
+
+    Raises:
+        ServiceUnavailable: the registry does not answer; what is owed stays owed.
+    """
+    state, config = journal.state, journal.config
+    owed = dict(state.pending_aliases)
+    champion = alias("champion", config.target)
+    if not owed or not _agreed(journal, owed.get(champion)):
+        return ""
+    registry = journal.ports.registry()
+    found = registry.aliases(config.model)
+    for name, version in owed.items():
+        if version is None:
+            if name in found and spent(journal, found[name]):
+                registry.delete_alias(config.model, name)
+        elif found.get(name) != version and not (name == champion and moved_by_a_person(state, name, found.get(name))):
+            registry.set_alias(config.model, name, version)
+    journal.append(Mirrored(aliases=owed))
+    return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())
+
+
+def show_entries(journal: Journal, after: int) -> None:
+    """Mirror the ledger's entries after a sequence into the registry, for people to read."""
+    config = journal.config
+    registry = journal.ports.registry()
+    for entry in journal.ports.ledger.read(config.endpoint):
+        if entry.sequence > after:
+            registry.mirror(entry, config.model)
+
+
+def _agreed(journal: Journal, champion: str | None) -> bool:
+    """Whether every endpoint of this model and target serves the version that would become champion."""
+    if champion is None:
+        return True
+    states = siblings(journal.ports, journal.config.model, journal.config.target)
+    return all(s.roles.stable is not None and s.roles.stable.version == champion for s in states)

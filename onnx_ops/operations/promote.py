@@ -1,0 +1,117 @@
+"""Asks for a version to serve a target: the challenger alias, after verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.ledger import Configured, Mirrored, Override
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.domain.rollout import RolloutPolicy, alias
+from onnx_ops.errors import UserError
+from onnx_ops.operations.approve import approve
+from onnx_ops.operations.desired import refuse_rejected
+from onnx_ops.operations.journal import Journal, siblings, stream
+from onnx_ops.ports import Ports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promotion:
+    """What a promotion did. `endpoints` are those that will follow."""
+
+    model: str
+    version: str
+    target: str
+    did: str
+    endpoints: tuple[str, ...]
+
+
+def promote(
+    ports: Ports,
+    model: str,
+    version: str,
+    target: str,
+    *,
+    actor: str = "",
+    reason: str = "",
+    override: bool = False,
+    expects: tuple[str, ...] = (),
+) -> Promotion:
+    """Make a version the challenger of a target; the champion at once if no endpoint serves the target.
+
+    Args:
+        ports: the outside world.
+        model: registered model.
+        version: its version.
+        target: the target it should serve.
+        actor: who is answerable.
+        reason: why, recorded; an override needs one.
+        override: serve it whatever its gates or its history say.
+        expects: endpoints that are about to be bound, so that the champion is left to their reconciler.
+
+    Raises:
+        Refused: its decision does not allow it, or it was rolled back.
+        NotFound: no such version.
+        UserError: an override without a reason.
+    """
+    record = ports.registry().version(model, version)
+    bound = siblings(ports, model, target)
+    if override:
+        _override(ports, record, tuple(s.endpoint for s in bound), reason, actor)
+    else:
+        for state in bound:
+            refuse_rejected(state, record)
+        digest = next((s.config.target_digest for s in bound if s.config is not None), None)
+        approve(ports, record, target, digest)
+    if not bound and not expects:
+        return _crown(ports, record, target, actor)
+    names = tuple(s.endpoint for s in bound) or expects
+    if bound and all(s.roles.stable is not None and s.roles.stable.version == version for s in bound):
+        return Promotion(model=model, version=version, target=target, did="serves already", endpoints=names)
+    ports.registry().set_alias(model, alias("challenger", target), version)
+    if reason:
+        ports.registry().annotate(model, version, {f"promoted.{target}": reason[:400]})
+    return Promotion(model=model, version=version, target=target, did="challenger", endpoints=names)
+
+
+def configure(ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, actor: str = "") -> bool:
+    """Bind an endpoint to what its pipeline says; says whether that changed anything.
+
+    Raises:
+        UserError: the endpoint belongs to another pipeline or model.
+    """
+    journal = Journal.open(ports, config.endpoint, actor=actor)
+    bound = journal.state.config
+    if bound is not None and (bound.model, bound.target) != (config.model, config.target):
+        raise UserError(
+            f"endpoint {config.endpoint} serves {bound.model} on {bound.target}",
+            where=f"pipeline {config.pipeline}",
+            remedy="An endpoint binds one model and one target; give this deployment another name.",
+        )
+    if bound == config and journal.state.policy == policy:
+        return False
+    journal.append(Configured(config=config, policy=policy))
+    return True
+
+
+def _override(ports: Ports, record: VersionRecord, endpoints: tuple[str, ...], reason: str, actor: str) -> None:
+    if not reason.strip():
+        raise UserError("an override needs a reason", remedy="Say why with --reason; it is recorded.")
+    for endpoint in endpoints:
+        journal = Journal.open(ports, endpoint, actor=actor)
+        journal.append(Override(release=record.release, version=record.version, reason=reason))
+    ports.registry().annotate(record.model, record.version, {"onnxops.override": reason[:400]})
+
+
+def _crown(ports: Ports, record: VersionRecord, target: str, actor: str) -> Promotion:
+    """Without endpoints there is no rollout to wait for."""
+    registry = ports.registry()
+    champion, previous = alias("champion", target), alias("previous", target)
+    current = registry.aliases(record.model).get(champion)
+    if current != record.version:
+        if current is not None:
+            registry.set_alias(record.model, previous, current)
+        registry.set_alias(record.model, champion, record.version)
+        journal = Journal.open(ports, stream(record.model, target), actor=actor)
+        journal.append(Mirrored(aliases={champion: record.version, previous: current}))
+    return Promotion(model=record.model, version=record.version, target=target, did="champion", endpoints=())

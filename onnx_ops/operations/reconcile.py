@@ -1,0 +1,108 @@
+"""Moves an endpoint toward what the registry wants, one judged effect at a time, and writes every move down.
+
+`step` is level-triggered and idempotent: it reads what is wanted and what is, does at most one thing, and can be
+killed anywhere. The next call continues or undoes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onnx_ops.domain.rollout import Action, next_action
+from onnx_ops.operations.desired import desired
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.mirror import put_back, show_entries, write_owed_aliases
+from onnx_ops.ports import Ports
+
+MAX_STEPS = 20
+"""A rollout has a few steps; more than this in one go means that two parties undo each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step did and why. `settled` says that a further step would do nothing now."""
+
+    endpoint: str
+    did: str
+    why: str
+    settled: bool
+    refused: bool = False
+    registry_down: str = ""
+
+
+def settle(
+    ports: Ports, endpoint: str, *, actor: str = "", told: Callable[[StepReport], None] | None = None
+) -> list[StepReport]:
+    """Steps until nothing is left to do now; the last report says why.
+
+    Raises:
+        OnnxOpsError: as `step` does.
+    """
+    reports: list[StepReport] = []
+    while len(reports) < MAX_STEPS:
+        report = step(ports, endpoint, actor=actor)
+        reports.append(report)
+        if told is not None:
+            told(report)
+        if report.settled:
+            break
+    return reports
+
+
+def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
+    """Do the one thing that is due.
+
+    Raises:
+        NotFound: no such endpoint.
+        Conflict: somebody else acted meanwhile; call again.
+        ServiceUnavailable: the endpoint could not be reached.
+    """
+    journal = Journal.open(ports, endpoint, actor=actor)
+    config = journal.config
+    if (report := _unfinished(journal)) is not None:
+        return report
+    wish = desired(journal)
+    if wish.refused is not None:
+        put_back(journal, wish.refused)
+        did = f"refused {wish.refused.alias} on version {wish.refused.version}"
+        return StepReport(endpoint=endpoint, did=did, why=wish.refused.reason, settled=False, refused=True)
+    if not wish.unreachable:
+        head = journal.state.head
+        if written := write_owed_aliases(journal):
+            show_entries(journal, after=_last_shown(ports, endpoint, head))
+            return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
+    action = next_action(
+        wanted=wish.wanted,
+        actual=ports.provider(config.provider).observe(config),
+        roles=journal.state.roles,
+        policy=journal.state.policy,
+        target=config.target,
+        word=journal.state.word,
+        now=ports.clock.now(),
+    )
+    if not isinstance(action, Action):
+        return StepReport(endpoint=endpoint, did="", why=action.why, settled=True, registry_down=wish.unreachable)
+    journal.perform(action)
+    did = action.kind.value
+    return StepReport(endpoint=endpoint, did=did, why=action.why, settled=False, registry_down=wish.unreachable)
+
+
+def _unfinished(journal: Journal) -> StepReport | None:
+    """An open intent is somebody's lease, or the remains of a driver that died: then it is done again."""
+    intent = journal.state.open_intent
+    if intent is None:
+        return None
+    ports, endpoint = journal.ports, journal.state.endpoint
+    if ports.clock.now() < intent.expires_at and ports.host.alive(intent.holder):
+        why = f"{intent.holder} is at work: {intent.action.why}"
+        return StepReport(endpoint=endpoint, did="", why=why, settled=True)
+    journal.perform(intent.action)
+    why = f"finished what {intent.holder} began: {intent.action.why}"
+    return StepReport(endpoint=endpoint, did=intent.action.kind.value, why=why, settled=False)
+
+
+def _last_shown(ports: Ports, endpoint: str, head: int) -> int:
+    """Sequence of the last entry before `head` that was shown: entries are shown whenever aliases are written."""
+    shown = [e.sequence for e in ports.ledger.read(endpoint) if e.body.kind == "mirrored" and e.sequence <= head]
+    return max(shown, default=0)

@@ -1,0 +1,112 @@
+"""All traffic back to a version that is known to work. Needs the ledger and the endpoint, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.ledger import ReleaseState, Spoken
+from onnx_ops.domain.rollout import Action, Roles, Word, abort, rollback
+from onnx_ops.errors import Conflict, NotFound, Refused, UserError
+from onnx_ops.operations.journal import Journal, siblings
+from onnx_ops.ports import Ports
+
+ATTEMPTS = 5
+"""Times a rollback tries to get the next ledger entry from a driver that is writing too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolled:
+    """From which version to which; `owed` are aliases that the registry will be told later."""
+
+    endpoint: str
+    moved_from: str
+    moved_to: str
+    reason: str
+    owed: tuple[str, ...]
+
+
+def roll_back(
+    ports: Ports, endpoint: str, *, to: str | None = None, reason: str = "", actor: str = "", force: bool = False
+) -> Rolled:
+    """Move all traffic to the previous version, or to `to`.
+
+    The intent outranks whatever a driver has open: its later outcome no longer counts, and the endpoint refuses its
+    later effects, which carry a lower generation.
+
+    Raises:
+        NotFound: no such endpoint, or no version to go back to.
+        Refused: that version was rolled back itself, and `force` does not say that it must be.
+        ServiceUnavailable: the endpoint could not be reached.
+    """
+    for attempt in range(ATTEMPTS):
+        journal = Journal.open(ports, endpoint, actor=actor)
+        action, origin, goal = _plan(journal, to, reason, force)
+        try:
+            journal.perform(action)
+        except Conflict:
+            if attempt == ATTEMPTS - 1:
+                raise
+            continue
+        owed = tuple(sorted(journal.state.pending_aliases))
+        return Rolled(endpoint=endpoint, moved_from=origin, moved_to=goal.name, reason=action.why, owed=owed)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str = "") -> None:
+    """An operator's word about a rollout in progress; the reconciler acts upon it.
+
+    Raises:
+        UserError: no rollout is in progress.
+    """
+    journal = Journal.open(ports, endpoint, actor=actor)
+    config = journal.config
+    if journal.state.roles.candidate is None:
+        raise UserError(
+            "no rollout is in progress", where=config.endpoint, remedy=f"See `onnx-ops status {config.endpoint}`."
+        )
+    journal.append(Spoken(word=word, reason=reason))
+
+
+def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> tuple[Action, str, Deployment]:
+    state, config = journal.state, journal.config
+    # What a driver has begun may have reached the endpoint already, so it counts as done.
+    roles = state.open_intent.action.roles if state.open_intent is not None else state.roles
+    goal = _goal(state, roles, to)
+    if goal.release in state.rejected and not force:
+        raise Refused(
+            f"{goal.name} is known to be bad",
+            where=config.endpoint,
+            why=state.rejected[goal.release],
+            remedy="Name another version with --to, or insist with --force.",
+        )
+    why = reason or "rolled back by an operator, who gave no reason"
+    now = journal.ports.clock.now()
+    if roles.candidate is not None and roles.stable is not None and goal.manifest == roles.stable.manifest:
+        action, origin = abort(roles, config.target, why=why, reject=True), roles.candidate.name
+    else:
+        action = rollback(roles, goal, config.target, why=why, now=now)
+        origin = roles.stable.name if roles.stable is not None else "nothing"
+    if len(siblings(journal.ports, config.model, config.target)) > 1:
+        # One endpoint's rollback pins that endpoint; the aliases speak for all of them.
+        action = replace(action, aliases={})
+    return action, origin, goal
+
+
+def _goal(state: ReleaseState, roles: Roles, to: str | None) -> Deployment:
+    if to is not None:
+        version = to.removeprefix("v")
+        if version not in state.known:
+            known = ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
+            raise NotFound(f"v{version} never served here", where=state.endpoint, remedy=f"Versions that did: {known}.")
+        if roles.stable is not None and roles.candidate is None and roles.stable.version == version:
+            raise UserError(f"v{version} serves all traffic already", where=state.endpoint)
+        return state.known[version]
+    goal = roles.stable if roles.candidate is not None else roles.previous
+    if goal is None:
+        raise NotFound(
+            "no previous version to go back to",
+            where=state.endpoint,
+            remedy=f"See `onnx-ops history {state.endpoint}`; name a version with --to.",
+        )
+    return goal

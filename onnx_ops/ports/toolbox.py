@@ -1,0 +1,38 @@
+"""Everything that stages and operations may ask for, in one value. Adapters are made when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.ports.models import DataSource, Exporter, Optimizer, Runtime
+from onnx_ops.ports.release import EndpointProvider, Ledger, ModelFiles, Registry
+from onnx_ops.ports.run import Clock, Host
+from onnx_ops.ports.store import Signer, Store, Verifier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """The outside world of one project.
+
+    `root` is the project's folder, on which user code and relative paths stand. `signer` gives None where decisions
+    are not signed. `conditions` tells the state of the machine (load, governor, limits) as text.
+    """
+
+    root: Path
+    store: Store
+    ledger: Ledger
+    files: ModelFiles
+    clock: Clock
+    host: Host
+    registry: Callable[[], Registry]
+    verifier: Callable[[], Verifier]
+    signer: Callable[[], Signer | None]
+    provider: Callable[[str], EndpointProvider]
+    exporter: Callable[[str], Exporter]
+    optimizer: Callable[[str], Optimizer]
+    runtime: Callable[[str], Runtime]
+    source: Callable[[str], DataSource]
+    git_sha: Callable[[], str]
+    conditions: Callable[[], Mapping[str, str]]

@@ -1,0 +1,142 @@
+"""Benchmark: everything that is measured about one variant on one target, as evidence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.evidence import Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.pipeline import EXPORT, Stage
+from onnx_ops.domain.release import Lineage
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.ports import Dataset, Ports, Runtime
+from onnx_ops.stages.champion import Champion, fetch_champion
+from onnx_ops.stages.export import MODEL_FILE
+from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
+from onnx_ops.stages.parity import measure_parity
+from onnx_ops.stages.reference import get_reference
+from onnx_ops.stages.scoring import correct_rows, paired
+from onnx_ops.stages.timing import Race, Timing, feed_of, time_against, time_alone
+
+FASTER = 0.0
+"""The limit that asks whether a variant is faster at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """The files and the runtime that one benchmark works with."""
+
+    runtime: Runtime
+    target: Target
+    candidate: Path
+    export: Path
+    champion: Champion | None
+    dataset: Dataset
+    seed: int
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    settings: Mapping[str, Any] = stage.settings
+    target = codec.from_json(settings["target"], Target, where=stage.id)
+    store = ports.store
+    variant = inputs[settings["source"]]
+    data = get_dataset(store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
+    with scratch() as folder:
+        champion = fetch_champion(ports, settings["model"], target.name, folder)
+        manifest = variant.subset(MODEL)
+        bench = Bench(
+            runtime=ports.runtime(target.runtime),
+            target=target,
+            candidate=checkout(store, variant, MODEL, folder / "candidate") / MODEL_FILE,
+            export=checkout(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE,
+            champion=champion if champion and champion.manifest != manifest.digest() else None,
+            dataset=data,
+            seed=int(key[-8:], 16),
+        )
+        is_export = stage.variant == EXPORT
+        timing = _timing(bench, is_export, settings["batch"], _tolerances(stage))
+        quantized = bool(settings["quantized"])
+        reference = get_reference(store, inputs["export"]["reference.npz"])
+        evidence = Evidence(
+            pipeline=settings["pipeline"],
+            variant=stage.variant or "",
+            target=target.name,
+            quantized=quantized,
+            release=codec.loads(store.read(inputs["export"]["lineage.json"]), Lineage).release,
+            manifest=manifest.digest(),
+            target_digest=target.digest(),
+            dedicated=target.dedicated,
+            size_bytes=sum(store.path(digest).stat().st_size for digest in manifest.files.values()),
+            hardware=bench.runtime.fingerprint(target),
+            conditions=dict(ports.conditions()),
+            runtime=bench.runtime.facts(bench.candidate, target),
+            baseline="champion" if bench.champion else ("" if is_export else EXPORT),
+            parity=() if quantized else measure_parity(bench.runtime, bench.candidate, target, reference),
+            export_parity=_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
+            weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
+            metrics=_metrics(bench, is_export),
+            comparisons=timing.comparisons,
+            latency=timing.latency,
+            raw=store.put_bytes(pack(timing.raw)),
+        )
+    return Manifest(files={"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")})
+
+
+def _documents(ports: Ports, digest: Digest, kind: Any) -> Any:
+    return codec.loads(ports.store.read(digest), tuple[kind, ...])
+
+
+def _metrics(bench: Bench, is_export: bool) -> tuple[Any, ...]:
+    """Accuracy of the variant, alone and on the same rows as what it is compared with."""
+    if bench.dataset.label is None:
+        return ()
+    right = _right(bench, bench.candidate)
+    counts = [paired("accuracy", "", right, right)]
+    if not is_export:
+        counts.append(paired("accuracy", EXPORT, _right(bench, bench.export), right))
+    if bench.champion is not None:
+        # A champion with other inputs cannot be scored on these rows; the gate then says "not measured".
+        with contextlib.suppress(MeasurementFailure):
+            counts.append(paired("accuracy", "champion", _right(bench, bench.champion.folder / MODEL_FILE), right))
+    return tuple(counts)
+
+
+def _right(bench: Bench, model: Path) -> Any:
+    outputs = bench.runtime.run(model, bench.target, (bench.dataset.inputs,))[0]
+    return correct_rows(outputs, bench.dataset.label)
+
+
+def _tolerances(stage: Stage) -> Sequence[float]:
+    hints: Mapping[str, Any] = stage.hints
+    return tuple(hints.get("tolerances", ()))
+
+
+def _timing(bench: Bench, is_export: bool, batch: int, tolerances: Sequence[float]) -> Timing:
+    """The variant alone, against the export, and against the champion."""
+    feed = feed_of(bench.dataset.inputs, batch)
+    timing = time_alone(bench.runtime, bench.candidate, bench.target, feed, batch)
+
+    def race(baseline: Path, limits: Sequence[float]) -> Race:
+        return Race(
+            runtime=bench.runtime,
+            target=bench.target,
+            baseline=baseline,
+            candidate=bench.candidate,
+            feed=feed,
+            seed=bench.seed,
+            tolerances=limits,
+        )
+
+    if not is_export:
+        timing = time_against(timing, race(bench.export, (FASTER, *tolerances)), EXPORT)
+    if bench.champion is not None:
+        # A champion with other inputs cannot be fed with these rows; the gate then says "not measured".
+        with contextlib.suppress(MeasurementFailure):
+            timing = time_against(timing, race(bench.champion.folder / MODEL_FILE, tolerances), "champion")
+    return timing

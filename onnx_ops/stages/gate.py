@@ -1,0 +1,60 @@
+"""Gate: evidence against the pipeline's gates, as a decision, signed where a key is at hand."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.analysis.judge import judge
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, SignedDecision, combine
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.ports import Ports
+from onnx_ops.stages.files import put_document
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """The gates themselves are stored too: whoever holds the signed decision can judge again from its digests."""
+    del key
+    settings: Mapping[str, Any] = stage.settings
+    source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
+    evidence = codec.loads(ports.store.read(source), Evidence, where=stage.id)
+    gates = codec.from_json(settings["gates"], tuple[Gate, ...], where=stage.id)
+    decision = judge(gates, evidence)
+    files = {
+        "decision.json": put_document(ports.store, decision),
+        "gates.json": put_document(ports.store, gates),
+    }
+    signer = ports.signer()
+    if settings["model"] and signer is not None:
+        record = _record(decision, evidence, settings["model"], files["gates.json"], source, ports.clock.now())
+        signed = SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
+        files["signed.json"] = put_document(ports.store, signed)
+    return Manifest(files=files)
+
+
+def _record(
+    decision: Decision, evidence: Evidence, model: str, gates: Digest, source: Digest, now: float
+) -> DecisionRecord:
+    by_gate: dict[str, list[Any]] = {}
+    for result in decision.results:
+        if not result.advisory:
+            by_gate.setdefault(result.gate, []).append(result.verdict)
+    moment = datetime.datetime.fromtimestamp(now, tz=datetime.UTC)
+    return DecisionRecord(
+        model=model,
+        release=evidence.release,
+        variant=evidence.variant,
+        target=evidence.target,
+        manifest=evidence.manifest,
+        target_digest=evidence.target_digest,
+        gates_digest=gates,
+        evidence=source,
+        verdict=decision.verdict,
+        verdicts={gate: combine(verdicts) for gate, verdicts in by_gate.items()},
+        decided_at=moment.isoformat(timespec="seconds"),
+        sequence=int(now * 1000),
+    )

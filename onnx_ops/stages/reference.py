@@ -1,0 +1,42 @@
+"""The source model's answers on real, edge, batch and non-finite inputs: what an export is held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.ports import Store, Tensors
+from onnx_ops.stages.files import pack, unpack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceGroup:
+    """Inputs and the source's outputs on them, by ONNX names; a precision is None if the source has none."""
+
+    name: str
+    inputs: Tensors
+    single: Tensors | None
+    double: Tensors | None
+
+
+_PARTS = ("input", "float32", "float64")
+
+
+def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
+    arrays: dict[str, Any] = {}
+    for group in groups:
+        for part, tensors in zip(_PARTS, (group.inputs, group.single, group.double), strict=True):
+            arrays |= {f"{group.name}|{part}|{name}": array for name, array in (tensors or {}).items()}
+    return store.put_bytes(pack(arrays))
+
+
+def get_reference(store: Store, digest: Digest) -> list[ReferenceGroup]:
+    parts: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, array in unpack(store, digest).items():
+        group, part, tensor = name.split("|", 2)
+        parts.setdefault(group, {}).setdefault(part, {})[tensor] = array
+    return [
+        ReferenceGroup(name=name, inputs=p["input"], single=p.get("float32"), double=p.get("float64"))
+        for name, p in parts.items()
+    ]

@@ -1,0 +1,115 @@
+"""Register: one version per variant, with its evidence, and the choice of each target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.analysis.judge import choose
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
+from onnx_ops.ports import Ports
+from onnx_ops.reporting.description import version_description
+from onnx_ops.stages.files import MODEL, put_document
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    settings: Mapping[str, Any] = stage.settings
+    lineage = codec.loads(ports.store.read(inputs["export"]["lineage.json"]), Lineage)
+    lineage = replace(
+        lineage,
+        run=key,
+        data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
+    )
+    records = tuple(
+        _variant(entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage)
+        for entry in settings["variants"]
+        if entry["stage"] in inputs
+    )
+    registry = ports.registry()
+    versions = registry.publish(Publication(model=settings["model"], lineage=lineage, variants=records))
+    registration = Registration(
+        model=settings["model"],
+        release=lineage.release,
+        versions=versions,
+        choices=choices(settings["targets"], decisions(inputs, ports)),
+        where=registry.where(settings["model"]),
+    )
+    return Manifest(files={"registration.json": put_document(ports.store, registration)})
+
+
+def decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decision, ...]:
+    """The decisions among some stages' results, in the order of the pipeline."""
+    return tuple(
+        codec.loads(ports.store.read(manifest["decision.json"]), Decision)
+        for name, manifest in inputs.items()
+        if name.startswith("gate/")
+    )
+
+
+def choices(targets: list[str], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
+    """Per target the variant to serve. A target of which nothing could be measured is an ERROR, not a failure."""
+    found = []
+    for target in targets:
+        here = tuple(d for d in judged if d.target == target)
+        if here:
+            found.append(choose(here))
+        else:
+            found.append(Choice(target=target, variant=None, verdict=Verdict.ERROR, reason="nothing could be measured"))
+    return tuple(found)
+
+
+def _variant(
+    name: str,
+    manifest: Manifest,
+    targets: list[str],
+    inputs: Mapping[str, Manifest],
+    ports: Ports,
+    lineage: Lineage,
+) -> VariantRecord:
+    model = manifest.subset(MODEL)
+    store = ports.store
+    evidence: dict[str, Path] = {}
+    judged: dict[str, Decision] = {}
+    signed: dict[str, SignedDecision] = {}
+    metrics: dict[str, float] = {}
+    for target in targets:
+        gate = inputs.get(f"gate/{name}@{target}")
+        benchmark = inputs.get(f"benchmark/{name}@{target}")
+        if gate is None or benchmark is None:
+            continue
+        judged[target] = codec.loads(store.read(gate["decision.json"]), Decision)
+        if "signed.json" in gate:
+            signed[target] = codec.loads(store.read(gate["signed.json"]), SignedDecision)
+            evidence[f"evidence/{target}.decision.json"] = store.path(gate["signed.json"])
+        evidence[f"evidence/{target}.json"] = store.path(benchmark["evidence.json"])
+        evidence[f"evidence/{target}.gates.json"] = store.path(gate["gates.json"])
+        evidence[f"evidence/{target}.npz"] = store.path(benchmark["raw.npz"])
+        metrics |= _figures(target, codec.loads(store.read(benchmark["evidence.json"]), Evidence))
+    return VariantRecord(
+        variant=name,
+        files={file: store.path(digest) for file, digest in model.files.items()},
+        manifest=model,
+        evidence=evidence,
+        metrics=metrics,
+        decisions=judged,
+        signed=signed,
+        description=version_description(name, judged, lineage),
+    )
+
+
+def _figures(target: str, evidence: Evidence) -> dict[str, float]:
+    """The plain figures that a registry's tables can show and search."""
+    figures = {f"{target}/size_bytes": float(evidence.size_bytes)}
+    if evidence.latency is not None:
+        figures |= {f"{target}/{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
+    for counts in evidence.metrics:
+        if not counts.against and counts.n:
+            figures[f"{target}/{counts.metric}"] = (counts.both + counts.only_candidate) / counts.n
+    return figures

@@ -1,0 +1,116 @@
+"""Times a variant: alone, and side by side with what it is compared with, until the limits can be decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_ops.analysis.latency import LOOKS, block_log_ratios, needs_more, next_look
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
+from onnx_ops.domain.target import Target
+from onnx_ops.ports import PairSamples, PairSchedule, Runtime, Tensors
+
+RUNS_ALONE = 800
+"""Enough for a 99th percentile to pass with up to three runs above its limit."""
+
+WARMUP_ALONE = 50
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Figures for the evidence, and the raw samples behind them by array name."""
+
+    latency: LatencySamples
+    comparisons: tuple[LatencyComparison, ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """Two models on one target, fed with the same rows. `tolerances` are the limits that must be decided."""
+
+    runtime: Runtime
+    target: Target
+    baseline: Path
+    candidate: Path
+    feed: Tensors
+    seed: int
+    tolerances: Sequence[float]
+
+
+def feed_of(inputs: Tensors, batch: int) -> Tensors:
+    """One request of `batch` real rows; rows repeat if there are fewer."""
+    rows = np.arange(batch) % len(next(iter(inputs.values())))
+    return {name: array[rows] for name, array in inputs.items()}
+
+
+def time_alone(runtime: Runtime, model: Path, target: Target, feed: Tensors, batch: int) -> Timing:
+    """Single runs of one session.
+
+    Raises:
+        MeasurementFailure: the model does not run there.
+    """
+    samples = runtime.sample(model, target, feed, runs=RUNS_ALONE, warmup=WARMUP_ALONE)
+    lost = samples.preempted.astype(bool)
+    kept = np.sort(samples.nanoseconds[~lost]) if (~lost).any() else np.sort(samples.nanoseconds)
+    latency = LatencySamples(
+        batch=batch,
+        runs=int(samples.nanoseconds.size),
+        preempted=int(lost.sum()),
+        quantiles_ns={name: float(np.quantile(kept, q)) for name, q in QUANTILES.items()},
+        sorted_ns=tuple(int(ns) for ns in kept),
+    )
+    raw = {"alone/nanoseconds": samples.nanoseconds, "alone/preempted": samples.preempted}
+    return Timing(latency=latency, raw=raw)
+
+
+def time_against(timing: Timing, race: Race, against: str) -> Timing:
+    """Session pairs of baseline and candidate, and of the baseline against itself, look by look.
+
+    Raises:
+        MeasurementFailure: one of the models does not run there.
+    """
+    pairs: list[PairSamples] = []
+    selves: list[PairSamples] = []
+    measured = 0
+    while measured < LOOKS[-1]:
+        goal = next_look(measured)
+        schedule = PairSchedule(pairs=goal - measured, seed=race.seed + measured)
+        pairs.append(race.runtime.pair(race.baseline, race.candidate, race.target, race.feed, schedule))
+        selves.append(race.runtime.pair(race.baseline, race.baseline, race.target, race.feed, schedule))
+        measured = goal
+        if not needs_more(_ratios(pairs), _ratios(selves), race.tolerances):
+            break
+    times, lost = _joined(pairs)
+    self_times, self_lost = _joined(selves)
+    comparison = LatencyComparison(
+        against=against,
+        baseline=digest_file(race.baseline),
+        log_ratios=_ratios(pairs),
+        self_log_ratios=_ratios(selves),
+        runs=int(times.size),
+        preempted=int(lost.sum()),
+    )
+    raw = {
+        f"{against}/nanoseconds": times,
+        f"{against}/preempted": lost,
+        f"{against}/self/nanoseconds": self_times,
+        f"{against}/self/preempted": self_lost,
+    }
+    return replace(timing, comparisons=(*timing.comparisons, comparison), raw={**timing.raw, **raw})
+
+
+def _joined(samples: Sequence[PairSamples]) -> tuple[Any, Any]:
+    times = np.concatenate([s.nanoseconds for s in samples])
+    return times, np.concatenate([s.preempted for s in samples]).astype(bool)
+
+
+def _ratios(samples: Sequence[PairSamples]) -> tuple[tuple[float, ...], ...]:
+    times, lost = _joined(samples)
+    return tuple(tuple(float(x) for x in pair) for pair in block_log_ratios(times, lost))

@@ -1,0 +1,91 @@
+"""Names in a pipeline and settings to objects. Construction only; whatever is not asked for is not imported."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from onnx_ops import plugins
+from onnx_ops.adapters.host import LocalHost, SystemClock
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import open_objects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.errors import UserError
+from onnx_ops.ports import Ports, Registry, Signer, Verifier
+from onnx_ops.settings import Settings
+
+T = TypeVar("T")
+
+KEY_FILE_REMEDY = "Make one with `openssl genpkey -algorithm ed25519`, mode 0600, or set signing = 'auto'."
+
+
+def connect(settings: Settings) -> Ports:
+    """The outside world as the settings describe it. Touches nothing until it is used."""
+    return Ports(
+        root=settings.root,
+        store=ContentStore(open_objects(settings.store), settings.state / "cache"),
+        ledger=ObjectLedger(open_objects(settings.ledger)),
+        files=ModelFolders(settings.models),
+        clock=SystemClock(),
+        host=LocalHost(),
+        registry=_once(lambda: _registry(settings)),
+        verifier=_once(lambda: _verifier(settings)),
+        signer=_once(lambda: _signer(settings)),
+        provider=functools.cache(lambda name: plugins.load("endpoints", name, settings.endpoints)),
+        exporter=functools.cache(lambda name: plugins.load("exporters", name)),
+        optimizer=functools.cache(lambda name: plugins.load("optimizers", name)),
+        runtime=functools.cache(lambda name: plugins.load("runtimes", name)),
+        source=functools.cache(lambda name: plugins.load("data", name)),
+        git_sha=_once(lambda: git_sha(settings.root)),
+        conditions=_conditions,
+    )
+
+
+def git_sha(root: Path) -> str:
+    """Commit of the project's checkout; empty outside a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _once(make: Callable[[], T]) -> Callable[[], T]:
+    return functools.cache(make)
+
+
+def _registry(settings: Settings) -> Registry:
+    from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+
+    direct = "://" in settings.tracking_uri and not settings.tracking_uri.startswith(("http://", "https://"))
+    return MlflowRegistry(settings.tracking_uri, artifact_root=settings.artifacts if direct else None)
+
+
+def _signer(settings: Settings) -> Signer | None:
+    from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, create_key
+
+    if settings.signing == "off":
+        return None
+    if settings.signing == "auto":
+        return create_key(settings.signing_key)
+    if not settings.signing_key.exists():
+        raise UserError("there is no signing key", where=str(settings.signing_key), remedy=KEY_FILE_REMEDY)
+    return Ed25519Signer(settings.signing_key)
+
+
+def _verifier(settings: Settings) -> Verifier:
+    from onnx_ops.adapters.signers.ed25519 import TrustedKeys
+
+    return TrustedKeys(settings.trusted_keys)
+
+
+def _conditions() -> Mapping[str, str]:
+    from onnx_ops.adapters.runtimes.conditions import conditions
+
+    return conditions()

@@ -1,0 +1,116 @@
+"""A stage in a process of its own: it can be killed, it can crash, and nothing else runs in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.errors import StageFailure, from_document
+from onnx_ops.ports import Ports
+from onnx_ops.settings import Settings, to_environ
+from onnx_ops.stages import execute
+
+LAST_LINES = 15
+
+
+@dataclass(frozen=True)
+class Performer:
+    """Executes stages: here, or in a child where the stage asks for it or has a time-out."""
+
+    settings: Settings
+    ports: Ports
+
+    def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        if not stage.own_process and stage.timeout is None:
+            return execute(stage, key, inputs, self.ports)
+        lock = machine_lock() if stage.kind is StageKind.BENCHMARK else contextlib.nullcontext()
+        with lock:
+            return in_child(self.settings, stage, key, inputs)
+
+
+@contextlib.contextmanager
+def machine_lock() -> Iterator[None]:
+    """One benchmark at a time on this machine. The lock goes with its holder, however that ends."""
+    path = Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock"
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def in_child(settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+    """Raises what the stage raised; StageFailure if its process crashed, was killed or ran past the time-out."""
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
+        result, log = Path(folder) / "result.json", Path(folder) / "log"
+        request = {
+            "stage": codec.to_json(stage),
+            "key": key,
+            "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
+            "result": str(result),
+        }
+        code = _spawn(settings, json.dumps(request), log, stage)
+        if not result.exists():
+            raise StageFailure(
+                f"its process ended with {_ending(code)}",
+                where=stage.id,
+                why=_tail(log) or "it printed nothing",
+                remedy="Run the stage again; if it crashes again, the lines above are its last words.",
+            )
+        document = json.loads(result.read_text(encoding="utf-8"))
+    if "error" in document:
+        raise from_document(document["error"])
+    return Manifest(files=document["files"])
+
+
+def _spawn(settings: Settings, request: str, log: Path, stage: Stage) -> int:
+    """The child lives no longer than this process: it watches its standard input, which stays open until then."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "onnx_ops.wiring.worker"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **to_environ(settings)},
+            start_new_session=True,
+        )
+        try:
+            if process.stdin is not None:
+                process.stdin.write(request.encode("utf-8") + b"\n")
+                process.stdin.flush()
+            return process.wait(timeout=stage.timeout)
+        except BrokenPipeError:
+            return process.wait()
+        except subprocess.TimeoutExpired:
+            raise StageFailure(
+                f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
+                where=stage.id,
+                why=_tail(log),
+                remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+            ) from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-LAST_LINES:])

@@ -1,0 +1,154 @@
+"""How stages are done and how their results are known: what the engine asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.gate import Decision
+from onnx_ops.domain.ledger import ReleaseState, fold
+from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
+from onnx_ops.domain.release import Choice, Registration
+from onnx_ops.domain.rollout import alias
+from onnx_ops.errors import Conflict, Refused, ServiceUnavailable
+from onnx_ops.operations.journal import stream
+from onnx_ops.operations.promote import configure, promote
+from onnx_ops.operations.reconcile import StepReport, settle
+from onnx_ops.ports import Ports
+
+Execute = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
+
+RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
+"""Stages whose result is the state of an endpoint: the ledger knows it, not the store."""
+
+
+@dataclass(frozen=True)
+class StageHandler:
+    """`perform` executes the stages that compute something; release stages are operations."""
+
+    ports: Ports
+    perform: Execute
+
+    def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
+        if stage.kind not in RELEASE:
+            return self.ports.store.lookup(key)
+        chosen = _chosen(self.ports, stage, inputs)
+        current = _promoted if stage.kind is StageKind.PROMOTE else _deployed
+        return Manifest(files={}) if current(self.ports, stage, *chosen) else None
+
+    def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
+        if stage.kind not in RELEASE:
+            return ""
+        registration, choice = _chosen(self.ports, stage, inputs)
+        if choice.variant is not None:
+            return ""
+        return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
+
+    def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        match stage.kind:
+            case StageKind.PROMOTE:
+                registration, choice = _chosen(self.ports, stage, inputs)
+                return _promote(self.ports, stage, registration, choice)
+            case StageKind.DEPLOY:
+                return _deploy(self.ports, stage)
+            case _:
+                manifest = self.perform(stage, key, inputs)
+                self.ports.store.record(key, manifest)
+                return manifest
+
+    def decision(self, manifest: Manifest) -> Decision | None:
+        if "decision.json" not in manifest:
+            return None
+        return codec.loads(self.ports.store.read(manifest["decision.json"]), Decision)
+
+
+def _chosen(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice]:
+    registration = codec.loads(ports.store.read(inputs["register"]["registration.json"]), Registration)
+    return registration, next(c for c in registration.choices if c.target == stage.target)
+
+
+def _version(registration: Registration, choice: Choice) -> str:
+    return registration.versions.get(choice.variant or "", "")
+
+
+def _states(ports: Ports, names: list[str]) -> list[ReleaseState]:
+    return [fold(name, ports.ledger.read(name)) for name in names]
+
+
+def _serves(state: ReleaseState, version: str) -> bool:
+    """Whether the endpoint has been given this version, wholly or as a candidate, and owes nothing."""
+    roles = (state.roles.stable, state.roles.candidate)
+    given = any(role is not None and role.version == version for role in roles)
+    return given and state.open_intent is None and not state.pending_aliases
+
+
+def _promoted(ports: Ports, stage: Stage, registration: Registration, choice: Choice) -> bool:
+    settings: Mapping[str, Any] = stage.settings
+    version = _version(registration, choice)
+    if settings["endpoints"]:
+        return all(_serves(state, version) for state in _states(ports, settings["endpoints"]))
+    (state,) = _states(ports, [stream(registration.model, choice.target)])
+    return state.aliases.get(alias("champion", choice.target)) == version
+
+
+def _deployed(ports: Ports, stage: Stage, registration: Registration, choice: Choice) -> bool:
+    config, section = _binding(stage)
+    (state,) = _states(ports, [config.endpoint])
+    if (state.config, state.policy) != (config, section.rollout):
+        return False
+    return not stage.settings["auto"] or _serves(state, _version(registration, choice))
+
+
+def _promote(ports: Ports, stage: Stage, registration: Registration, choice: Choice) -> Manifest:
+    settings: Mapping[str, Any] = stage.settings
+    promoted = promote(
+        ports,
+        registration.model,
+        _version(registration, choice),
+        choice.target,
+        expects=tuple(settings["endpoints"]),
+    )
+    return Manifest(files={"promotion.json": ports.store.put_bytes(codec.dumps(promoted))})
+
+
+def _binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
+    settings: Mapping[str, Any] = stage.settings
+    section = codec.from_json(settings["section"], Deploy, where=stage.id)
+    config = EndpointConfig(
+        endpoint=section.endpoint,
+        provider=section.provider,
+        model=settings["model"],
+        target=section.target,
+        target_digest=settings["target_digest"],
+        pipeline=settings["pipeline"],
+        settings=section.settings,
+    )
+    return config, section
+
+
+def _deploy(ports: Ports, stage: Stage) -> Manifest:
+    config, section = _binding(stage)
+    configure(ports, config, section.rollout)
+    reports = settle(ports, config.endpoint)
+    _complain(config.endpoint, reports)
+    return Manifest(files={"steps.json": ports.store.put_bytes(codec.dumps(reports))})
+
+
+def _complain(endpoint: str, reports: list[StepReport]) -> None:
+    """A deploy that did not come to rest where it should is told as what it is."""
+    for report in reports:
+        if report.refused:
+            raise Refused(report.did, where=endpoint, why=report.why)
+    last = reports[-1]
+    if last.registry_down:
+        raise ServiceUnavailable(
+            "the registry does not answer; the endpoint keeps its course", where=endpoint, why=last.registry_down
+        )
+    if not last.settled:
+        raise Conflict(
+            "the endpoint does not come to rest", where=endpoint, why=last.why, remedy="See `onnx-ops history`."
+        )

@@ -1,0 +1,73 @@
+"""Answers the cheap questions of a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from onnx_ops import plugins
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file
+from onnx_ops.domain.pipeline import DataSection
+from onnx_ops.domain.target import Target
+from onnx_ops.engine import code_digest
+from onnx_ops.errors import NotFound
+from onnx_ops.ports import Ports
+from onnx_ops.stages.data import source_of
+
+
+@dataclass(frozen=True)
+class ProjectProbe:
+    """What a plan starts from, read off the project without importing a framework."""
+
+    ports: Ports
+
+    def data(self, section: DataSection) -> str:
+        return self.ports.source(source_of(section)).fingerprint(section, self.ports.root)
+
+    def code(self, reference: str, depends: tuple[str, ...]) -> Digest:
+        return code_digest(reference, self.ports.root, depends)
+
+    def model(self, path: str) -> Digest:
+        place = self.ports.root / path
+        if place.is_dir():
+            files = {p.relative_to(place).as_posix(): digest_file(p) for p in place.rglob("*") if p.is_file()}
+            return Manifest(files=files).digest()
+        if not place.is_file():
+            raise NotFound("no such model", where=str(place), remedy="`model:` is relative to the project's root.")
+        return digest_file(place)
+
+    def tools(self, kind: str, name: str) -> Mapping[str, str]:
+        found = {"onnx-ops": _version("onnx-ops")}
+        point = plugins.find(kind, name)
+        if point.dist is not None:
+            found[point.dist.name] = point.dist.version
+        return found | {tool: _version(tool) for tool in self._shaping(kind, name)}
+
+    def is_quantizer(self, name: str) -> bool:
+        return bool(self.ports.optimizer(name).quantized)
+
+    def hardware(self, target: Target) -> Digest:
+        return self.ports.runtime(target.runtime).fingerprint(target).digest()
+
+    def signer(self) -> Digest | None:
+        signer = self.ports.signer()
+        return None if signer is None else signer.key
+
+    def _shaping(self, kind: str, name: str) -> tuple[str, ...]:
+        match kind:
+            case "exporters":
+                return self.ports.exporter(name).tools
+            case "optimizers":
+                return self.ports.optimizer(name).tools
+            case _:
+                return (name,)
+
+
+@functools.cache
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

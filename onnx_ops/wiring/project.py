@@ -1,0 +1,94 @@
+"""A project: its settings, its outside world, and what can be done with its pipeline files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops import plugins
+from onnx_ops.domain.pipeline import Pipeline, Plan, StageKind, StageOutcome
+from onnx_ops.domain.target import Target
+from onnx_ops.engine import InlineExecutor, RunResult, Silent, plan, preview, run
+from onnx_ops.ports import Executor, Observer, Ports
+from onnx_ops.settings import Settings, load_settings
+from onnx_ops.spec import check_pipeline, load_target
+from onnx_ops.wiring import connect
+from onnx_ops.wiring.child import Performer
+from onnx_ops.wiring.handler import StageHandler
+from onnx_ops.wiring.probe import ProjectProbe
+
+
+@dataclass(frozen=True)
+class Project:
+    """Settings and ports of one project."""
+
+    settings: Settings
+    ports: Ports
+
+    @property
+    def handler(self) -> StageHandler:
+        return StageHandler(ports=self.ports, perform=Performer(settings=self.settings, ports=self.ports))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked pipeline, its targets and its plan."""
+
+    pipeline: Pipeline
+    targets: Mapping[str, Target]
+    plan: Plan
+
+
+def open_project(start: Path | None = None) -> Project:
+    """The project around a folder; raises UserError for a bad settings file."""
+    settings = load_settings(start)
+    return Project(settings=settings, ports=connect(settings))
+
+
+def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeline:
+    """The pipeline in a file; raises SpecError with all of its problems."""
+    known = {kind: plugins.names(kind) for kind in plugins.KINDS}
+    return check_pipeline(
+        file, root=project.settings.root, plugins=known, overrides=tuple(overrides), environ=os.environ
+    )
+
+
+def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None) -> Prepared:
+    """Check a file and plan it.
+
+    Raises:
+        SpecError: the file has problems.
+        UserError: something that it names does not exist.
+    """
+    pipeline = check(project, file, overrides)
+    targets = {name: load_target(name, root=project.settings.root) for name in pipeline.benchmark.targets}
+    planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
+    return Prepared(pipeline=pipeline, targets=targets, plan=planned)
+
+
+def foresee(
+    project: Project, prepared: Prepared, fresh: Collection[StageKind] = ()
+) -> Mapping[str, StageOutcome | None]:
+    """What a run would find known, and what it would do."""
+    return preview(prepared.plan, handler=project.handler, fresh=fresh)
+
+
+def execute(
+    project: Project,
+    prepared: Prepared,
+    *,
+    fresh: Collection[StageKind] = (),
+    executor: Executor | None = None,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Run a plan."""
+    return run(
+        prepared.plan,
+        handler=project.handler,
+        executor=executor or InlineExecutor(),
+        observer=observer or Silent(),
+        clock=project.ports.clock,
+        fresh=fresh,
+    )

@@ -1,0 +1,97 @@
+"""What a run came to: decisions, choices, versions, endpoints, and one exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnx_ops import codec
+from onnx_ops.analysis.judge import choose
+from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.pipeline import Pipeline, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.release import Choice, Registration
+from onnx_ops.engine import RunResult
+from onnx_ops.ports import Ports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """`awaiting` are targets whose choice waits for a person to promote it."""
+
+    pipeline: str
+    executed: tuple[str, ...]
+    outcomes: tuple[StageOutcome, ...]
+    decisions: tuple[Decision, ...]
+    choices: tuple[Choice, ...]
+    registration: Registration | None
+    awaiting: tuple[str, ...]
+    exit_code: int
+
+
+_ORDER = (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE)
+"""Which verdict names the exit code when several targets have no choice."""
+
+
+def summarise(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
+    """Everything a person or a machine wants to know about a finished run."""
+    gates = [stage for stage in result.plan.stages if stage.kind is StageKind.GATE]
+    decisions = tuple(_decision(stage, result.outcomes, ports) for stage in gates)
+    choices = tuple(
+        choose(tuple(d for d in decisions if d.target == target))
+        for target in pipeline.benchmark.targets
+        if any(d.target == target for d in decisions)
+    )
+    registration = _registration(result.outcomes, ports)
+    manual = registration is not None and pipeline.register is not None and pipeline.register.promote == "manual"
+    return Summary(
+        pipeline=pipeline.pipeline,
+        executed=result.executed(),
+        outcomes=tuple(result.outcomes[stage.id] for stage in result.plan.stages),
+        decisions=decisions,
+        choices=choices,
+        registration=registration,
+        awaiting=tuple(c.target for c in choices if c.variant is not None) if manual else (),
+        exit_code=_exit_code(result, choices),
+    )
+
+
+def _decision(stage: Stage, outcomes: Mapping[str, StageOutcome], ports: Ports) -> Decision:
+    """A pair that could not be measured has a decision too: ERROR, with the stage that failed."""
+    manifest = outcomes[stage.id].manifest
+    if manifest is not None:
+        return codec.loads(ports.store.read(manifest["decision.json"]), Decision)
+    reason = _cause(stage.id, outcomes)
+    result = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
+    return Decision(variant=stage.variant or "", target=stage.target or "", results=(result,))
+
+
+def _cause(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> str:
+    """The failure at the root of a chain of skipped stages."""
+    outcome = outcomes[stage_id]
+    while outcome.status is StageStatus.SKIPPED:
+        needed = outcome.reason.removeprefix("needs ").partition(",")[0]
+        if needed not in outcomes:
+            break
+        outcome = outcomes[needed]
+    return f"{outcome.stage}: {outcome.reason}"
+
+
+def _registration(outcomes: Mapping[str, StageOutcome], ports: Ports) -> Registration | None:
+    outcome = outcomes.get("register")
+    if outcome is None or outcome.manifest is None:
+        return None
+    return codec.loads(ports.store.read(outcome.manifest["registration.json"]), Registration)
+
+
+def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
+    """A wrong input first, then a target without a choice, then whatever else failed."""
+    codes = [error.exit_code for error in result.errors.values()]
+    if 2 in codes:
+        return 2
+    missing = [c.verdict for c in choices if c.variant is None]
+    for verdict in _ORDER:
+        if verdict in missing:
+            return verdict.exit_code
+    tail = {stage.id for stage in result.plan.stages if stage.kind.value in ("register", "promote", "deploy")}
+    release = [error.exit_code for stage, error in result.errors.items() if stage in tail or not choices]
+    return max(release, default=0)

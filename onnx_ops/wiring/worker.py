@@ -1,0 +1,47 @@
+"""The child's side: reads one request, does one stage, writes one result."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.adapters.objects import durable_file
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.settings import load_settings
+from onnx_ops.stages import execute
+from onnx_ops.wiring import connect
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    document = _answer(request)
+    with durable_file(Path(request["result"])) as temporary:
+        temporary.write_text(json.dumps(document), encoding="utf-8")
+
+
+def _die_with_parent() -> None:
+    """The parent holds the other end of standard input; when it is gone, nobody waits for the result."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    stage = codec.from_json(request["stage"], Stage)
+    inputs = {name: Manifest(files=files) for name, files in request["inputs"].items()}
+    try:
+        manifest = execute(stage, Digest(request["key"]), inputs, connect(load_settings()))
+    except OnnxOpsError as error:
+        return {"error": error.as_document()}
+    return {"files": dict(manifest.files)}
+
+
+if __name__ == "__main__":
+    main()
