@@ -1,0 +1,99 @@
+"""Pipeline files: from YAML to `Pipeline`, with every problem of a file reported at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from onnx_ops.domain.gate import ParityGate
+from onnx_ops.domain.pipeline import Pipeline
+from onnx_ops.errors import SpecError
+from onnx_ops.spec.document import Document, Finding, Loc
+from onnx_ops.spec.draft import draft_of
+from onnx_ops.spec.project import benchmarked_targets, endpoint_findings, plugin_findings, project_findings
+from onnx_ops.spec.reading import bind_document, read_document
+from onnx_ops.spec.rules import file_findings
+
+
+def load_pipeline(
+    path: Path, *, root: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Pipeline:
+    """Read a pipeline file that is about to run.
+
+    Checked are its syntax, its types, what its sections say about each other, its targets and its training function.
+    A pipeline whose gates hold no parity gate gets the default one, in first place: an export that computes
+    something else is never let through by omission.
+
+    Args:
+        path: the file.
+        root: the project's root; targets and user code are looked for below it.
+        overrides: `path=value`, each value read as YAML, such as `train.with.epochs=3`.
+        environ: what `${env:NAME}` refers to; the process's environment by default.
+
+    Raises:
+        NotFound: there is no such file.
+        SpecError: the file has problems.
+    """
+    return _load(path, root=root, plugins={}, elsewhere=False, overrides=overrides, environ=environ)
+
+
+def check_pipeline(
+    path: Path,
+    *,
+    root: Path,
+    plugins: Mapping[str, Sequence[str]],
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Pipeline:
+    """`load_pipeline`, and also: every plugin is installed, and no other pipeline file claims an endpoint.
+
+    Args:
+        plugins: installed names by kind (`onnx_ops.plugins.GROUPS`); a kind that is left out is not checked.
+
+    Raises:
+        NotFound: there is no such file.
+        SpecError: the file has problems.
+    """
+    return _load(path, root=root, plugins=plugins, elsewhere=True, overrides=overrides, environ=environ)
+
+
+def _load(
+    path: Path,
+    *,
+    root: Path,
+    plugins: Mapping[str, Sequence[str]],
+    elsewhere: bool,
+    overrides: Sequence[str],
+    environ: Mapping[str, str] | None,
+) -> Pipeline:
+    document = read_document(path, overrides=overrides, environ=os.environ if environ is None else environ)
+    bound, problems = bind_document(document, Pipeline)
+    draft = draft_of(document, bound)
+    targets, target_problems = benchmarked_targets(draft, root)
+    findings = [
+        *file_findings(draft),
+        *project_findings(draft, root, targets),
+        *plugin_findings(draft, targets, plugins),
+        *(endpoint_findings(draft, path, root) if elsewhere else ()),
+    ]
+    problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems
+    pipeline: Pipeline | None = bound.result
+    if pipeline is None or problems:
+        raise SpecError(tuple(problems))
+    if not any(isinstance(gate, ParityGate) for gate in pipeline.gates):
+        return replace(pipeline, gates=(ParityGate(), *pipeline.gates))
+    return pipeline
+
+
+def _independent(findings: Iterable[Finding], document: Document) -> list[Finding]:
+    """Findings of rules that do not merely follow from what is wrong at the same place, just below or above it."""
+    wrong = [finding.loc for finding in document.findings]
+    return [f for f in findings if not any(_same_place(document.written(f.loc), loc) for loc in wrong)]
+
+
+def _same_place(judged: Loc, wrong: Loc) -> bool:
+    if judged[: len(wrong)] == wrong:
+        return True
+    return wrong[: len(judged)] == judged and len(wrong) == len(judged) + 1

@@ -1,0 +1,113 @@
+"""What must hold between a pipeline file and the project around it: targets, functions, plugins, other files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.domain.pipeline import PluginData
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import NotFound, Problem, SpecError, UserError
+from onnx_ops.spec.document import Finding, Loc
+from onnx_ops.spec.draft import Draft
+from onnx_ops.spec.functions import function_problem
+from onnx_ops.spec.targets import FOLDER, load_target, target_names, target_path
+from onnx_ops.spec.text import read_file, shown_path
+from onnx_ops.spec.words import did_you_mean, listing
+
+PIPELINES = Path("configs") / "pipelines"
+
+
+def benchmarked_targets(draft: Draft, root: Path) -> tuple[dict[str, Target], list[Problem]]:
+    """The targets of `benchmark.targets` that exist and can be read, and the problems in the files of the others."""
+    targets: dict[str, Target] = {}
+    problems: list[Problem] = []
+    for name in dict.fromkeys(draft.benchmark.targets if draft.benchmark else ()):
+        try:
+            targets[name] = load_target(name, root=root)
+        except NotFound:
+            continue  # `_missing_targets` says where it is asked for
+        except SpecError as error:
+            problems += error.problems
+    return targets, problems
+
+
+def project_findings(draft: Draft, root: Path, targets: Mapping[str, Target]) -> list[Finding]:
+    """Targets that do not exist, models that a target cannot run, a training function that is not there."""
+    findings = [*_missing_targets(draft, root), *_ceilings(draft, targets)]
+    if draft.train and (problem := function_problem(draft.train.run, root)):
+        findings.append(Finding(loc=("train", "run"), message=problem))
+    return findings
+
+
+def _missing_targets(draft: Draft, root: Path) -> Iterator[Finding]:
+    for index, name in enumerate(draft.benchmark.targets if draft.benchmark else ()):
+        if target_path(name, root) is None:
+            known = target_names(root)
+            hint = did_you_mean(name, known) or f"; {FOLDER} has {listing(known) or 'none'}"
+            yield Finding(loc=("benchmark", "targets", index), message=f"no target is called '{name}'{hint}")
+
+
+def _ceilings(draft: Draft, targets: Mapping[str, Target]) -> Iterator[Finding]:
+    if draft.export is None:
+        return
+    for name, target in targets.items():
+        for key, value, most in (
+            ("opset", draft.export.opset, target.max_opset),
+            ("ir_version", draft.export.ir_version, target.max_ir_version),
+        ):
+            if value > most:
+                message = f"target '{name}' accepts {key} <= {most}, not {value}; set export.{key}"
+                yield Finding(loc=("export", key), message=message)
+
+
+def plugin_findings(
+    draft: Draft, targets: Mapping[str, Target], plugins: Mapping[str, Sequence[str]]
+) -> Iterator[Finding]:
+    """Names of plugins that are not installed. Kinds that `plugins` does not have are not checked."""
+    for kind, loc, name in _plugin_names(draft, targets):
+        if name in plugins.get(kind, (name,)):
+            continue
+        known = sorted(plugins[kind])
+        hint = did_you_mean(name, known) or f"; installed: {', '.join(known) or 'none'}"
+        yield Finding(loc=loc, message=f"no {kind.removesuffix('s')} plugin is called '{name}'{hint}")
+
+
+def _plugin_names(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[str, Loc, str]]:
+    for name, section in draft.data.items():
+        if isinstance(section, PluginData):
+            yield "data", ("data", name, "use"), section.use
+    if draft.export:
+        yield "exporters", ("export", "framework"), draft.export.framework
+    for loc, entry in draft.quantize:
+        yield "optimizers", (*loc, "method"), entry.method
+    for index, name in enumerate(draft.benchmark.targets if draft.benchmark else ()):
+        if name in targets:
+            yield "runtimes", ("benchmark", "targets", index), targets[name].runtime
+    for loc, deployment in draft.deploy:
+        yield "endpoints", (*loc, "provider"), deployment.provider
+
+
+def endpoint_findings(draft: Draft, path: Path, root: Path) -> Iterator[Finding]:
+    """Endpoints that another pipeline file of the project has too."""
+    taken: dict[str, Path] = {}
+    for other in sorted((root / PIPELINES).glob("*.yaml")):
+        if other.resolve() != path.resolve():
+            taken |= dict.fromkeys(_endpoints_of(other), other)
+    for loc, entry in draft.deploy:
+        if entry.endpoint in taken:
+            message = f"endpoint '{entry.endpoint}' belongs to {shown_path(taken[entry.endpoint])} already"
+            yield Finding(loc=(*loc, "endpoint"), message=message)
+
+
+def _endpoints_of(path: Path) -> list[str]:
+    """Endpoint names in a file, whatever else is wrong with it: its own check will say so."""
+    try:
+        document = read_file(path)
+    except UserError:
+        return []
+    deploy: Any = document.at(("deploy",))
+    entries = deploy if isinstance(deploy, list) else [deploy]
+    names = [entry.get("endpoint") for entry in entries if isinstance(entry, dict)]
+    return [name for name in names if isinstance(name, str)]

@@ -1,0 +1,148 @@
+"""What must hold between the parts of one pipeline file. Each rule looks at a draft and yields findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+
+from onnx_ops.domain.gate import LatencyGate, MetricGate
+from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.spec.document import Finding, Loc
+from onnx_ops.spec.draft import Draft
+from onnx_ops.spec.words import did_you_mean, listing
+
+Rule = Callable[[Draft], Iterator[Finding]]
+
+_NOT_IN_MODEL_NAMES = "/:"
+_WHOLE = 1e-9
+
+
+def file_findings(draft: Draft) -> list[Finding]:
+    """The findings of every rule of this module."""
+    return [finding for rule in RULES for finding in rule(draft)]
+
+
+def _origin(draft: Draft) -> Iterator[Finding]:
+    if {"train", "model"} <= draft.keys:
+        yield Finding(loc=("model",), message="'train' and 'model' exclude each other; keep one", on_key=True)
+    elif not {"train", "model"} & draft.keys:
+        message = "needs 'train' (how the model is made) or 'model' (the path of a trained one)"
+        yield Finding(loc=("train",), message=message, on_key=True)
+
+
+def _data_sets(draft: Draft) -> Iterator[Finding]:
+    used: list[tuple[Loc, str]] = []
+    if draft.validate:
+        used.append((("validate", "samples", "data"), draft.validate.samples.data))
+    used += [((*loc, "calibrate", "data"), entry.calibrate.data) for loc, entry in draft.quantize if entry.calibrate]
+    for loc, name in used:
+        if name not in draft.sets:
+            known = f"; data has {listing(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
+            yield Finding(loc=loc, message=f"no data set is called '{name}'{did_you_mean(name, draft.sets) or known}")
+
+
+def _calibration(draft: Draft) -> Iterator[Finding]:
+    scored = draft.validate.samples.data if draft.validate else None
+    for loc, entry in draft.quantize:
+        if entry.calibrate is None:
+            if entry.method == "static":
+                message = "static quantization needs 'calibrate', e.g. calibrate: {data: train, samples: 256}"
+                yield Finding(loc=(*loc, "calibrate"), message=message, on_key=True)
+            continue
+        name = entry.calibrate.data
+        if scored is not None and name in draft.sets and (name == scored or _same_rows(draft, name, scored)):
+            message = f"'{name}' is the set that validate.samples scores; calibrate on another one"
+            yield Finding(loc=(*loc, "calibrate", "data"), message=message)
+
+
+def _same_rows(draft: Draft, one: str, other: str) -> bool:
+    return one in draft.data and other in draft.data and draft.data[one] == draft.data[other]
+
+
+def _variants(draft: Draft) -> Iterator[Finding]:
+    yield from _unique((((*loc, "name"), entry.name) for loc, entry in draft.quantize), "variant")
+    for loc, entry in draft.quantize:
+        if entry.name == EXPORT:
+            message = f"'{EXPORT}' is the name of the export itself; choose another"
+            yield Finding(loc=(*loc, "name"), message=message)
+
+
+def _benchmark(draft: Draft) -> Iterator[Finding]:
+    if draft.benchmark:
+        targets = enumerate(draft.benchmark.targets)
+        yield from _unique(((("benchmark", "targets", index), name) for index, name in targets), "target")
+
+
+def _gates(draft: Draft) -> Iterator[Finding]:
+    for loc, gate in draft.gates:
+        match gate:
+            case MetricGate(max_drop=None, min=None):
+                yield Finding(loc=loc, message="a metric gate needs 'max_drop' or 'min'")
+            case LatencyGate(max_regression=None, p50=None, p99=None):
+                yield Finding(loc=loc, message="a latency gate needs 'max_regression', 'p50' or 'p99'")
+            case MetricGate():
+                for name, share in (("max_drop", gate.max_drop), ("min", gate.min)):
+                    if share is not None and share > 1:
+                        yield Finding(loc=(*loc, name), message=f"{gate.name} is never more than 100%")
+            case _:
+                pass
+
+
+def _labels(draft: Draft) -> Iterator[Finding]:
+    scored = draft.data.get(draft.validate.samples.data) if draft.validate else None
+    gates = [loc for loc, gate in draft.gates if isinstance(gate, MetricGate)]
+    if draft.validate and scored is not None and scored.label is None and gates:
+        message = f"the metric gate needs labels, but data set '{draft.validate.samples.data}' names no 'label'"
+        yield Finding(loc=gates[0], message=message)
+
+
+def _registration(draft: Draft) -> Iterator[Finding]:
+    if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
+        yield Finding(loc=("deploy",), message="only registered versions are deployed; add a 'register' section")
+    if draft.register and (
+        not draft.register.model.strip() or any(char in draft.register.model for char in _NOT_IN_MODEL_NAMES)
+    ):
+        yield Finding(loc=("register", "model"), message="a registered model's name is not blank and has no '/' or ':'")
+
+
+def _endpoints(draft: Draft) -> Iterator[Finding]:
+    yield from _unique((((*loc, "endpoint"), entry.endpoint) for loc, entry in draft.deploy), "endpoint")
+    for loc, entry in draft.deploy:
+        if draft.benchmark and entry.target not in draft.benchmark.targets:
+            hint = did_you_mean(entry.target, draft.benchmark.targets) or "; add it there, so that it is measured"
+            yield Finding(loc=(*loc, "target"), message=f"target '{entry.target}' is not among benchmark.targets{hint}")
+
+
+def _rollouts(draft: Draft) -> Iterator[Finding]:
+    for loc, entry in draft.deploy:
+        steps = entry.rollout.steps
+        where = (*loc, "rollout", "steps")
+        for index, share in enumerate(steps):
+            if abs(share * 100 - round(share * 100)) > _WHOLE:
+                yield Finding(loc=(*where, index), message=f"{share * 100:g}% is not a whole percentage")
+        if steps[0] <= 0 or any(later <= earlier for earlier, later in pairwise(steps)):
+            yield Finding(loc=where, message="the steps must grow, from more than 0%")
+        if steps[-1] != 1:
+            yield Finding(loc=where, message=f"the last step must be 100%, not {steps[-1] * 100:g}%")
+
+
+def _unique(names: Iterable[tuple[Loc, str]], noun: str) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for loc, name in names:
+        if name in seen:
+            yield Finding(loc=loc, message=f"{noun} '{name}' is named twice")
+        seen.add(name)
+
+
+RULES: tuple[Rule, ...] = (
+    _origin,
+    _data_sets,
+    _calibration,
+    _variants,
+    _benchmark,
+    _gates,
+    _labels,
+    _registration,
+    _endpoints,
+    _rollouts,
+)

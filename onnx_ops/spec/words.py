@@ -1,0 +1,47 @@
+"""Words for messages: how a value looks to the person who wrote it, and what they may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_LONGEST = 60
+_CLOSE = 0.65
+
+
+def describe(value: object) -> str:
+    """A YAML value in a person's words, cut to a readable length."""
+    match value:
+        case None:
+            return "nothing"
+        case True:
+            return "true"
+        case False:
+            return "false"
+        case int() | float():
+            return f"the number {value}"
+        case str():
+            return f"the text '{shorten(value)}'"
+        case dict():
+            return "a mapping"
+        case list():
+            return "a list"
+        case _:
+            return "something that cannot be read"
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def did_you_mean(written: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` if something close is known, else nothing. Letter case alone is always close."""
+    names = sorted(known)
+    close = [name for name in names if name.lower() == written.lower()]
+    close = close or difflib.get_close_matches(written, names, n=1, cutoff=_CLOSE)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def listing(names: Iterable[str]) -> str:
+    """Quoted names in one line, in the order given."""
+    return ", ".join(f"'{name}'" for name in names)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.spec.functions import function_problem
+
+SOURCE = """\
+import json
+from os.path import join as glue
+if True:
+    def first(): ...
+else:
+    from x import second
+try:
+    import fast
+except ImportError:
+    slow = None
+class Third: ...
+async def fourth(): ...
+fifth: int = 3
+with open("x"):
+    sixth = lambda: None
+raise SystemExit
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "code"
+    package.mkdir()
+    (package / "many.py").write_text(SOURCE)
+    (package / "__init__.py").write_text("from code.many import *\n")
+    (package / "broken.py").write_text("def f(:\n")
+    (package / "binary.py").write_bytes(b"\xff\x00")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["first", "second", "fast", "slow", "Third", "fourth", "fifth", "sixth", "glue", "json"]
+)
+def test_names_of_a_module_are_found_without_running_it(root: Path, name: str) -> None:
+    assert function_problem(f"code.many:{name}", root) is None
+    assert "code.many" not in sys.modules
+
+
+def test_a_star_import_is_trusted(root: Path) -> None:
+    assert function_problem("code:whatever", root) is None
+
+
+def test_modules_on_the_path_are_found(root: Path) -> None:
+    assert function_problem("json:loads", root) is None
+    assert function_problem("json:laods", root) is not None
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("code.many:frist", "no function 'frist' in code/many.py; did you mean 'first'?"),
+        ("code.many:nothing", "no function 'nothing' in code/many.py"),
+        ("code.mani:first", "no module 'code.mani' in the project or on sys.path; did you mean 'code.many'?"),
+        ("nowhere.to.go:f", "no module 'nowhere.to.go' in the project or on sys.path"),
+        ("code.broken:f", "code/broken.py, line 1, is not valid Python: invalid syntax"),
+        ("code.many.first", "'code.many.first' is not of the form package.module:function"),
+        ("../code/many:first", "'../code/many:first' is not of the form package.module:function"),
+        ("code.many:first()", "'code.many:first()' is not of the form package.module:function"),
+    ],
+)
+def test_problems(root: Path, reference: str, problem: str) -> None:
+    assert function_problem(reference, root) == problem
+
+
+def test_a_file_that_is_no_text(root: Path) -> None:
+    problem = function_problem("code.binary:f", root)
+    assert problem is not None
+    assert problem.startswith("code/binary.py")

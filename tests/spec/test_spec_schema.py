@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from onnx_ops.spec.schema import pipeline_schema, target_schema
+from onnx_ops.spec.text import read_text
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = {"pipeline": pipeline_schema(), "target": target_schema()}
+EXAMPLES = [
+    *(("pipeline", path) for path in sorted((ROOT / "configs/pipelines").glob("*.yaml"))),
+    *(("target", path) for path in sorted((ROOT / "configs/targets").glob("*.yaml"))),
+]
+
+
+def accepts(schema: dict[str, Any], text: str) -> bool:
+    return bool(Draft202012Validator(schema).is_valid(read_text(text, source="x").value))
+
+
+@pytest.mark.parametrize("name", ["pipeline", "target"])
+def test_the_committed_file_is_current(name: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "onnx_ops.spec.schema", str(tmp_path)], check=True, cwd=ROOT)
+    file = f"{name}.schema.json"
+    assert (tmp_path / file).read_text() == (ROOT / "configs/schema" / file).read_text()
+    assert json.loads((tmp_path / file).read_text()) == SCHEMAS[name]
+
+
+@pytest.mark.parametrize("name", ["pipeline", "target"])
+def test_it_is_a_schema(name: str) -> None:
+    Draft202012Validator.check_schema(SCHEMAS[name])
+
+
+@pytest.mark.parametrize(("kind", "path"), EXAMPLES, ids=[path.stem for _, path in EXAMPLES])
+def test_the_examples_are_valid_and_name_their_schema(kind: str, path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith(f"# yaml-language-server: $schema=../schema/{kind}.schema.json\n")
+    Draft202012Validator(SCHEMAS[kind]).validate(read_text(text, source=path.name).value)
+
+
+def test_the_schema_takes_what_the_loader_takes(pipeline_text: str) -> None:
+    schema = SCHEMAS["pipeline"]
+    assert accepts(schema, pipeline_text)
+    assert accepts(schema, pipeline_text.replace("  - {endpoint", "  {endpoint"))
+    assert accepts(SCHEMAS["target"], "name: gpu\nproviders: [A, {name: B, options: {c: d}}]\nrequires_cpu_flags:\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("max_drop: 1%", "max_dorp: 1%"),
+        ("max_drop: 1%", "max_drop: 1"),
+        ("p99: 5 ms", "p99: 5"),
+        ("p99: 5 ms", "p99: 5 MS"),
+        ("{kind: parity}", "{noise_factor: 2}"),
+        ("{kind: parity}", "{kind: size}"),
+        ("targets: [cpu-1t]", "targets: []"),
+        ("pipeline: toy", "pipeline: Toy"),
+        ("split: train", "file: a"),
+        ("framework: sklearn", "framework: sklearn\n  opset: '18'"),
+        ("export:\n  framework: sklearn\n", ""),
+    ],
+)
+def test_the_schema_refuses_what_the_loader_refuses(pipeline_text: str, old: str, new: str) -> None:
+    assert not accepts(SCHEMAS["pipeline"], pipeline_text.replace(old, new))
+
+
+def test_editors_get_words_units_and_defaults() -> None:
+    definitions = SCHEMAS["pipeline"]["$defs"]
+    assert definitions["Deploy"]["properties"]["target"]["description"].startswith("Serves champion-<target>")
+    assert definitions["RolloutPolicy"]["properties"]["keep_previous"]["default"] == "1 d"
+    assert definitions["SklearnData"]["properties"]["test_size"]["default"] == "50%"
+    assert definitions["SizeGate"]["properties"]["max"]["examples"] == ["2 MB", "512 KiB"]
+    assert "with" in definitions["Train"]["properties"]
+    assert definitions["ParityGate"]["required"] == ["kind"]

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.domain.target import Provider, SessionSettings, Target
+from onnx_ops.errors import NotFound, SpecError
+from onnx_ops.spec import load_target, load_targets, target_names
+
+LEVEL = (
+    "4:24: session.graph_level: expected one of 'disabled', 'basic', 'extended', 'all', "
+    "got the text 'al'; did you mean 'all'?"
+)
+
+
+def write(project: Path, name: str, text: str) -> None:
+    (project / f"configs/targets/{name}.yaml").write_text(text)
+
+
+def test_defaults(project: Path) -> None:
+    assert load_target("cpu-1t", root=project) == Target(name="cpu-1t")
+    assert target_names(project) == ("cpu-1t", "old")
+    assert target_names(project / "models") == ()
+
+
+def test_a_provider_is_a_text_or_a_mapping(project: Path) -> None:
+    write(
+        project,
+        "gpu",
+        "name: gpu\nproviders:\n  - {name: CUDAExecutionProvider, options: {device_id: '1'}}\n"
+        "  - CPUExecutionProvider\nsession: {intra_op_threads: 0}\nrequires_cpu_flags:\n",
+    )
+    target = load_target("gpu", root=project)
+    assert target.providers == (
+        Provider(name="CUDAExecutionProvider", options={"device_id": "1"}),
+        Provider(name="CPUExecutionProvider"),
+    )
+    assert target.session == SessionSettings(intra_op_threads=0)
+    assert target.requires_cpu_flags == ()
+
+
+def test_all_problems_at_once(project: Path) -> None:
+    write(
+        project,
+        "bad",
+        "name: worse\nprovider: x\nproviders: [3, {nam: CPU}]\nsession: {graph_level: al}\nmax_opset: 6\n",
+    )
+    with pytest.raises(SpecError) as caught:
+        load_target("bad", root=project)
+    assert str(caught.value).replace("configs/targets/bad.yaml:", "").splitlines() == [
+        "2:1: unknown key 'provider'; did you mean 'providers'?",
+        "3:13: providers[0]: expected a mapping, got the number 3",
+        "3:16: providers[1]: missing key 'name'",
+        "3:17: providers[1]: unknown key 'nam'; did you mean 'name'?",
+        LEVEL,
+        "5:12: max_opset: must be at least 7, got the number 6",
+    ]
+
+
+def test_the_name_is_that_of_the_file(project: Path) -> None:
+    write(project, "one", "name: two\n")
+    with pytest.raises(SpecError, match=r"one\.yaml:1:7: name: 'two' is not the name of its file, 'one'"):
+        load_target("one", root=project)
+
+
+def test_unknown_targets(project: Path) -> None:
+    with pytest.raises(NotFound, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"):
+        load_target("cpu-1", root=project)
+    with pytest.raises(NotFound, match=r"Targets there: cpu-1t, old\."):
+        load_target("browser", root=project)
+
+
+@pytest.mark.parametrize("name", ["../targets/cpu-1t", "/etc/passwd", "", "cpu-1t\n", "CPU-1T"])
+def test_a_name_is_no_path(project: Path, name: str) -> None:
+    with pytest.raises(NotFound):
+        load_target(name, root=project)
+
+
+def test_several_targets_report_together(project: Path) -> None:
+    assert list(load_targets(["old", "cpu-1t", "old"], root=project)) == ["old", "cpu-1t"]
+    write(project, "one", "name: 1\n")
+    write(project, "two", "nam: two\n")
+    with pytest.raises(SpecError) as caught:
+        load_targets(["one", "two"], root=project)
+    assert {problem.file for problem in caught.value.problems} == {
+        "configs/targets/one.yaml",
+        "configs/targets/two.yaml",
+    }
+
+
+def test_environment_variables_are_not_for_targets(project: Path) -> None:
+    write(project, "env", "name: env\ndescription: ${env:HOME}\n")
+    with pytest.raises(SpecError, match=r"2:14: description: .* is not allowed here"):
+        load_target("env", root=project)
