@@ -1,0 +1,149 @@
+"""Endpoints on this machine: one server process each, which outlives whoever started it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.adapters.endpoints.server_process import ServerProcess
+from onnx_ops.adapters.objects import durable_file
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
+from onnx_ops.protocol.admin import AdminState, ServerRecord, error_from_bytes, read_message
+
+_LOOPBACK = "127.0.0.1"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_PORT_FILE = "port"
+_FIRST_PORT = 18_000
+"""Chosen ports lie below those that systems give to outgoing connections, so that a restart finds its port free."""
+_PORTS = 10_000
+_OBSERVE_S = 5.0
+_DEATH_S = 2.0
+"""A killed process lets go of its ports a little before it lets go of its lock."""
+_APPLY_S = 300.0
+"""Loading several large models takes this long at most."""
+
+
+class LocalEndpoints:
+    """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
+
+    Settings of an endpoint: `port`, the port that clients call; without it a free one is chosen once and kept.
+    """
+
+    def __init__(self, folder: Path, *, python: str = sys.executable) -> None:
+        self._folder = folder
+        self._python = python
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({"split", "sticky"})
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        """What the running server serves; None if none runs, or some of its deployments are lost. Starts nothing."""
+        server = self._server(config)
+        record = server.record()
+        if record is None:
+            return None
+        try:
+            status, body = server.ask(record, "GET", timeout_s=_OBSERVE_S)
+            found = read_message(body, AdminState) if status == 200 else AdminState(state=None)
+        except (ServiceUnavailable, StateCorrupt):
+            return None
+        return None if found.failed else found.state
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Start the server if it does not run, and publish the state; returns once requests are answered by it.
+
+        Raises:
+            Conflict: a later generation, or another state of this generation, was applied already.
+            DigestMismatch: a deployment's files are not those of its manifest.
+            NotFound: a deployment's files are not there.
+            UserError: the endpoint's name, its port or the state is not one.
+            ServiceUnavailable: the port is taken, or the server cannot be started or does not answer.
+            EnvironmentFailure: a model cannot be loaded.
+        """
+        server = self._server(config)
+        body = codec.dumps(replace(state, generation=generation))
+        with server.alone():
+            try:
+                status, answer = server.ask(self._running(server, config), "PUT", body, timeout_s=_APPLY_S)
+            except ServiceUnavailable:
+                if not server.gone(_DEATH_S):
+                    raise
+                # It died under our hands; publishing the same generation again is safe.
+                status, answer = server.ask(self._running(server, config), "PUT", body, timeout_s=_APPLY_S)
+        if status != 200:
+            raise error_from_bytes(answer)
+
+    def address(self, config: EndpointConfig) -> str | None:
+        port = self._known_port(self._server(config), config)
+        return None if port is None else f"http://{_LOOPBACK}:{port}"
+
+    def stop(self, config: EndpointConfig) -> None:
+        """End the endpoint's server; its folder stays, and `apply` starts it again on the same port."""
+        server = self._server(config)
+        if server.folder.is_dir():
+            with server.alone():
+                server.stop()
+
+    def _running(self, server: ServerProcess, config: EndpointConfig) -> ServerRecord:
+        port = self._known_port(server, config) or self._choose_port(server)
+        record = server.record()
+        if record is not None and record.port == port:
+            return record
+        server.stop()
+        if not _is_free(port):
+            raise ServiceUnavailable(
+                f"port {port} is taken by another program",
+                where=f"endpoint {config.endpoint}",
+                remedy=f"Stop that program, or choose a port: `port` in this endpoint's settings "
+                f"(or delete {server.folder / _PORT_FILE} to have another one chosen).",
+            )
+        _write(server.folder / _PORT_FILE, port)
+        return server.start(port)
+
+    def _server(self, config: EndpointConfig) -> ServerProcess:
+        if not _NAME.fullmatch(config.endpoint):
+            raise UserError(
+                f"{config.endpoint!r} cannot be the name of an endpoint",
+                remedy="Use letters, digits, hyphens and underscores, at most 63.",
+            )
+        return ServerProcess(self._folder / config.endpoint, self._python)
+
+    def _known_port(self, server: ServerProcess, config: EndpointConfig) -> int | None:
+        wanted = config.settings.get("port")
+        if wanted is None:
+            path = server.folder / _PORT_FILE
+            text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+            return int(text) if text.isdecimal() else None
+        if type(wanted) is not int or not 0 < wanted < 1 << 16:
+            raise UserError(f"port must be a number from 1 to 65535, not {wanted!r}", where=config.endpoint)
+        return wanted if server.folder.is_dir() else None
+
+    @staticmethod
+    def _choose_port(server: ServerProcess) -> int:
+        first = zlib.crc32(str(server.folder.resolve()).encode()) % _PORTS
+        for offset in range(_PORTS):
+            port = _FIRST_PORT + (first + offset) % _PORTS
+            if _is_free(port):
+                return port
+        raise ServiceUnavailable("no port is free", where=server.folder.name)
+
+
+def _write(path: Path, port: int) -> None:
+    with durable_file(path) as temporary:
+        temporary.write_text(str(port), encoding="utf-8")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError:
+            return False
+    return True

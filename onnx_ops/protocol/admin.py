@@ -1,0 +1,69 @@
+"""Messages and file names between the endpoint server and whoever runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import canonical_json
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, StateCorrupt, from_document
+
+T = TypeVar("T")
+
+STATE_PATH = "/admin/state"
+
+SERVER_FILE = "server.json"
+"""The `ServerRecord` of the server that runs on this folder; written once it answers."""
+LOCK_FILE = "server.lock"
+"""Locked (flock) by the server for as long as it lives; holds its process id."""
+TOKEN_FILE = "token"  # noqa: S105 (the name of the file)
+"""The bearer token of the admin listener; readable by its owner only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRecord:
+    """Where a running server listens. `started` is in seconds since the epoch."""
+
+    pid: int
+    port: int
+    admin_port: int
+    started: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminState:
+    """Answer to GET and PUT of the state. `failed` names deployments that could not be loaded again, and why."""
+
+    state: EndpointState | None
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_message(data: bytes, kind: type[T], *, where: str = "") -> T:
+    """A message, or the record of a server, from its JSON text.
+
+    Raises:
+        StateCorrupt: it is not one.
+    """
+    if not data.lstrip().startswith(b"{"):
+        raise StateCorrupt(f"not a {kind.__name__}", where=where, why="it is not a JSON object")
+    return codec.loads(data, kind, where=where)
+
+
+def error_to_bytes(error: OnnxOpsError) -> bytes:
+    return canonical_json(error.as_document())
+
+
+def error_from_bytes(data: bytes) -> OnnxOpsError:
+    """The error that the server meant; ServiceUnavailable if it said nothing that can be understood."""
+    try:
+        document = json.loads(data)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or "what" not in document:
+        text = data[:200].decode("utf-8", "replace")
+        return ServiceUnavailable("the endpoint server gave an answer that is not its own", why=text)
+    return from_document(document)

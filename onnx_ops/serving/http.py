@@ -1,0 +1,86 @@
+"""What both listeners share: bounded bodies, JSON, errors as answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from onnx_ops.errors import (
+    Conflict,
+    EnvironmentFailure,
+    NotFound,
+    OnnxOpsError,
+    Refused,
+    ServiceUnavailable,
+    UserError,
+)
+
+_STATUSES: tuple[tuple[type[OnnxOpsError], int], ...] = (
+    (NotFound, 404),
+    (UserError, 400),
+    (ServiceUnavailable, 503),
+    (Conflict, 409),
+    (Refused, 422),
+    (EnvironmentFailure, 500),
+)
+
+
+def status_of(error: OnnxOpsError) -> int:
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body.
+
+    Raises:
+        HTTPException: 413 as soon as more than `limit` bytes are announced or came; 415 for a compressed body;
+            400 if the client went away.
+    """
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise HTTPException(415, "compressed bodies are not accepted")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise HTTPException(413, f"the body must not be larger than {limit} bytes")
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise HTTPException(413, f"the body must not be larger than {limit} bytes")
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the client went away before its request had come") from error
+    return bytes(body)
+
+
+def parse_json(body: bytes) -> Any:
+    """Raises UserError if the body is not strict JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise UserError("the body is not JSON", why=str(error)) from error
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    """Arrays of numbers are written as lists; NaN and infinities, which JSON does not have, as null."""
+    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+
+
+def error_response(error: OnnxOpsError) -> Response:
+    return json_response({"error": str(error)}, status_of(error))
+
+
+async def on_http_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    response = json_response({"error": error.detail}, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def on_crash(_: Request, __: Exception) -> Response:
+    """An error that nobody foresaw: the server's log has it all, the client only learns that it happened."""
+    return json_response({"error": "internal error"}, 500)

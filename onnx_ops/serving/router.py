@@ -1,0 +1,66 @@
+"""Which deployment answers a request."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnx_ops.errors import NotFound
+from onnx_ops.protocol import headers
+from onnx_ops.protocol.table import Table, experiment, slots
+
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """The split of one table. Each of the 100 `slots` stands for one percent of traffic, the newest deployment first.
+
+    With two deployments, raising the newer one's weight only moves users into it. The salt is bound to the newest
+    deployment with traffic: fixed for the length of an experiment, and another one for the next.
+    """
+
+    slots: tuple[str, ...]
+    names: frozenset[str]
+    salt: int
+
+    @classmethod
+    def of(cls, table: Table) -> Router:
+        salt = zlib.crc32("\0".join(experiment(table)).encode())
+        return cls(slots=slots(table), names=frozenset(table.layout), salt=salt)
+
+    def by_key(self, key: str) -> str:
+        """Always the same deployment for the same key and split."""
+        return self.slots[mixed(zlib.crc32(key.encode()) ^ self.salt) * 100 >> 32]
+
+    def by_chance(self, draw: float) -> str:
+        """The deployment for a draw from [0, 1)."""
+        return self.slots[int(draw * 100)]
+
+    def pinned(self, request: Mapping[str, str]) -> str | None:
+        """The deployment that the headers force, if they do.
+
+        Raises:
+            NotFound: there is no such deployment.
+        """
+        for header in headers.PINS:
+            name = request.get(header)
+            if name is not None:
+                if name not in self.names:
+                    raise NotFound(f"no deployment is called {name!r} (header {header})")
+                return name
+        return None
+
+
+def mixed(value: int) -> int:
+    """A bijection of 32-bit numbers that spreads every bit: the finalizer of MurmurHash3 (A. Appleby, public domain).
+
+    CRC-32 is linear: without this, two salts would give shares that coincide or are disjoint, and users of one
+    experiment's candidate would be carried over into the next.
+    """
+    value ^= value >> 16
+    value = value * 0x85EBCA6B & _MASK
+    value ^= value >> 13
+    value = value * 0xC2B2AE35 & _MASK
+    return value ^ value >> 16

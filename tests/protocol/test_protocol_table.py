@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.artifact import digest_bytes, digest_json
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.errors import StateCorrupt
+from onnx_ops.protocol.table import Table, decode, encode, experiment, follow, slots
+
+
+def deployment(name: str, content: str = "") -> Deployment:
+    digest = digest_bytes((content or name).encode())
+    return Deployment(
+        name=name, model="m", version=name, variant="fp32", release=digest, manifest=digest, location=f"/models/{name}"
+    )
+
+
+def state(weights: dict[str, int], generation: int = 1) -> EndpointState:
+    return EndpointState(
+        deployments=tuple(deployment(name) for name in weights),
+        split=TrafficSplit(weights=weights),
+        generation=generation,
+    )
+
+
+@st.composite
+def states(draw: st.DrawFn) -> EndpointState:
+    names = draw(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True))
+    cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1)))
+    edges = [0, *cuts, 100]
+    return state({name: edges[i + 1] - edges[i] for i, name in enumerate(names)}, draw(st.integers(0, 10**9)))
+
+
+@given(st.lists(states(), min_size=1, max_size=4))
+def test_a_table_survives_the_disk_and_its_slots_are_the_split(history: list[EndpointState]) -> None:
+    table: Table | None = None
+    for published in history:
+        table = follow(table, published)
+    assert table is not None
+    assert decode(encode(table)) == table
+    percent = slots(table)
+    assert len(percent) == 100
+    assert {n: percent.count(n) for n in table.layout} == {n: table.state.split.weights.get(n, 0) for n in table.layout}
+
+
+def test_newcomers_are_laid_out_first_and_weights_do_not_move_anybody() -> None:
+    first = follow(None, state({"a": 100}))
+    second = follow(first, state({"a": 90, "b": 10}))
+    assert second.layout == ("b", "a")
+    assert follow(second, state({"a": 10, "b": 90})).layout == ("b", "a")
+    assert follow(second, state({"b": 70, "a": 20, "c": 10})).layout == ("c", "b", "a")
+    assert follow(second, state({"a": 100})).layout == ("a",)
+
+
+def test_of_two_that_come_together_the_one_with_less_traffic_is_the_candidate() -> None:
+    assert follow(None, state({"a": 10, "b": 90})).layout == ("a", "b")
+    assert follow(None, state({"a": 90, "b": 10})).layout == ("b", "a")
+    assert follow(None, state({"a": 50, "b": 50})).layout == ("b", "a")
+
+
+def test_a_name_with_another_manifest_is_a_newcomer() -> None:
+    first = follow(None, state({"a": 90, "b": 10}))
+    changed = replace(state({"a": 10, "b": 90}), deployments=(deployment("a", "other"), deployment("b")))
+    assert follow(first, changed).layout == ("a", "b")
+
+
+def test_an_experiment_lasts_while_its_candidate_has_traffic() -> None:
+    table = follow(follow(None, state({"a": 100})), state({"a": 90, "b": 10}))
+    begun = experiment(table)
+    assert experiment(follow(table, state({"a": 50, "b": 50}))) == begun
+    assert experiment(follow(table, state({"a": 50, "b": 50, "c": 0}))) == begun
+    assert experiment(follow(table, state({"a": 50, "b": 40, "c": 10}))) != begun
+
+
+def test_every_truncation_and_every_flipped_byte_is_refused() -> None:
+    data = encode(follow(None, state({"a": 60, "b": 40}, generation=17)))
+    for end in range(len(data)):
+        with pytest.raises(StateCorrupt):
+            decode(data[:end])
+    for place in range(len(data)):
+        altered = bytes([*data[:place], data[place] ^ 1, *data[place + 1 :]])
+        with pytest.raises(StateCorrupt):
+            decode(altered)
+
+
+def test_foreign_documents_are_refused() -> None:
+    good = json.loads(encode(follow(None, state({"a": 100}))))
+    content = {**good["table"], "layout": ["z"]}
+    for document in (
+        [],
+        {},
+        {**good, "format": "other"},
+        {**good, "version": 2},
+        {**good, "table": None},
+        {**good, "table": content, "checksum": digest_json(content)},
+    ):
+        with pytest.raises(StateCorrupt):
+            decode(json.dumps(document).encode())
+    with pytest.raises(StateCorrupt):
+        decode(b'{"format":"onnx-ops/table","version":1,"checksum":"","table":NaN}')

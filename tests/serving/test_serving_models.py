@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from serving_process import deploy
+
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, UserError
+from onnx_ops.serving.models import load_model
+
+FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
+
+
+def external_model(folder: Path, location: str) -> None:
+    weight = TensorProto(name="w", data_type=FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", "0"), ("length", "16")):
+        weight.external_data.add(key=key, value=value)
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "m",
+        [helper.make_tensor_value_info("x", FLOAT, ["b", 4])],
+        [helper.make_tensor_value_info("y", FLOAT, ["b", 4])],
+        [weight],
+    )
+    folder.mkdir(exist_ok=True)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+
+
+def test_a_loaded_model_knows_its_tensors_and_runs(blue: Deployment) -> None:
+    model = load_model(blue)
+    assert model.inputs == {"x": TensorSpec(name="x", dtype="float32", shape=("batch", 2))}
+    values = model.run({"x": np.array([[1, 2]], np.float32)}, ("y",))
+    np.testing.assert_array_equal(values["y"], [[2, 4]])
+
+
+def test_external_data_in_the_folder_is_loaded_and_covered_by_the_manifest(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    external_model(folder, "weights.bin")
+    (folder / "weights.bin").write_bytes(np.full(4, 7, np.float32).tobytes())
+    deployment = deploy(folder)
+    values = load_model(deployment).run({"x": np.zeros((1, 4), np.float32)}, ("y",))
+    np.testing.assert_array_equal(values["y"], [[7, 7, 7, 7]])
+    (folder / "weights.bin").write_bytes(np.full(4, 8, np.float32).tobytes())
+    with pytest.raises(DigestMismatch, match="digest mismatch"):
+        load_model(deployment)
+
+
+@pytest.mark.parametrize("kind", ["relative", "absolute", "link"])
+def test_external_data_outside_the_folder_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "secret.bin").write_bytes(bytes(16))
+    folder = tmp_path / "m"
+    place = {"relative": "../secret.bin", "absolute": str(tmp_path / "secret.bin"), "link": "link.bin"}[kind]
+    external_model(folder, place)
+    if kind == "link":
+        (folder / "link.bin").symlink_to("../secret.bin")
+    with pytest.raises(EnvironmentFailure, match="cannot load"):
+        load_model(deploy(folder))
+
+
+def test_files_that_are_missing_or_broken(tmp_path: Path, blue: Deployment) -> None:
+    with pytest.raises(NotFound, match="folder is not there"):
+        load_model(replace(blue, location=str(tmp_path / "nowhere")))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(NotFound, match=r"no model\.onnx"):
+        load_model(deploy(empty))
+    (empty / "model.onnx").write_bytes(b"not a model")
+    with pytest.raises(EnvironmentFailure, match="cannot load"):
+        load_model(deploy(empty))
+
+
+def test_outputs_that_json_cannot_carry_are_refused_with_a_remedy(
+    build: Callable[..., Deployment],
+) -> None:
+    deployment = build(
+        [helper.make_node("SequenceConstruct", ["x"], ["s"])],
+        [("x", FLOAT, ["b", 2])],
+        [],
+    )
+    path = Path(deployment.location) / "model.onnx"
+    model = onnx.load(path)
+    model.graph.output.append(helper.make_tensor_sequence_value_info("s", FLOAT, ["b", 2]))
+    onnx.save_model(model, path)
+    with pytest.raises(UserError, match="cannot carry") as caught:
+        load_model(deploy(path.parent))
+    assert "ZipMap" in caught.value.remedy
+
+
+def test_a_model_that_runs_on_other_sizes_only_is_loaded_without_warm_up(build: Callable[..., Deployment]) -> None:
+    index = helper.make_node("Constant", [], ["i"], value=helper.make_tensor("i", INT, [1], [2]))
+    gather = helper.make_node("Gather", ["x", "i"], ["y"], axis=1)
+    model = load_model(build([index, gather], [("x", FLOAT, ["b", "n"])], [("y", FLOAT, ["b", 1])]))
+    values = model.run({"x": np.array([[1, 2, 3]], np.float32)}, ("y",))
+    assert values["y"].tolist() == [[3]]
+
+
+def test_a_model_that_fails_on_one_row_is_refused(build: Callable[..., Deployment]) -> None:
+    shape = helper.make_node("Constant", [], ["s"], value=helper.make_tensor("s", INT, [1], [3]))
+    reshape = helper.make_node("Reshape", ["x", "s"], ["y"])
+    deployment = build([shape, reshape], [("x", FLOAT, ["b", 2])], [("y", FLOAT, [3])])
+    with pytest.raises(EnvironmentFailure, match="fails on zeros"):
+        load_model(deployment)
+
+
+def test_inputs_that_the_runtime_refuses_are_the_clients_mistake(blue: Deployment) -> None:
+    with pytest.raises(UserError, match="refuses these inputs"):
+        load_model(blue).run({"x": np.zeros((1, 2), np.float64)}, ("y",))

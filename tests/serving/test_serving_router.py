@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.errors import NotFound
+from onnx_ops.protocol.table import Table, follow
+from onnx_ops.serving.router import Router, mixed
+
+USERS = [f"user-{number}" for number in range(20_000)]
+
+
+def table(weights: dict[str, int], previous: Table | None = None, content: str = "") -> Table:
+    deployments = tuple(
+        Deployment(
+            name=name,
+            model="m",
+            version=name,
+            variant="fp32",
+            release=digest_bytes(b""),
+            manifest=digest_bytes((name + content).encode()),
+            location="/models",
+        )
+        for name in weights
+    )
+    return follow(previous, EndpointState(deployments=deployments, split=TrafficSplit(weights=weights)))
+
+
+def split(candidate: int, content: str = "") -> Router:
+    old = table({"old": 100}, content=content)
+    return Router.of(table({"old": 100 - candidate, "new": candidate}, old, content))
+
+
+@given(st.text(max_size=40), st.integers(0, 100), st.integers(0, 100))
+def test_raising_the_candidate_only_moves_users_into_it(key: str, one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    if low > 0 and split(low).by_key(key) == "new":
+        assert split(high).by_key(key) == "new"
+
+
+@given(st.text(max_size=40), st.integers(0, 100))
+def test_a_user_stays(key: str, weight: int) -> None:
+    assert split(weight).by_key(key) == split(weight).by_key(key)
+
+
+@pytest.mark.parametrize("weight", [1, 10, 50, 90])
+def test_shares_of_users_are_those_of_the_split(weight: int) -> None:
+    count = Counter(map(split(weight).by_key, USERS))["new"]
+    deviation = (len(USERS) * weight / 100 * (1 - weight / 100)) ** 0.5
+    assert abs(count - len(USERS) * weight / 100) < 4 * deviation
+
+
+def test_the_next_experiment_draws_its_users_anew() -> None:
+    first = {user for user in USERS if split(50, "release 1").by_key(user) == "new"}
+    second = {user for user in USERS if split(50, "release 2").by_key(user) == "new"}
+    deviation = (len(USERS) * 0.25 * 0.75) ** 0.5
+    assert abs(len(first & second) - len(USERS) / 4) < 4 * deviation
+
+
+def test_chance_covers_the_split() -> None:
+    router = split(30)
+    assert Counter(router.by_chance(number / 1000) for number in range(1000)) == {"new": 300, "old": 700}
+    assert router.by_chance(0.9999999999999999) == "old"
+
+
+@given(st.sets(st.integers(0, 2**32 - 1), max_size=200))
+def test_mixing_keeps_numbers_apart_and_within_32_bits(values: set[int]) -> None:
+    out = {mixed(value) for value in values}
+    assert len(out) == len(values)
+    assert all(0 <= value < 2**32 for value in out)
+
+
+def test_pins_name_a_deployment() -> None:
+    router = split(0)
+    assert router.pinned({"x-amzn-sagemaker-target-variant": "new"}) == "new"
+    assert router.pinned({"azureml-model-deployment": "old"}) == "old"
+    assert router.pinned({"x-user-key": "a"}) is None
+    with pytest.raises(NotFound, match="'grey'"):
+        router.pinned({"azureml-model-deployment": "grey"})
