@@ -44,7 +44,7 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     """
     try:
         return _converter().structure(value, cast("type[T]", kind))
-    except (BaseValidationError, ValueError, TypeError, KeyError) as error:
+    except (BaseValidationError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = "; ".join(transform_error(error))
         raise StateCorrupt(f"not a {getattr(kind, '__name__', kind)}", where=where, why=why) from error
 

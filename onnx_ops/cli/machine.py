@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +22,9 @@ def serve(
 
     Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080
     """
-    from onnx_ops.serving.main import serve as run_server
-
-    run_server(state, host=host, port=port)
+    command = [sys.executable, "-m", "onnx_ops.serving.main", "--state-dir", str(state)]
+    # The server takes this process's place, so that nothing of the command line stays in its memory.
+    os.execv(sys.executable, [*command, "--host", host, "--port", str(port)])  # noqa: S606 (a list, no shell)
 
 
 @reported

@@ -34,6 +34,8 @@ class TerminalProgress:
         if self._console.is_terminal:
             self._status = self._console.status(text)
             self._status.start()
+        else:
+            self._console.print(text)
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         if self._status is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.ledger import ReleaseState, fold
@@ -34,6 +34,8 @@ class StageHandler:
     perform: Execute
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
+        if stage.kind is StageKind.REGISTER:
+            return _registered(self.ports, key)
         if stage.kind not in RELEASE:
             return self.ports.store.lookup(key)
         chosen = _chosen(self.ports, stage, inputs)
@@ -58,12 +60,29 @@ class StageHandler:
             case _:
                 manifest = self.perform(stage, key, inputs)
                 self.ports.store.record(key, manifest)
+                if stage.kind is StageKind.REGISTER:
+                    self.ports.store.record(_latest(self.ports, manifest), manifest)
                 return manifest
 
     def decision(self, manifest: Manifest) -> Decision | None:
         if "decision.json" not in manifest:
             return None
         return codec.loads(self.ports.store.read(manifest["decision.json"]), Decision)
+
+
+def _registered(ports: Ports, key: Digest) -> Manifest | None:
+    """What this key registered, if nothing else was said about the same release since: the registry keeps one set of
+    decisions per release, and a gate that was changed and changed back must be told to it again."""
+    manifest = ports.store.lookup(key)
+    if manifest is None or ports.store.lookup(_latest(ports, manifest)) != manifest:
+        return None
+    return manifest
+
+
+def _latest(ports: Ports, manifest: Manifest) -> Digest:
+    """Key under which the last registration of a release is remembered."""
+    registration = codec.loads(ports.store.read(manifest["registration.json"]), Registration)
+    return digest_json(["registered", registration.model, registration.release])
 
 
 def _chosen(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice]:
