@@ -1,0 +1,122 @@
+"""Agreement: how a task metric of two models differs on the same rows, and how good one model is by itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scipy import special
+from scipy.optimize import brentq
+
+from onnx_ops.domain.gate import Verdict
+
+CONFIDENCE = 0.90
+"""Of two-sided intervals: each bound has a one-sided error rate of 5 %."""
+
+FEW_SAMPLES = 500
+
+_EDGE = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProportionVerdict:
+    """A proportion, or a difference of two, with its interval, as fractions."""
+
+    verdict: Verdict
+    estimate: float
+    low: float
+    high: float
+
+
+def tango_interval(
+    n: int, only_baseline: int, only_candidate: int, confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
+    """Score interval for the difference of two proportions on the same rows, candidate minus baseline.
+
+    Tango 1998, Statistics in Medicine 17:891-908, eqs. (24)-(27). It keeps its level where few rows or none are
+    discordant, where an interval from the normal approximation collapses.
+
+    Args:
+        n: rows, at least one.
+        only_baseline: rows that only the baseline got right.
+        only_candidate: rows that only the candidate got right.
+        confidence: of the two-sided interval.
+
+    Returns:
+        (estimate, low, high) between -1 and 1.
+
+    Raises:
+        ValueError: the counts are negative or exceed n, or n is 0.
+    """
+    if min(only_baseline, only_candidate) < 0 or only_baseline + only_candidate > n or n < 1:
+        raise ValueError(f"counts {only_baseline} and {only_candidate} do not fit {n} rows")
+    estimate = (only_candidate - only_baseline) / n
+    z = float(special.ndtri((1 + confidence) / 2))
+
+    def score(difference: float, level: float) -> float:
+        return _tango_score(n, only_baseline, only_candidate, difference) - level
+
+    low, high = -1.0, 1.0
+    if estimate - _EDGE > -1 + _EDGE:
+        low = float(brentq(score, -1 + _EDGE, estimate - _EDGE, args=(z,), xtol=_EDGE))
+    if estimate + _EDGE < 1 - _EDGE:
+        high = float(brentq(score, estimate + _EDGE, 1 - _EDGE, args=(-z,), xtol=_EDGE))
+    return estimate, low, high
+
+
+def _tango_score(n: int, b: int, c: int, difference: float) -> float:
+    """Standardised distance of (c - b) / n from `difference`, the variance estimated under that difference."""
+    linear = (2 * n - c + b) * difference - b - c
+    constant = -b * difference * (1 - difference)
+    only_b = (math.sqrt(max(0.0, linear * linear - 8 * n * constant)) - linear) / (4 * n)
+    variance = n * (2 * only_b + difference * (1 - difference))
+    distance = c - b - n * difference
+    if variance > 0:
+        return distance / math.sqrt(variance)
+    return math.copysign(math.inf, distance) if distance else 0.0
+
+
+def clopper_pearson(successes: int, n: int, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
+    """Exact interval for a proportion (Clopper and Pearson 1934, Biometrika 26:404-413).
+
+    Returns:
+        (estimate, low, high).
+
+    Raises:
+        ValueError: the counts do not fit each other, or n is 0.
+    """
+    if not 0 <= successes <= n or n < 1:
+        raise ValueError(f"{successes} of {n} is no proportion")
+    tail = (1 - confidence) / 2
+    low = float(special.betaincinv(successes, n - successes + 1, tail)) if successes else 0.0
+    high = float(special.betaincinv(successes + 1, n - successes, 1 - tail)) if successes < n else 1.0
+    return successes / n, low, high
+
+
+def non_inferiority(n: int, only_baseline: int, only_candidate: int, max_drop: float) -> ProportionVerdict:
+    """PASS if the candidate is surely less than `max_drop` worse, FAIL if it surely is worse than that.
+
+    Each side errs in at most one of twenty cases.
+
+    Raises:
+        ValueError: the counts do not fit n, or n is 0.
+    """
+    estimate, low, high = tango_interval(n, only_baseline, only_candidate)
+    verdict = Verdict.PASS if low > -max_drop else Verdict.FAIL if high < -max_drop else Verdict.INCONCLUSIVE
+    return ProportionVerdict(verdict=verdict, estimate=estimate, low=low, high=high)
+
+
+def at_least(successes: int, n: int, minimum: float) -> ProportionVerdict:
+    """PASS if the proportion is surely no less than `minimum`, FAIL if it surely is less.
+
+    Raises:
+        ValueError: the counts do not fit n, or n is 0.
+    """
+    estimate, low, high = clopper_pearson(successes, n)
+    verdict = Verdict.PASS if low >= minimum else Verdict.FAIL if high < minimum else Verdict.INCONCLUSIVE
+    return ProportionVerdict(verdict=verdict, estimate=estimate, low=low, high=high)
+
+
+def sample_advice(n: int) -> str:
+    """What to tell a person about the number of rows; empty if there is nothing to tell."""
+    return f"below {FEW_SAMPLES} samples expect inconclusive" if n < FEW_SAMPLES else ""

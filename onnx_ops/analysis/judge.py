@@ -1,0 +1,144 @@
+"""The judge: gates and evidence in, a decision with reasons out; and which variant a target gets. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import assert_never
+
+from onnx_ops.analysis.latency import compare
+from onnx_ops.analysis.rules.common import one_line
+from onnx_ops.analysis.rules.latency import judge_latency
+from onnx_ops.analysis.rules.metric import judge_metric
+from onnx_ops.analysis.rules.parity import judge_parity
+from onnx_ops.analysis.rules.provider import judge_provider
+from onnx_ops.analysis.rules.size import judge_size
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, ParityMeasurement
+from onnx_ops.domain.gate import (
+    Decision,
+    Gate,
+    GateResult,
+    LatencyGate,
+    MetricGate,
+    ParityGate,
+    SizeGate,
+    Verdict,
+    combine,
+)
+from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.release import Choice
+
+
+def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
+    """What the gates say about the evidence.
+
+    A measurement that failed makes every gate an ERROR with its reason. A figure that is no number is an ERROR and
+    is not judged any further. A gate that does not apply (the first export has no baseline) says nothing; one
+    that applies and finds nothing measured is INCONCLUSIVE.
+    """
+    if evidence.failure:
+        reason = one_line(evidence.failure)
+        results = tuple(_error(gate.kind, reason) for gate in gates)
+        return Decision(variant=evidence.variant, target=evidence.target, results=results)
+    sound = _sound(evidence)
+    results = (
+        *(result for gate in gates for result in _apply(gate, sound)),
+        *_not_numbers(evidence),
+        *judge_provider(evidence),
+    )
+    against_export = [
+        compare(c.log_ratios, tolerance=0.0)
+        for c in sound.comparisons
+        if c.against == EXPORT != evidence.variant and any(c.log_ratios)
+    ]
+    ratio = max((c.ratio for c in against_export), default=math.inf)
+    return Decision(
+        variant=evidence.variant,
+        target=evidence.target,
+        results=results,
+        faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
+        latency_ratio=ratio if math.isfinite(ratio) else None,
+    )
+
+
+def choose(decisions: Sequence[Decision]) -> Choice:
+    """The variant to serve on one target: the fastest that passes, but fp32 unless one beats it with confidence.
+
+    Args:
+        decisions: of all variants on that target, in the order of the pipeline file, which breaks ties.
+
+    Raises:
+        ValueError: there is no decision, or they are about several targets.
+    """
+    targets = {decision.target for decision in decisions}
+    if len(targets) != 1:
+        raise ValueError(f"a choice is made for one target, not for {sorted(targets)}")
+    target = targets.pop()
+    passing = [d for d in decisions if d.verdict is Verdict.PASS]
+    if not passing:
+        ordered = sorted(decisions, key=lambda d: d.variant != EXPORT)
+        reason = "; ".join(f"{d.variant} {d.verdict.value}: {d.reason}" for d in ordered)
+        return Choice(target=target, variant=None, verdict=combine(d.verdict for d in decisions), reason=reason)
+    export = next((d for d in passing if d.variant == EXPORT), None)
+    rivals = [d for d in passing if d.variant != EXPORT and (export is None or d.faster_than_export is True)]
+    if not rivals:
+        reason = f"{EXPORT} passes and no passing variant is faster with confidence"
+        return Choice(target=target, variant=EXPORT, verdict=Verdict.PASS, reason=reason)
+    best = min(rivals, key=lambda d: math.inf if d.latency_ratio is None else d.latency_ratio)
+    return Choice(target=target, variant=best.variant, verdict=Verdict.PASS, reason=_praise(best, export))
+
+
+def _praise(best: Decision, export: Decision | None) -> str:
+    ratio = "" if best.latency_ratio is None else f", {best.latency_ratio:.3g}x the latency of {EXPORT}"
+    return f"{best.variant} passes{ratio}" + ("" if export else f"; {EXPORT} does not pass")
+
+
+def _apply(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
+    match gate:
+        case ParityGate():
+            return judge_parity(gate, evidence)
+        case MetricGate():
+            return judge_metric(gate, evidence)
+        case LatencyGate():
+            return judge_latency(gate, evidence)
+        case SizeGate():
+            return judge_size(gate, evidence)
+        case _:
+            assert_never(gate)
+
+
+def _sound(evidence: Evidence) -> Evidence:
+    """The evidence without the entries that hold something that is no number."""
+    return replace(
+        evidence,
+        parity=tuple(m for m in evidence.parity if m.mismatch or _measured(m)),
+        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _measured(m)),
+        weights=tuple(w for w in evidence.weights if math.isfinite(w.steps)),
+        comparisons=tuple(c for c in evidence.comparisons if _compared(c)),
+    )
+
+
+def _not_numbers(evidence: Evidence) -> Iterator[GateResult]:
+    """One ERROR for each kind of figure that is NaN or infinite, whether or not a gate asks for it."""
+    for name, measurements in (("outputs", evidence.parity), ("export", evidence.export_parity)):
+        for m in sorted((m for m in measurements if not _measured(m)), key=lambda m: (m.output, m.group))[:1]:
+            yield _error("parity", f"output {m.output!r}, inputs {m.group!r}: a figure is not a number", name)
+    if bad := sorted(w.tensor for w in evidence.weights if not math.isfinite(w.steps)):
+        yield _error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
+    if against := sorted(c.against for c in evidence.comparisons if not _compared(c)):
+        yield _error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
+    if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
+        yield _error("latency", "a quantile is not a number", "quantiles")
+
+
+def _measured(m: ParityMeasurement) -> bool:
+    return all(map(math.isfinite, (m.error, m.noise, m.ratio)))
+
+
+def _compared(c: LatencyComparison) -> bool:
+    return all(math.isfinite(v) for pairs in (c.log_ratios, c.self_log_ratios) for pair in pairs for v in pair)
+
+
+def _error(gate: str, reason: str, metric: str = "") -> GateResult:
+    return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.ERROR, reason=reason)

@@ -1,0 +1,271 @@
+"""Latency: is one model slower or faster than another on a noisy machine, and does it keep an absolute limit?"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.errors import MeasurementFailure
+
+Floats = npt.NDArray[np.float64]
+
+LOOKS = (5, 10, 20)
+"""Session pairs after which the samples may be looked at. Each look spends an equal share of the error rate."""
+
+ALPHA = 0.05
+"""One-sided error rate of a whole comparison."""
+
+_EXACT_UP_TO = 50
+_FEWEST_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Latency of B over latency of A. `low` and `high` are one-sided bounds; 0 and infinity where there is none."""
+
+    verdict: Verdict
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantileComparison:
+    """A quantile against a limit, in seconds. `needed` runs let it pass if no further run exceeds the limit."""
+
+    verdict: Verdict
+    quantile: float
+    low: float
+    high: float
+    runs: int
+    exceeding: int
+    needed: int
+
+
+def block_log_ratios(nanoseconds: npt.ArrayLike, preempted: npt.ArrayLike) -> Floats:
+    """log(median B / median A) of each pair of blocks.
+
+    Medians are of the runs that were not preempted; of all runs in a block with fewer than three of those.
+
+    Args:
+        nanoseconds: shape (pairs, blocks, 2, runs); axis 2 is A, B.
+        preempted: the same shape, whether the run lost its core.
+
+    Returns:
+        Shape (pairs, blocks).
+
+    Raises:
+        MeasurementFailure: a block has no positive duration, so that there is no ratio.
+    """
+    times = np.asarray(nanoseconds, dtype=np.float64)
+    lost = np.asarray(preempted, dtype=bool)
+    enough = (~lost).sum(axis=-1, keepdims=True) >= _FEWEST_RUNS
+    medians = np.nanmedian(np.where(lost & enough, np.nan, times), axis=-1)
+    if not (medians > 0).all():
+        raise MeasurementFailure(
+            "a block of runs took no measurable time", remedy="Time more rows in one request: `benchmark.batch`."
+        )
+    logs = np.log(medians)
+    return np.asarray(logs[..., 1] - logs[..., 0], dtype=np.float64)
+
+
+def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, float, float]:
+    """Centre of a symmetric distribution with a distribution-free confidence bound on each side.
+
+    Hodges and Lehmann 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd ed., §3.2-3.3: the
+    median of the Walsh averages, and those of them that the signed-rank test does not reject. The test's
+    distribution is exact up to 50 values and normal above.
+
+    Args:
+        x: shape (n,), n >= 1.
+        alpha_one_sided: error rate of each bound.
+
+    Returns:
+        (estimate, low, high); the bounds are infinite where n is too small for that error rate.
+    """
+    values = np.asarray(x, dtype=np.float64)
+    first, second = np.triu_indices(len(values))
+    walsh = np.sort((values[first] + values[second]) / 2)
+    rank = _signed_rank_quantile(len(values), alpha_one_sided)
+    estimate = float(np.median(walsh))
+    if rank == 0:
+        return estimate, -math.inf, math.inf
+    return estimate, float(walsh[rank - 1]), float(walsh[-rank])
+
+
+@functools.cache
+def _signed_rank_quantile(n: int, alpha: float) -> int:
+    """Largest c with P(T < c) <= alpha, T being Wilcoxon's signed-rank statistic of n values."""
+    if n > _EXACT_UP_TO:
+        mean, variance = n * (n + 1) / 4, n * (n + 1) * (2 * n + 1) / 24
+        return max(0, math.floor(mean + 0.5 + float(special.ndtri(alpha)) * math.sqrt(variance)))
+    density = np.ones(1)
+    for rank in range(1, n + 1):
+        without, along = np.pad(density, (0, rank)), np.pad(density, (rank, 0))
+        density = (without + along) / 2
+    return int(np.searchsorted(np.cumsum(density), alpha, side="right"))
+
+
+def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: float) -> tuple[float, float, float]:
+    """Estimate and bounds of the log ratio over session pairs.
+
+    The blocks of one session pair share what its two sessions happened to get (memory layout, core), so a pair
+    counts once, by its median. Treating blocks as independent makes one bound in five miss where one in twenty
+    may. Below six pairs the signed-rank distribution has no point as rare as a look needs; Student's interval
+    takes its place there.
+
+    Returns:
+        (estimate, low, high) of log(B / A); infinite bounds for a single pair.
+
+    Raises:
+        ValueError: there is no pair.
+    """
+    values = np.array([np.median(pair) for pair in log_ratios if len(pair)])
+    if not len(values):
+        raise ValueError("no session pair was measured")
+    if len(values) < 2:
+        return float(values[0]), -math.inf, math.inf
+    if _signed_rank_quantile(len(values), alpha_one_sided):
+        return hodges_lehmann(values, alpha_one_sided)
+    centre = float(values.mean())
+    quantile = -float(special.stdtrit(len(values) - 1, alpha_one_sided))
+    half = quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return centre, centre - half, centre + half
+
+
+def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: float = ALPHA) -> Comparison:
+    """PASS if B is surely less than `1 + tolerance` times as slow as A, FAIL if it surely is more.
+
+    Each look is entitled to alpha / 3 a side, so that three looks together stay below alpha (Bonferroni).
+
+    Args:
+        log_ratios: `block_log_ratios`, one sequence for each session pair; at least one.
+        tolerance: allowed slow-down as a fraction; 0 asks whether B is faster.
+        alpha: one-sided error rate over all looks.
+
+    Raises:
+        ValueError: there is no pair.
+    """
+    ratio, low, high = (_exp(v) for v in session_interval(log_ratios, alpha / len(LOOKS)))
+    limit = 1 + tolerance
+    verdict = Verdict.PASS if high < limit else Verdict.FAIL if low > limit else Verdict.INCONCLUSIVE
+    return Comparison(verdict=verdict, ratio=ratio, low=low, high=high, pairs=sum(1 for p in log_ratios if len(p)))
+
+
+def faster(log_ratios: Sequence[Sequence[float]], *, alpha: float = ALPHA) -> bool:
+    """Whether B beats A with confidence."""
+    return compare(log_ratios, tolerance=0.0, alpha=alpha).verdict is Verdict.PASS
+
+
+def self_test(self_log_ratios: Sequence[Sequence[float]], tolerance: float, *, alpha: float = ALPHA) -> str | None:
+    """Why this host is too noisy to judge `tolerance`, or None.
+
+    A model against itself has the ratio 1: the half-width of its interval, and its distance from 1, may not
+    exceed half the tolerance.
+    """
+    if not any(len(pair) for pair in self_log_ratios):
+        return "the noise of the host was not measured"
+    against = compare(self_log_ratios, tolerance=tolerance, alpha=alpha)
+    noise = (against.high - against.low) / 2
+    if not noise <= tolerance / 2:
+        return f"noisy host: a model against itself is known to ±{100 * noise:.2g}%, needed is ±{50 * tolerance:.2g}%"
+    if abs(against.ratio - 1) > tolerance / 2:
+        return f"biased host: a model against itself has the ratio {against.ratio:.3g}"
+    return None
+
+
+def needs_more(
+    log_ratios: Sequence[Sequence[float]],
+    self_log_ratios: Sequence[Sequence[float]],
+    tolerances: Sequence[float],
+    *,
+    alpha: float = ALPHA,
+) -> bool:
+    """Whether to measure on to the next look: a limit is undecided, or the host too noisy for it, and looks remain.
+
+    Args:
+        log_ratios: all session pairs so far.
+        self_log_ratios: those of the baseline against itself.
+        tolerances: every limit to decide; 0 stands for "faster than".
+        alpha: one-sided error rate over all looks.
+    """
+    pairs = len(log_ratios)
+    if pairs >= LOOKS[-1]:
+        return False
+    if pairs not in LOOKS:
+        return True
+    undecided = any(
+        compare(log_ratios, tolerance=tolerance, alpha=alpha).verdict is Verdict.INCONCLUSIVE
+        for tolerance in tolerances
+    )
+    return undecided or any(self_test(self_log_ratios, t, alpha=alpha) is not None for t in tolerances if t > 0)
+
+
+def next_look(pairs: int) -> int:
+    """Session pairs at the look that follows `pairs`; the last look if none does."""
+    return LOOKS[min(bisect.bisect_right(LOOKS, pairs), len(LOOKS) - 1)]
+
+
+def quantile_gate(
+    samples_ns: npt.ArrayLike, q: float, limit_s: float, *, confidence: float = 0.95
+) -> QuantileComparison:
+    """Quantile `q` of single runs against an absolute limit, by the binomial distribution of its exceedances.
+
+    The bounds are order statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2), so nothing is
+    assumed about the shape of the latencies. Fewer runs than could ever pass (299 for the 99th percentile at 95 %)
+    are INCONCLUSIVE.
+
+    Args:
+        samples_ns: shape (runs,), nanoseconds.
+        q: between 0 and 1.
+        limit_s: seconds.
+        confidence: of each one-sided bound.
+    """
+    seconds = np.sort(np.asarray(samples_ns, dtype=np.float64)) / 1e9
+    runs = len(seconds)
+    exceeding = int((seconds > limit_s).sum())
+    below = special.bdtr(np.arange(runs), runs, q) if runs else np.empty(0)
+    upper = int(np.searchsorted(below, confidence))
+    lower = int(np.searchsorted(below, 1 - confidence, side="right"))
+    high = float(seconds[upper]) if upper < runs else math.inf
+    low = float(seconds[lower - 1]) if 0 < lower <= runs else 0.0
+    verdict = Verdict.INCONCLUSIVE
+    if runs >= samples_needed(q, confidence=confidence):
+        verdict = Verdict.PASS if high <= limit_s else Verdict.FAIL if low > limit_s else verdict
+    return QuantileComparison(
+        verdict=verdict,
+        quantile=float(np.quantile(seconds, q)) if runs else math.nan,
+        low=low,
+        high=high,
+        runs=runs,
+        exceeding=exceeding,
+        needed=samples_needed(q, exceeding=exceeding, confidence=confidence),
+    )
+
+
+def samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
+    """Fewest runs at which `exceeding` of them above the limit still show that quantile `q` keeps it."""
+    short, enough = exceeding, exceeding + 1
+    while special.bdtr(exceeding, enough, 1 - q) > 1 - confidence:
+        short, enough = enough, 2 * enough
+    while enough - short > 1:
+        middle = (short + enough) // 2
+        if special.bdtr(exceeding, middle, 1 - q) > 1 - confidence:
+            short = middle
+        else:
+            enough = middle
+    return enough
+
+
+def _exp(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.exp(value))

@@ -1,0 +1,70 @@
+"""Parity gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from onnx_ops.analysis.parity import with_pooled_noise
+from onnx_ops.analysis.rules.common import not_measured, one_line
+from onnx_ops.domain.evidence import Evidence, ParityMeasurement
+from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
+
+
+def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
+    """A float variant by its outputs; a quantized one by those of the export it stems from, and by its weights."""
+    if not evidence.quantized:
+        yield _judge_outputs("outputs", gate, evidence.parity)
+        return
+    yield _judge_outputs("export", gate, evidence.export_parity)
+    yield _judge_weights(gate, evidence)
+
+
+def _judge_outputs(metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement]) -> GateResult:
+    limit = f"error ≤ {gate.noise_factor:.4g}x noise"
+    if not any(m.rows > 0 or m.mismatch for m in measurements):
+        return not_measured("parity", metric, limit)
+
+    def badness(m: ParityMeasurement) -> tuple[bool, float, float, str, str]:
+        return bool(m.mismatch), m.ratio, m.error, m.output, m.group
+
+    worst = max(with_pooled_noise(measurements), key=badness)
+    rows = sum(m.rows for m in measurements if m.output == worst.output)
+    where = f"output {worst.output!r}, inputs {worst.group!r}"
+    if worst.mismatch:
+        reason = f"{where}: {one_line(worst.mismatch)}"
+    elif worst.noise == 0 and worst.error > 0:
+        reason = f"{where}: error {worst.error:.3g} where the source leaves no room, {rows} rows"
+    else:
+        figures = f"error {worst.error:.3g} is {worst.ratio:.3g}x the source's noise {worst.noise:.3g}"
+        reason = f"{where}: {figures}, limit {gate.noise_factor:.4g}x, {rows} rows"
+    good = not worst.mismatch and worst.ratio <= gate.noise_factor
+    return GateResult(
+        gate="parity",
+        metric=metric,
+        limit=limit,
+        verdict=Verdict.PASS if good else Verdict.FAIL,
+        reason=reason,
+        estimate=None if worst.mismatch else worst.ratio,
+        unit="x",
+        n=rows,
+    )
+
+
+def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
+    limit = f"≤ {gate.weight_steps:.4g} steps"
+    if not any(w.elements > 0 for w in evidence.weights):
+        return not_measured("parity", "weights", limit)
+    worst = max(evidence.weights, key=lambda w: (w.steps, w.tensor))
+    return GateResult(
+        gate="parity",
+        metric="weights",
+        limit=limit,
+        verdict=Verdict.PASS if worst.steps <= gate.weight_steps else Verdict.FAIL,
+        reason=(
+            f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
+            f"limit {gate.weight_steps:.4g}, {len(evidence.weights)} weights"
+        ),
+        estimate=worst.steps,
+        unit="steps",
+        n=sum(w.elements for w in evidence.weights),
+    )

@@ -1,0 +1,286 @@
+"""The latency decider: published values, and error rates by simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from onnx_ops.analysis.latency import (
+    LOOKS,
+    block_log_ratios,
+    compare,
+    faster,
+    hodges_lehmann,
+    needs_more,
+    next_look,
+    quantile_gate,
+    samples_needed,
+    self_test,
+    session_interval,
+)
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.errors import MeasurementFailure
+
+Blocks = npt.NDArray[np.float64]
+
+SESSION_SD = 0.012
+RUN_SD = 0.05
+PREEMPTED_SHARE, PREEMPTED_COST = 0.05, 29.0
+
+
+def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> Blocks:
+    """Block log ratios of shape (trials, pairs, blocks), made from raw runs on a noisy host."""
+    rng = np.random.default_rng(seed)
+    shape = (trials * LOOKS[-1], 4, 2, 10)
+    nanoseconds = 1e5 * np.exp(rng.normal(0, RUN_SD, shape))
+    slow = rng.random(shape) < PREEMPTED_SHARE
+    nanoseconds[slow] *= PREEMPTED_COST
+    nanoseconds[:, :, 1] *= ratio * np.exp(rng.normal(0, SESSION_SD, (shape[0], 1, 1)))
+    return block_log_ratios(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], 4)
+
+
+def decide(candidate: Blocks, itself: Blocks, tolerance: float) -> tuple[Verdict, int]:
+    """One gate run as the benchmark stage does it: verdict and the session pairs it took."""
+    pairs = 0
+    while True:
+        pairs = next_look(pairs)
+        if not needs_more(candidate[:pairs].tolist(), itself[:pairs].tolist(), [tolerance]):
+            break
+    if self_test(itself[:pairs].tolist(), tolerance) is not None:
+        return Verdict.INCONCLUSIVE, pairs
+    return compare(candidate[:pairs].tolist(), tolerance=tolerance).verdict, pairs
+
+
+def rates(ratio: float, seed: int, *, trials: int = 500, flagged: float = 1.0) -> dict[Verdict, float]:
+    itself = simulate(trials, 1.0, seed + 1000, flagged=flagged)
+    candidates = simulate(trials, ratio, seed, flagged=flagged)
+    verdicts = [decide(c, a, 0.05)[0] for c, a in zip(candidates, itself, strict=True)]
+    return {verdict: verdicts.count(verdict) / trials for verdict in Verdict}
+
+
+class TestHodgesLehmann:
+    def test_published_example_of_depression_scores(self) -> None:
+        """Hollander, Wolfe and Chicken, examples 3.1 and 3.3-3.4: estimate -.46, 96 % interval (-.786, -.010)."""
+        before = np.array([1.83, 0.50, 1.62, 2.48, 1.68, 1.88, 1.55, 3.06, 1.30])
+        after = np.array([0.878, 0.647, 0.598, 2.05, 1.06, 1.29, 1.06, 3.14, 1.29])
+        estimate, low, high = hodges_lehmann(after - before, 0.02)
+        assert estimate == pytest.approx(-0.46, abs=5e-4)
+        assert low == pytest.approx(-0.786, abs=5e-4)
+        assert high == pytest.approx(-0.010, abs=5e-4)
+
+    @pytest.mark.parametrize("n", [6, 10, 20, 50])
+    def test_bounds_are_those_the_exact_test_does_not_reject(self, n: int) -> None:
+        x = np.random.default_rng(n).normal(0.3, 1.0, n)
+        alpha = 0.05 / 3
+        _, low, high = hodges_lehmann(x, alpha)
+        for bound, side, inside in ((low, "greater", 1e-9), (high, "less", -1e-9)):
+            rejected = stats.wilcoxon(x - (bound - inside), alternative=side, method="exact").pvalue
+            kept = stats.wilcoxon(x - (bound + inside), alternative=side, method="exact").pvalue
+            assert rejected <= alpha < kept
+
+    def test_normal_approximation_continues_the_exact_quantiles(self) -> None:
+        x = np.random.default_rng(3).normal(size=51)
+        _, low, high = hodges_lehmann(x, 0.025)
+        assert stats.wilcoxon(x - low + 1e-9, alternative="greater", method="exact").pvalue == pytest.approx(
+            0.025, rel=0.05
+        )
+        assert low < high
+
+    @pytest.mark.parametrize("n", [1, 5])
+    def test_too_few_values_have_no_bounds(self, n: int) -> None:
+        assert hodges_lehmann(np.arange(n), 0.05 / 3)[1:] == (-math.inf, math.inf)
+
+    @given(st.lists(st.floats(-10, 10), min_size=6, max_size=30), st.floats(-5, 5))
+    def test_mirrors_and_shifts_with_its_values(self, x: list[float], shift: float) -> None:
+        estimate, low, high = hodges_lehmann(x, 0.05)
+        assert low <= estimate <= high
+        assert hodges_lehmann(-np.array(x), 0.05) == pytest.approx((-estimate, -high, -low), abs=1e-9)
+        moved = hodges_lehmann(np.array(x) + shift, 0.05)
+        assert moved == pytest.approx((estimate + shift, low + shift, high + shift), abs=1e-9)
+
+
+class TestErrorRates:
+    def test_equal_models_do_not_fail(self) -> None:
+        found = rates(1.0, 1)
+        assert found[Verdict.FAIL] <= 0.01
+        assert found[Verdict.PASS] >= 0.98
+
+    def test_two_percent_slower_does_not_fail_at_a_limit_of_five(self) -> None:
+        found = rates(1.02, 2)
+        assert found[Verdict.FAIL] <= 0.01
+        assert found[Verdict.PASS] >= 0.95
+
+    def test_ten_percent_slower_is_caught(self) -> None:
+        assert rates(1.10, 3)[Verdict.FAIL] >= 0.99
+
+    def test_twenty_percent_slower_is_caught(self) -> None:
+        assert rates(1.20, 4)[Verdict.FAIL] >= 0.99
+
+    def test_preemptions_that_nobody_noticed_change_nothing(self) -> None:
+        assert rates(1.0, 5, flagged=0.5)[Verdict.FAIL] <= 0.01
+        assert rates(1.10, 6, flagged=0.5)[Verdict.FAIL] >= 0.99
+
+    def test_level_holds_at_the_limit_itself_in_spite_of_the_session_effect(self) -> None:
+        """A true slow-down equal to the limit fails, and passes, in at most one of twenty cases each."""
+        found = rates(1.05, 7, trials=1000)
+        assert found[Verdict.FAIL] <= 0.05
+        assert found[Verdict.PASS] <= 0.05
+
+    def test_equal_models_are_decided_early(self) -> None:
+        itself, candidate = simulate(300, 1.0, 8), simulate(300, 1.0, 9)
+        pairs = [decide(c, a, 0.05)[1] for c, a in zip(candidate, itself, strict=True)]
+        assert np.mean(pairs) < 10
+
+
+class TestCompare:
+    def test_gives_ratios(self) -> None:
+        found = compare([[math.log(2.0)] * 4] * 10, tolerance=0.05)
+        assert (found.verdict, found.pairs) == (Verdict.FAIL, 10)
+        assert (found.ratio, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+
+    def test_one_pair_decides_nothing(self) -> None:
+        found = compare([[3.0]], tolerance=0.05)
+        assert found.verdict is Verdict.INCONCLUSIVE
+        assert (found.low, found.high) == (0.0, math.inf)
+
+    def test_no_pair_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="no session pair"):
+            compare([[]], tolerance=0.05)
+
+    def test_a_pair_counts_once_however_many_blocks_it_has(self) -> None:
+        few = [[0.01], [0.02], [0.03], [-0.01], [0.0]]
+        many = [pair * 50 for pair in few]
+        assert session_interval(few, 0.05 / 3) == session_interval(many, 0.05 / 3)
+
+    def test_five_pairs_use_students_interval(self) -> None:
+        values = np.array([0.01, 0.02, 0.03, -0.01, 0.0])
+        half = stats.t.isf(0.05 / 3, 4) * stats.sem(values)
+        expected = (values.mean(), values.mean() - half, values.mean() + half)
+        assert session_interval(values[:, None].tolist(), 0.05 / 3) == pytest.approx(expected)
+
+    def test_nan_never_passes(self) -> None:
+        assert compare([[math.nan]] * 5, tolerance=0.05).verdict is Verdict.INCONCLUSIVE
+        assert not faster([[math.nan]] * 10)
+
+    def test_faster_needs_confidence(self) -> None:
+        assert faster([[-0.2, -0.21]] * 4 + [[-0.19, -0.2]])
+        assert not faster([[-0.2], [0.2], [-0.1], [0.1], [-0.05]])
+
+    @given(st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=4), min_size=5, max_size=12), st.floats(0.01, 0.5))
+    def test_order_does_not_matter_and_a_wider_limit_never_hurts(
+        self, pairs: list[list[float]], tolerance: float
+    ) -> None:
+        found = compare(pairs, tolerance=tolerance)
+        again = compare(sorted(pairs), tolerance=tolerance)
+        assert (again.ratio, again.low, again.high) == pytest.approx((found.ratio, found.low, found.high))
+        order = [Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS]
+        assert order.index(compare(pairs, tolerance=tolerance + 0.1).verdict) >= order.index(found.verdict)
+
+
+class TestSelfTest:
+    def test_quiet_host_has_nothing_to_say(self) -> None:
+        assert self_test([[0.001], [-0.001], [0.0], [0.002], [-0.002]], 0.05) is None
+
+    def test_noisy_host_is_named(self) -> None:
+        assert "noisy host" in str(self_test([[0.1], [-0.1], [0.05], [-0.2], [0.15]], 0.05))
+
+    def test_biased_host_is_named(self) -> None:
+        assert "biased host" in str(self_test([[0.1]] * 5, 0.05))
+
+    def test_silence_is_not_quiet(self) -> None:
+        assert "not measured" in str(self_test([], 0.05))
+
+
+class TestLooks:
+    def test_each_look_follows_the_one_before(self) -> None:
+        assert [next_look(n) for n in (0, 4, 5, 10, 20, 25)] == [5, 5, 10, 20, 20, 20]
+
+    def test_stops_when_everything_is_decided(self) -> None:
+        quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
+        assert not needs_more([[-0.3]] * 5, quiet, [0.05, 0.0])
+
+    def test_goes_on_for_the_limit_that_is_not(self) -> None:
+        quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
+        assert not needs_more(quiet, quiet, [0.05])
+        assert needs_more(quiet, quiet, [0.05, 0.0])
+
+    def test_goes_on_while_the_host_is_noisy(self) -> None:
+        assert needs_more([[-0.3]] * 5, [[0.1], [-0.1], [0.05], [-0.2], [0.15]], [0.05])
+
+    def test_goes_on_between_looks_and_stops_after_the_last(self) -> None:
+        assert needs_more([[-0.3]] * 7, [[0.0]] * 7, [0.05])
+        assert not needs_more([[0.05], [0.04]] * 10, [[0.0]] * 20, [0.05])
+
+
+class TestBlocks:
+    def test_median_ratio_of_each_block_pair(self) -> None:
+        nanoseconds = np.full((3, 4, 2, 10), 100)
+        nanoseconds[:, :, 1] = 150
+        ratios = block_log_ratios(nanoseconds, np.zeros_like(nanoseconds))
+        assert ratios.shape == (3, 4)
+        assert ratios == pytest.approx(math.log(1.5))
+
+    def test_preempted_runs_are_left_out_while_three_remain(self) -> None:
+        nanoseconds = np.full((1, 1, 2, 5), 100)
+        preempted = np.zeros((1, 1, 2, 5), dtype=bool)
+        nanoseconds[0, 0, 1, :2], preempted[0, 0, 1, :2] = 9000, True
+        assert block_log_ratios(nanoseconds, preempted)[0, 0] == 0
+        nanoseconds[0, 0, 1, 2], preempted[0, 0, 1, 2] = 9000, True
+        assert block_log_ratios(nanoseconds, preempted)[0, 0] == pytest.approx(math.log(90))
+
+    def test_no_duration_is_no_measurement(self) -> None:
+        with pytest.raises(MeasurementFailure, match="no measurable time"):
+            block_log_ratios(np.zeros((1, 1, 2, 4)), np.zeros((1, 1, 2, 4)))
+
+
+class TestQuantileGate:
+    @pytest.mark.parametrize(
+        ("confidence", "expected"), [(0.95, (299, 473, 628)), (0.99, (459, 662, 838))], ids=["95", "99"]
+    )
+    def test_runs_needed_are_the_published_ones(self, confidence: float, expected: tuple[int, ...]) -> None:
+        """The early-stopping counts of MLPerf LoadGen at the 99th percentile for 0, 1 and 2 slow runs."""
+        found = tuple(samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3))
+        assert found == expected
+
+    def test_passes_with_exactly_as_many_runs_as_needed(self) -> None:
+        quick = [1_000_000] * 299
+        assert quantile_gate(quick, 0.99, 0.002).verdict is Verdict.PASS
+        assert quantile_gate(quick[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
+        one_slow = [1_000_000] * 472 + [9_000_000]
+        assert quantile_gate(one_slow, 0.99, 0.002).verdict is Verdict.PASS
+        assert quantile_gate(one_slow[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
+
+    def test_too_few_runs_never_fail_either(self) -> None:
+        found = quantile_gate([9_000_000] * 100, 0.99, 0.002)
+        assert (found.verdict, found.exceeding, found.runs) == (Verdict.INCONCLUSIVE, 100, 100)
+
+    def test_slow_models_fail(self) -> None:
+        assert quantile_gate([1_000_000] * 380 + [9_000_000] * 20, 0.99, 0.002).verdict is Verdict.FAIL
+
+    def test_nothing_measured(self) -> None:
+        found = quantile_gate([], 0.5, 1.0)
+        assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
+
+    @pytest.mark.parametrize("q", [0.5, 0.99])
+    def test_errs_as_rarely_as_promised(self, q: float) -> None:
+        rng = np.random.default_rng(11)
+        limit_s = float(np.exp(stats.norm.ppf(q) * 0.5)) / 1e3
+        runs = 1e6 * np.exp(rng.normal(0, 0.5, (2000, 800)))
+        verdicts = [quantile_gate(row, q, limit_s).verdict for row in runs]
+        for wrong in (Verdict.PASS, Verdict.FAIL):
+            assert verdicts.count(wrong) / len(verdicts) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
+
+    @given(st.lists(st.integers(1, 10_000), min_size=5, max_size=400), st.sampled_from([0.5, 0.9, 0.99]))
+    def test_verdicts_follow_from_the_bounds(self, runs: list[int], q: float) -> None:
+        limits = sorted({*runs, 0, 20_000})
+        verdicts = [quantile_gate(runs, q, limit / 1e9).verdict for limit in itertools.islice(limits, 0, None, 7)]
+        order = [Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS]
+        ranks = [order.index(v) for v in verdicts]
+        assert ranks == sorted(ranks)
