@@ -75,6 +75,7 @@ def _converter() -> JsonConverter:
     converter.register_structure_hook(bool, _exactly(bool))
     converter.register_unstructure_hook(Enum, lambda value: value.value)
     converter.register_unstructure_hook(StrEnum, lambda value: value.value)
+    converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))  # else the hook of str would take it
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     converter.register_unstructure_hook(Path, str)
     return converter

@@ -86,6 +86,6 @@ def _verifier(settings: Settings) -> Verifier:
 
 
 def _conditions() -> Mapping[str, str]:
-    from onnx_ops.adapters.runtimes.conditions import conditions
+    from onnx_ops.adapters.runtimes.hardware import conditions
 
     return conditions()

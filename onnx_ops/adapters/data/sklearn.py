@@ -1,0 +1,66 @@
+"""Data sets that scikit-learn brings with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.domain.pipeline import DataSection, SklearnData
+from onnx_ops.errors import MissingPackage, UserError
+from onnx_ops.ports.models import Array
+
+DIGIT_LEVELS = 16.0
+"""Grey levels of a pixel of the digits; images are scaled to [0, 1]."""
+
+
+class SklearnSource:
+    """`sklearn: NAME`, whole or one side of a split by seed; stratified where the target is a class.
+
+    Arrays: `data` float32 (rows, features), `target` int64 (classes) or float32 (a quantity), and for digits `images`
+    float32 (rows, 1, 8, 8) in [0, 1].
+    """
+
+    def fingerprint(self, section: DataSection, root: Path) -> str:
+        del root
+        wanted = _section(section)
+        return f"scikit-learn {_version()}: {wanted.sklearn} {wanted.split} {wanted.test_size!r} seed {wanted.seed}"
+
+    def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
+        del root
+        wanted = _section(section)
+        _version()
+        import numpy as np
+        from sklearn import datasets
+        from sklearn.model_selection import train_test_split
+
+        bunch = getattr(datasets, f"load_{wanted.sklearn}")()
+        classes = bunch.target.dtype.kind in "iu"
+        rows = np.arange(len(bunch.target))
+        if wanted.split != "all":
+            stratify = bunch.target if classes else None
+            sides = train_test_split(rows, test_size=wanted.test_size, random_state=wanted.seed, stratify=stratify)
+            rows = np.sort(sides[0] if wanted.split == "train" else sides[1])
+        arrays: dict[str, Any] = {
+            "data": bunch.data[rows].astype(np.float32),
+            "target": bunch.target[rows].astype(np.int64 if classes else np.float32),
+        }
+        if wanted.sklearn == "digits":
+            arrays["images"] = (bunch.images[rows, None] / DIGIT_LEVELS).astype(np.float32)
+        return arrays
+
+
+def _section(section: DataSection) -> SklearnData:
+    if not isinstance(section, SklearnData):
+        raise UserError("this data source reads `sklearn: NAME`", where=type(section).__name__)
+    return section
+
+
+def _version() -> str:
+    try:
+        return version("scikit-learn")
+    except PackageNotFoundError as error:
+        raise MissingPackage(
+            "scikit-learn is not installed", where="data", remedy="Install it with: pip install 'onnx-ops[sklearn]'"
+        ) from error

@@ -1,0 +1,169 @@
+"""scikit-learn estimators and pipelines, by skl2onnx."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.graph.files import write_model
+from onnx_ops.ports.models import Array, ExportRequest, Tensors
+
+FILE = "model.joblib"
+LABEL, PROBABILITIES, VARIABLE = "label", "probabilities", "variable"
+"""Names of the outputs: of a classifier the first two, of a regressor the third."""
+
+_ML_OPSET = 3
+"""The newest version of `ai.onnx.ml` that every runtime build in the field accepts."""
+
+
+class SklearnExporter:
+    """One float32 matrix in; label and probabilities, or a variable, out."""
+
+    tools = ("scikit-learn", "skl2onnx", "onnx", "numpy")
+
+    def save(self, model: object, folder: Path) -> None:
+        _joblib().dump(model, folder / FILE)
+
+    def load(self, folder: Path) -> object:
+        """Unpickles, which runs code: of a folder that the store has verified, or of the user's own `model:`."""
+        files = [folder / FILE] if (folder / FILE).is_file() else sorted(p for p in folder.iterdir() if p.is_file())
+        if len(files) != 1:
+            raise NotFound(f"no {FILE}, and not one file only", where=str(folder))
+        try:
+            return _joblib().load(files[0])
+        except Exception as error:
+            raise UserError(
+                f"cannot unpickle the model: {type(error).__name__}: {error}",
+                where=files[0].name,
+                remedy="It must be written by joblib or pickle, with the versions installed here.",
+            ) from error
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        import skl2onnx
+
+        if not hasattr(model, "predict"):
+            raise UserError(
+                f"{type(model).__name__} is no estimator of scikit-learn",
+                where="export",
+                remedy="`train.run` must return a fitted estimator or pipeline.",
+            )
+        name, rows = _matrix(request.samples)
+        types = [(name, skl2onnx.common.data_types.FloatTensorType([None, int(rows.shape[1])]))]
+        section = request.section
+        try:
+            converted = skl2onnx.to_onnx(
+                model,
+                initial_types=types,
+                target_opset={"": section.opset, "ai.onnx.ml": _ML_OPSET},
+                options=_options(model),
+                name="model",
+            )
+        except Exception as error:
+            raise StageFailure(
+                f"skl2onnx cannot convert {type(model).__name__}",
+                where="export",
+                why=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
+                remedy="See https://onnx.ai/sklearn-onnx/supported.html for what it converts.",
+            ) from error
+        converted.ir_version = section.ir_version
+        converted.producer_version = ""
+        _name_dimensions(converted, section.dynamic.get(name, {}).get(0, "batch"))
+        write_model(converted, request.path)
+
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        """float32 is the estimator with its own arrays rounded, so that rounded weights count as its noise.
+
+        Raises:
+            ValueError: the estimator refuses the inputs (NaN, no rows).
+        """
+        estimator: Any = _rounded(model) if precision == "float32" else model
+        rows = _matrix(inputs)[1].astype(precision)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # edge inputs overflow on purpose
+            if not hasattr(estimator, "predict_proba"):
+                return {VARIABLE: estimator.predict(rows).reshape(len(rows), -1)}
+            return {LABEL: estimator.predict(rows), PROBABILITIES: estimator.predict_proba(rows)}
+
+
+def _joblib() -> Any:
+    return importlib.import_module("joblib")
+
+
+def _matrix(inputs: Tensors) -> tuple[str, Any]:
+    if len(inputs) != 1:
+        raise UserError(
+            f"an estimator takes one input, not {len(inputs)}: {', '.join(inputs)}",
+            where="data inputs",
+            remedy="Name one array in `inputs:`.",
+        )
+    ((name, rows),) = inputs.items()
+    if rows.ndim != 2:
+        raise UserError(f"input {name} must be a matrix, not of shape {rows.shape}", where="data inputs")
+    return name, rows
+
+
+def _options(model: object) -> dict[Any, Any]:
+    """No ZipMap, so that probabilities are a tensor; scalers divide as scikit-learn does, or trees split otherwise."""
+    from sklearn.base import is_classifier
+    from sklearn.preprocessing import StandardScaler
+
+    options: dict[Any, Any] = {}
+    if is_classifier(model):
+        options[id(model)] = {"zipmap": False}
+    for part in _parts(model):
+        if isinstance(part, StandardScaler):
+            options[id(part)] = {"div": "div"}
+    return options
+
+
+def _parts(model: object) -> list[object]:
+    found = [model]
+    for attribute in ("steps", "transformers_", "estimators_"):
+        for entry in getattr(model, attribute, None) or ():
+            parts = entry if isinstance(entry, tuple) else (entry,)
+            for part in parts:
+                if hasattr(part, "get_params"):
+                    found += _parts(part)
+    return found
+
+
+def _name_dimensions(model: Any, batch: str) -> None:
+    for value in (*model.graph.input, *model.graph.output):
+        dimensions = value.type.tensor_type.shape.dim
+        if dimensions and not dimensions[0].dim_value:
+            dimensions[0].dim_param = batch
+
+
+def _rounded(model: object) -> object:
+    """A copy whose float64 arrays are float32, wherever they hang."""
+    copied = copy.deepcopy(model)
+    _round_in_place(copied, set())
+    return copied
+
+
+def _round_in_place(thing: Any, seen: set[int]) -> Any:
+    import numpy as np
+
+    if isinstance(thing, np.ndarray):
+        return thing.astype(np.float32) if thing.dtype == np.float64 else thing
+    if isinstance(thing, list | tuple):
+        return type(thing)(_round_in_place(item, seen) for item in thing) if _plain(thing) else thing
+    if isinstance(thing, dict):
+        return {key: _round_in_place(value, seen) for key, value in thing.items()}
+    if hasattr(thing, "get_params") and id(thing) not in seen:
+        seen.add(id(thing))
+        for name, value in vars(thing).items():
+            setattr(thing, name, _round_in_place(value, seen))
+    return thing
+
+
+def _plain(sequence: Any) -> bool:
+    """A list or tuple, and no named tuple, which is made otherwise."""
+    return type(sequence) in (list, tuple)

@@ -1,0 +1,44 @@
+"""Is a file valid ONNX, and does a target accept its versions?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onnx_ops.domain.artifact import ModelInfo
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.graph.files import read_structure
+
+
+def full_check(path: Path) -> None:
+    """The checker of the ONNX project, shape inference included.
+
+    It accepts operators of unknown domains: only a session tells whether a runtime has them.
+
+    Raises:
+        UserError: the file breaks a rule of ONNX.
+        Refused: it names external data outside its folder.
+        NotFound: a file is missing.
+    """
+    import onnx
+
+    read_structure(path)
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
+        raise UserError("it is not valid ONNX", where=path.name, why=_first_line(error)) from error
+
+
+def ceiling(info: ModelInfo, target: Target) -> str:
+    """Why a target does not accept a model's versions; empty if it does."""
+    opset = info.opsets.get("", info.opsets.get("ai.onnx", 0))
+    if opset > target.max_opset:
+        return f"target {target.name} accepts opset <= {target.max_opset}, the model has {opset}; set export.opset"
+    if info.ir_version > target.max_ir_version:
+        accepted, found = target.max_ir_version, info.ir_version
+        return f"target {target.name} accepts IR version <= {accepted}, the model has {found}; set export.ir_version"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300]

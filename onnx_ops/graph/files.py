@@ -1,0 +1,113 @@
+"""Reading and writing ONNX files: external data stays where it belongs, and the same model gives the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from onnx_ops.errors import NotFound, Refused, UserError
+
+if TYPE_CHECKING:
+    import onnx
+
+EXTERNAL_LIMIT = 1 << 30
+"""Bytes of weights above which they go into a file beside the model; a protobuf ends at 2 GiB."""
+
+
+def read_structure(path: Path) -> onnx.ModelProto:
+    """The model without its external weights, whose places have been checked.
+
+    Raises:
+        NotFound: there is no such file.
+        UserError: it is not ONNX.
+        Refused: it names external data outside its folder.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if not path.is_file():
+        raise NotFound("no such file", where=str(path))
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (DecodeError, ValueError) as error:
+        raise UserError("not an ONNX file", where=str(path), why=str(error)) from error
+    if not model.graph.node and not model.graph.output:
+        raise UserError("not an ONNX file, or one without a graph", where=str(path))
+    external_files(model, path.parent)
+    return model
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """The whole model, weights included; raises as `read_structure` does."""
+    from onnx.external_data_helper import load_external_data_for_model
+
+    model = read_structure(path)
+    load_external_data_for_model(model, str(path.parent))
+    return model
+
+
+def write_model(model: onnx.ModelProto, path: Path) -> None:
+    """Write a model, its weights beside it under a fixed name if they are too large for one file."""
+    import onnx
+
+    size = sum(len(t.raw_data) for t in tensors(model))
+    if size > EXTERNAL_LIMIT:
+        onnx.save_model(
+            model, path, save_as_external_data=True, location=f"{path.name}.data", all_tensors_to_one_file=True
+        )
+    else:
+        path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
+    """The files beside the model that hold its weights.
+
+    Raises:
+        Refused: a name is absolute, climbs out of the folder, or is a link that leads out of it.
+        NotFound: a file is missing.
+    """
+    found: dict[Path, None] = {}
+    for tensor in tensors(model):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                found[_checked(entry.value, folder, tensor.name)] = None
+    return tuple(found)
+
+
+def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every constant tensor of a model: initializers and attributes, subgraphs and functions included."""
+    import onnx
+
+    graphs = [model.graph]
+    nodes = [node for function in model.functions for node in function.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes.extend(graph.node)
+        while nodes:
+            for attribute in nodes.pop().attribute:
+                if attribute.type == onnx.AttributeProto.TENSOR:
+                    yield attribute.t
+                yield from attribute.tensors
+                graphs.extend(attribute.graphs)
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    graphs.append(attribute.g)
+
+
+def _checked(name: str, folder: Path, tensor: str) -> Path:
+    pure = PurePosixPath(name)
+    unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
+    path = folder / name
+    if unsafe or not path.resolve().is_relative_to(folder.resolve()):
+        raise Refused(
+            f"its external data {name!r} lies outside its folder",
+            where=f"tensor {tensor}",
+            remedy="Save the model again with its weights beside it.",
+        )
+    if not path.is_file():
+        raise NotFound(f"its external data {name!r} is missing", where=str(folder))
+    return path

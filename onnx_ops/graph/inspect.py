@@ -1,0 +1,42 @@
+"""What an ONNX file says about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnx_ops.domain.artifact import ModelInfo, TensorSpec
+from onnx_ops.graph.files import external_files, read_structure
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def info(path: Path) -> ModelInfo:
+    """Versions, inputs, outputs and size, without loading weights.
+
+    Raises:
+        NotFound: there is no such file.
+        UserError: it is not ONNX.
+        Refused: it names external data outside its folder.
+    """
+    model = read_structure(path)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return ModelInfo(
+        ir_version=model.ir_version,
+        opsets={entry.domain: entry.version for entry in model.opset_import},
+        inputs=tuple(_spec(value) for value in model.graph.input if value.name not in constants),
+        outputs=tuple(_spec(value) for value in model.graph.output),
+        nodes=len(model.graph.node),
+        size_bytes=path.stat().st_size + sum(f.stat().st_size for f in external_files(model, path.parent)),
+    )
+
+
+def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    from onnx import TensorProto
+
+    kind = value.type.tensor_type
+    name = TensorProto.DataType.Name(kind.elem_type).lower()
+    dtype = {"float": "float32", "double": "float64"}.get(name, name)
+    shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in kind.shape.dim)
+    return TensorSpec(name=value.name, dtype=dtype, shape=shape)

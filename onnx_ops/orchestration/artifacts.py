@@ -1,0 +1,50 @@
+"""Tables of a run, where Prefect shows them and its API finds them."""
+
+from __future__ import annotations
+
+from prefect.artifacts import create_table_artifact
+
+from onnx_ops.domain.release import Choice
+from onnx_ops.reporting.description import ResultRow, result_table
+from onnx_ops.wiring.summary import Summary
+
+
+def publish_tables(summary: Summary) -> None:
+    """`<pipeline>-gates`: variant × target × gate with verdict and figure; `<pipeline>-choices`: one row a target.
+
+    Nothing is published for a run that judged nothing.
+    """
+    if not summary.decisions:
+        return
+    gates = [_gate_row(row) for row in result_table(summary.decisions)]
+    choices = [_choice_row(choice, summary) for choice in summary.choices]
+    create_table_artifact(
+        gates, key=f"{summary.pipeline}-gates", description=f"Gates of {summary.pipeline}, per variant and target."
+    )
+    create_table_artifact(
+        choices, key=f"{summary.pipeline}-choices", description=f"What {summary.pipeline} serves on each target."
+    )
+
+
+def _gate_row(row: ResultRow) -> dict[str, str]:
+    return {
+        "variant": row.variant,
+        "target": row.target,
+        "gate": f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate,
+        "limit": row.limit,
+        "figure": f"{row.figure} {row.interval}".strip(),
+        "n": str(row.n or ""),
+        "verdict": f"{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}",
+        "reason": row.reason,
+    }
+
+
+def _choice_row(choice: Choice, summary: Summary) -> dict[str, str]:
+    versions = summary.registration.versions if summary.registration is not None else {}
+    return {
+        "target": choice.target,
+        "verdict": choice.verdict.value.upper(),
+        "variant": choice.variant or "none",
+        "version": versions.get(choice.variant or "", ""),
+        "reason": choice.reason,
+    }

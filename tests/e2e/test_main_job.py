@@ -1,0 +1,150 @@
+"""The main job by its commands: one story on one project, each step seen from outside."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from tests.e2e.conftest import MLP, Project
+
+pytestmark = pytest.mark.services
+
+VARIANTS = ("fp32", "int8-dynamic", "int8-static")
+
+
+@pytest.fixture(scope="module")
+def first(project: Project) -> Any:
+    return project.run()
+
+
+def post(url: str, document: object) -> Any:
+    request = urllib.request.Request(
+        url, data=json.dumps(document).encode(), headers={"content-type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def test_every_variant_is_judged_and_the_target_has_a_release(first: Any) -> None:
+    assert {d["variant"] for d in first["decisions"]} == set(VARIANTS)
+    (choice,) = first["choices"]
+    assert (choice["target"], choice["verdict"]) == ("cpu-1t", "pass")
+    fp32 = next(d for d in first["decisions"] if d["variant"] == "fp32")
+    gates = {r["gate"] for r in fp32["results"]}
+    assert {"parity", "metric", "size"} <= gates
+    assert all(r["verdict"] == "pass" for r in fp32["results"] if not r["advisory"])
+
+
+def test_the_endpoint_answers_both_protocols(first: Any, project: Project) -> None:
+    del first
+    (status,) = project.document("status", "digits")
+    assert status["traffic"] == {status["roles"]["stable"]["name"]: 100}
+    digits = load_digits()
+    rows = digits.data[:20]
+    tensor = {"name": "x", "shape": [20, 64], "datatype": "FP32", "data": rows.ravel().tolist()}
+    answer = post(f"{status['address']}/v2/models/digits-mlp/infer", {"inputs": [tensor]})
+    labels = next(o["data"] for o in answer["outputs"] if o["name"] == "label")
+    assert np.mean(np.array(labels) == digits.target[:20]) >= 0.9
+    scored = post(f"{status['address']}/invocations", {"inputs": {"x": rows.tolist()}})
+    assert scored["predictions"]["label"] == labels
+
+
+def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, project: Project) -> None:
+    from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+    from onnx_ops.adapters.signers.ed25519 import TrustedKeys
+
+    registration = first["registration"]
+    assert set(registration["versions"]) == set(VARIANTS)
+    state = project.root / ".onnx-ops"
+    registry = MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
+    chosen = registration["versions"][first["choices"][0]["variant"]]
+    assert registry.aliases("digits-mlp") == {"champion-cpu-1t": chosen}
+    record = registry.version("digits-mlp", chosen)
+    signed = record.decisions["cpu-1t"]
+    from onnx_ops import codec
+
+    TrustedKeys(state / "keys").verify(codec.dumps(signed.record), signed.signature, signed.key)
+    assert signed.record.manifest == record.manifest
+    evidence = json.loads(registry.document(record, "evidence/cpu-1t.json"))
+    assert evidence["runtime"]["used"] == ["CPUExecutionProvider"]
+
+
+def test_a_second_run_executes_no_stage(first: Any, project: Project) -> None:
+    del first
+    done = project.command("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert done.returncode == 0
+    assert "Nothing changed: no stage was executed." in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    heavy = {"prefect", "mlflow", "torch", "onnxruntime", "onnx", "sklearn", "skl2onnx", "scipy"}
+    assert not heavy & {name.partition(".")[0] for name in imported}
+
+
+def test_a_changed_gate_is_judged_again_without_measuring(first: Any, project: Project) -> None:
+    """The versions stay what they are; only what was decided about them changes."""
+    changed = project.run("gates[1].max_drop=3%")
+    kinds = {stage.partition("/")[0] for stage in changed["executed"]}
+    assert kinds == {"gate", "register"}
+    assert changed["registration"]["versions"] == first["registration"]["versions"]
+    back = project.run()
+    assert back["executed"] == ["register"], "the registry is told the earlier decisions again"
+
+
+def test_explain_judges_again_from_what_is_stored(first: Any, project: Project) -> None:
+    version = first["registration"]["versions"]["fp32"]
+    (explained,) = project.document("explain", f"digits-mlp/{version}")
+    assert explained["reproduced"] is True
+    assert explained["signature"] == "valid"
+    assert explained["decision"]["results"] == next(d["results"] for d in first["decisions"] if d["variant"] == "fp32")
+
+
+def test_plan_shows_what_would_run(first: Any, project: Project) -> None:
+    del first
+    planned = project.document("plan", MLP, "--set", "train.with.seed=8")
+    would = {stage["stage"]: stage["would"] for stage in planned["stages"]}
+    assert would["data/train"] == "unchanged"
+    assert would["train"] == would["register"] == "run"
+
+
+def test_a_tampered_file_in_the_store_is_made_again(first: Any, project: Project) -> None:
+    del first
+    blobs = [p for p in (project.root / ".onnx-ops" / "store" / "blobs").rglob("*") if p.is_file()]
+    model = max(blobs, key=lambda p: p.stat().st_size if p.read_bytes()[:4] == b"\x08\x0a\x12\x08" else 0)
+    victim = model if model.read_bytes()[:2] == b"\x08\x0a" else blobs[0]
+    victim.chmod(0o644)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    victim.write_bytes(bytes(content))
+    mended = project.run()
+    assert mended["executed"], "the stage that made the file must run again"
+    assert project.run()["executed"] == []
+
+
+def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first: Any, project: Project) -> None:
+    before = project.document("status", "digits")[0]["roles"]["stable"]
+    second = project.run("train.with.seed=8")
+    assert second["registration"]["release"] != first["registration"]["release"]
+    after = project.document("status", "digits")[0]
+    assert after["roles"]["stable"]["version"] != before["version"]
+    assert after["roles"]["previous"]["version"] == before["version"]
+    rolled = project.document("rollback", "digits", "--reason", "wrong on sevens")
+    assert (rolled["moved_from"], rolled["moved_to"]) == (after["roles"]["stable"]["name"], before["name"])
+    assert rolled["registry_pending"] is False
+    told = project.document("history", "digits")
+    line = next(entry for entry in told if entry["what"].startswith("rollback"))
+    assert line["actor"] == "tester"
+    assert "wrong on sevens" in line["why"]
+    refused = project.run("train.with.seed=8", code=5)
+    assert any("rolled this release back" in error["what"] for error in refused["errors"].values())
+    assert project.document("status", "digits")[0]["roles"]["stable"]["version"] == before["version"]
+
+
+def test_doctor_finds_everything_in_order(first: Any, project: Project) -> None:
+    del first
+    findings = project.document("doctor")
+    assert all(finding["ok"] for finding in findings)
+    assert any(f["check"] == "endpoint digits" and "answers at" in f["found"] for f in findings)
