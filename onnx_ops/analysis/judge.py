@@ -1,4 +1,4 @@
-"""The judge: gates and evidence in, a decision with reasons out; and which variant a target gets. Pure."""
+"""The judge: gates and evidence in, a decision with reasons out. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from onnx_ops.domain.gate import (
     ParityGate,
     SizeGate,
     Verdict,
-    combine,
 )
 from onnx_ops.domain.pipeline import EXPORT
-from onnx_ops.domain.release import Choice
 
 
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
@@ -60,38 +58,6 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
         latency_ratio=ratio if math.isfinite(ratio) else None,
     )
-
-
-def choose(decisions: Sequence[Decision]) -> Choice:
-    """The variant to serve on one target: the fastest that passes, but fp32 unless one beats it with confidence.
-
-    Args:
-        decisions: of all variants on that target, in the order of the pipeline file, which breaks ties.
-
-    Raises:
-        ValueError: there is no decision, or they are about several targets.
-    """
-    targets = {decision.target for decision in decisions}
-    if len(targets) != 1:
-        raise ValueError(f"a choice is made for one target, not for {sorted(targets)}")
-    target = targets.pop()
-    passing = [d for d in decisions if d.verdict is Verdict.PASS]
-    if not passing:
-        ordered = sorted(decisions, key=lambda d: d.variant != EXPORT)
-        reason = "; ".join(f"{d.variant} {d.verdict.value}: {d.reason}" for d in ordered)
-        return Choice(target=target, variant=None, verdict=combine(d.verdict for d in decisions), reason=reason)
-    export = next((d for d in passing if d.variant == EXPORT), None)
-    rivals = [d for d in passing if d.variant != EXPORT and (export is None or d.faster_than_export is True)]
-    if not rivals:
-        reason = f"{EXPORT} passes and no passing variant is faster with confidence"
-        return Choice(target=target, variant=EXPORT, verdict=Verdict.PASS, reason=reason)
-    best = min(rivals, key=lambda d: math.inf if d.latency_ratio is None else d.latency_ratio)
-    return Choice(target=target, variant=best.variant, verdict=Verdict.PASS, reason=_praise(best, export))
-
-
-def _praise(best: Decision, export: Decision | None) -> str:
-    ratio = "" if best.latency_ratio is None else f", {best.latency_ratio:.3g}x the latency of {EXPORT}"
-    return f"{best.variant} passes{ratio}" + ("" if export else f"; {EXPORT} does not pass")
 
 
 def _apply(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:

@@ -75,7 +75,7 @@ def summary_report(summary: Summary, errors: Mapping[str, OnnxOpsError], project
         out.print(gate_table(result_table(summary.decisions)))
     for choice in summary.choices:
         if choice.variant is not None:
-            text = f"{escape(choice.target)}: serves {escape(choice.variant)} ({escape(choice.reason)})"
+            text = f"{escape(choice.target)}: {escape(choice.variant)} is chosen ({escape(choice.reason)})"
             out.print(f"[green]PASS[/green] {text}")
         else:
             colour = _COLOURS[choice.verdict]

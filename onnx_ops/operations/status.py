@@ -18,6 +18,7 @@ from onnx_ops.domain.ledger import (
     ReleaseState,
     Spoken,
 )
+from onnx_ops.domain.rollout import Action, ActionKind
 from onnx_ops.operations.journal import Journal
 from onnx_ops.ports import Ports
 
@@ -73,8 +74,7 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
         case Configured():
             return f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
         case Intent():
-            split = ", ".join(f"{name} {weight} %" for name, weight in body.action.state.split.weights.items())
-            return f"{body.action.kind.value}: {split}", body.action.why
+            return _action_told(body.action), body.action.why
         case Outcome():
             return f"{'done' if body.ok else 'failed'} (entry {body.of})", body.detail
         case Spoken():
@@ -89,3 +89,12 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
             return f"override for version {body.version}", body.reason
         case _:
             assert_never(body)
+
+
+def _action_told(action: Action) -> str:
+    """What the action does to traffic, and for a change of the stable version from which to which."""
+    split = ", ".join(f"{name} {weight} %" for name, weight in action.state.split.weights.items())
+    stable, previous = action.roles.stable, action.roles.previous
+    if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and previous is not None:
+        return f"{action.kind.value} {previous.name} -> {stable.name}: {split}"
+    return f"{action.kind.value}: {split}"

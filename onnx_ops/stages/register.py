@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.analysis.judge import choose
+from onnx_ops.analysis.choice import choose
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, SignedDecision, Verdict

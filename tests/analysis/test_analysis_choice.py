@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.analysis.judge import choose
+from onnx_ops.analysis.choice import choose
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 
 
