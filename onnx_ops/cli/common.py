@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -31,8 +32,11 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        # With --json standard output holds one document; what libraries print goes where the progress goes.
+        talk = contextlib.redirect_stdout(sys.stderr) if kwargs.get("as_json") else contextlib.nullcontext()
         try:
-            return command(*args, **kwargs)
+            with talk:
+                return command(*args, **kwargs)
         except OnnxOpsError as error:
             complain(error, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(error.exit_code) from error
@@ -60,4 +64,5 @@ def complain(error: OnnxOpsError, *, as_json: bool) -> None:
 
 def print_json(document: Any) -> None:
     """One document on standard output; figures that are not numbers become null, as JSON has no NaN."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    output = sys.__stdout__ or sys.stdout
+    output.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, print_json, reported
 from onnx_ops.errors import OnnxOpsError, UserError
+
+if TYPE_CHECKING:
+    from onnx_ops.operations.reconcile import StepReport
 
 Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
@@ -70,11 +74,10 @@ def promote(
     reports = {name: settle(ports, name, actor=actor) for name in done.endpoints}
     if as_json:
         print_json({"promotion": codec.to_json(done), "steps": codec.to_json(reports)})
-        return
-    typer.echo(f"{model}/{done.version} on {target}: {done.did}")
-    for name, steps in reports.items():
-        for report in steps:
-            typer.echo(f"  {name}: {report.did + ': ' if report.did else ''}{report.why}")
+    else:
+        typer.echo(f"{model}/{done.version} on {target}: {done.did}")
+        _tell_steps(reports)
+    _exit_for(reports)
 
 
 @reported
@@ -136,11 +139,21 @@ def reconcile(
     reports = {name: settle(ports, name, actor=actor) for name in names}
     if as_json:
         print_json(codec.to_json(reports))
-    for name, steps in () if as_json else reports.items():
+    else:
+        _tell_steps(reports)
+    _exit_for(reports)
+
+
+def _tell_steps(reports: Mapping[str, Sequence[StepReport]]) -> None:
+    for name, steps in reports.items():
         for report in steps:
             typer.echo(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
-            if report.registry_down:
-                typer.echo(f"  the registry does not answer: {report.registry_down}", err=True)
+        if steps[-1].registry_down:
+            typer.echo(f"{name}: the registry does not answer: {steps[-1].registry_down}", err=True)
+
+
+def _exit_for(reports: Mapping[str, Sequence[StepReport]]) -> None:
+    """5 if something was refused, 4 if the registry could not be asked."""
     if any(report.refused for steps in reports.values() for report in steps):
         raise typer.Exit(5)
     if any(steps[-1].registry_down for steps in reports.values()):
@@ -225,6 +238,6 @@ def rollout(
     reports = settle(ports, endpoint, actor=actor)
     if as_json:
         print_json(codec.to_json(reports))
-        return
-    for report in reports:
-        typer.echo(f"{endpoint}: {report.did + ': ' if report.did else ''}{report.why}")
+    else:
+        _tell_steps({endpoint: reports})
+    _exit_for({endpoint: reports})

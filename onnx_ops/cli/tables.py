@@ -47,32 +47,39 @@ def plan_table(plan: Plan, would: Mapping[str, str]) -> None:
     console().print(table)
 
 
-def gate_table(rows: Sequence[ResultRow]) -> Table:
-    """Variant × target × gate, with verdict and figure."""
+def gate_report(out: Console, rows: Sequence[ResultRow]) -> None:
+    """Variant × target × gate with verdict and figure, and below it the reason of everything that did not pass."""
     table = Table(title="Gates", title_justify="left")
-    for name in ("variant", "target", "gate", "limit", "figure", "n", "verdict", "reason"):
-        table.add_column(name, overflow="fold", ratio=1 if name == "reason" else None)
+    for name in ("variant", "target", "gate", "limit", "figure", "n", "verdict"):
+        table.add_column(name, overflow="fold")
     last = ("", "")
     for row in rows:
         place = (row.variant, row.target)
         if last not in (place, ("", "")):
             table.add_section()
-        gate = f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate
-        colour = "dim" if row.advisory else _COLOURS[row.verdict]
-        verdict = f"[{colour}]{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}[/{colour}]"
         shown = place if place != last else ("", "")
-        figure = f"{row.figure} {row.interval}".strip()
-        reason = "" if row.verdict is Verdict.PASS else row.reason
-        cells = (*shown, gate, row.limit, figure, str(row.n or ""))
-        table.add_row(*(escape(cell) for cell in cells), verdict, escape(reason))
+        cells = (*shown, _gate_name(row), row.limit, f"{row.figure} {row.interval}".strip(), str(row.n or ""))
+        table.add_row(*(escape(cell) for cell in cells), _verdict(row))
         last = place
-    return table
+    out.print(table)
+    for row in rows:
+        if row.verdict is not Verdict.PASS:
+            out.print(f" {_verdict(row)} {escape(f'{row.variant} on {row.target}, {_gate_name(row)}: {row.reason}')}")
+
+
+def _gate_name(row: ResultRow) -> str:
+    return f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate
+
+
+def _verdict(row: ResultRow) -> str:
+    colour = "dim" if row.advisory else _COLOURS[row.verdict]
+    return f"[{colour}]{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}[/{colour}]"
 
 
 def summary_report(summary: Summary, errors: Mapping[str, OnnxOpsError], project: Project) -> None:
     out = console()
     if summary.decisions:
-        out.print(gate_table(result_table(summary.decisions)))
+        gate_report(out, result_table(summary.decisions))
     for choice in summary.choices:
         if choice.variant is not None:
             text = f"{escape(choice.target)}: {escape(choice.variant)} is chosen ({escape(choice.reason)})"
@@ -121,7 +128,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
 def explanation_report(version: str, explanations: Sequence[Explanation]) -> None:
     out = console()
     for one in explanations:
-        out.print(gate_table(result_table([one.decision])))
+        gate_report(out, result_table([one.decision]))
         colour = _COLOURS[one.decision.verdict]
         verdict = f"[{colour}]{one.decision.verdict.value.upper()}[/{colour}]"
         out.print(f"{escape(version)} on {escape(one.target)}: {verdict}, {escape(one.decision.reason)}")

@@ -1,86 +1,12 @@
-"""A project of its own for the tests that run the real commands: its files copied, its state beside them."""
+"""Projects for the tests that run the real commands."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
-MLP = "configs/pipelines/digits-mlp.yaml"
-COPIED = ("configs", "examples", "flows", "prefect.yaml")
-
-
-@dataclass
-class Project:
-    """Runs `onnx-ops` as a user would: a process of its own, in the project's folder."""
-
-    root: Path
-    environ: dict[str, str] = field(default_factory=dict)
-
-    def command(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [ONNX_OPS, *arguments],
-            cwd=self.root,
-            env=self.environment(environ),
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-
-    def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [ONNX_OPS, *arguments],
-            cwd=self.root,
-            env=self.environment(environ),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def document(self, *arguments: str, code: int = 0, environ: Mapping[str, str] | None = None) -> Any:
-        """The JSON document that a command prints, which must end with that exit code."""
-        done = self.command(*arguments, "--json", environ=environ)
-        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return json.loads(done.stdout)
-
-    def run(self, *overrides: str, code: int = 0, options: Sequence[str] = (), pipeline: str = MLP) -> Any:
-        sets = [part for override in overrides for part in ("--set", override)]
-        return self.document("run", pipeline, *sets, *options, code=code)
-
-    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ONNX_OPS_", "MLFLOW_", "PREFECT_"))}
-        return {**inherited, "ONNX_OPS_ACTOR": "tester", "COLUMNS": "200", **self.environ, **(extra or {})}
-
-    def stop_endpoints(self) -> None:
-        from onnx_ops.adapters.endpoints.server_process import ServerProcess
-
-        folder = self.root / ".onnx-ops" / "endpoints"
-        for endpoint in folder.iterdir() if folder.is_dir() else ():
-            ServerProcess(endpoint, sys.executable).stop()
-
-
-def make_project(folder: Path) -> Project:
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif source.is_file():
-            shutil.copyfile(source, folder / name)
-    (folder / "onnx-ops.toml").write_text("# settings of the tests' project\n", encoding="utf-8")
-    return Project(folder)
+from e2e_project import Project, make_project
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +22,3 @@ def fresh_project(tmp_path: Path) -> Iterator[Project]:
     made = make_project(tmp_path)
     yield made
     made.stop_endpoints()
-
-
-def until(condition: Any, *, seconds: float = 60.0, what: str = "condition") -> Any:
-    """Wait for something to become true; the time is a limit of patience, not a measurement."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not come true within {seconds:.0f} s")

@@ -123,7 +123,7 @@ def _write_mlmodel(record: VariantRecord, folder: Path, *, model_id: str, run_id
 def _signature(path: Path) -> ModelSignature | None:
     """Inputs and outputs as MLflow describes them; None where it has no words for one of them."""
     import onnx
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError
     from mlflow.models import ModelSignature
 
     try:

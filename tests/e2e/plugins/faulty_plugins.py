@@ -1,0 +1,42 @@
+"""Plugins with faults that the gates must find; installed by putting this folder on the path."""
+
+from __future__ import annotations
+
+import onnx
+from onnx import numpy_helper
+from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.errors import StageFailure
+from onnx_ops.ports import ExportRequest, OptimizeRequest
+
+
+class SwappedRowExporter(SklearnExporter):
+    """Exports correctly, then swaps two rows of the first weight matrix."""
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        super().export(model, request)
+        proto = onnx.load(request.path)
+        weight = next(t for t in proto.graph.initializer if len(t.dims) == 2 and min(t.dims) > 1)
+        rows = numpy_helper.to_array(weight).copy()
+        rows[[20, 21]] = rows[[21, 20]]
+        weight.CopyFrom(numpy_helper.from_array(rows, weight.name))
+        onnx.save(proto, request.path)
+
+
+class LossyQuantizer(DynamicQuantizer):
+    """Quantizes correctly, then shuffles the columns of the last float bias, which costs accuracy."""
+
+    def optimize(self, request: OptimizeRequest) -> None:
+        super().optimize(request)
+        proto = onnx.load(request.path)
+        biases = [t for t in proto.graph.initializer if t.data_type == onnx.TensorProto.FLOAT and 10 in t.dims]
+        for bias in biases:
+            values = numpy_helper.to_array(bias).copy()
+            bias.CopyFrom(numpy_helper.from_array((values[..., ::-1] * 4).copy(), bias.name))
+        onnx.save(proto, request.path)
+
+
+class CrashingOptimizer(DynamicQuantizer):
+    def optimize(self, request: OptimizeRequest) -> None:
+        raise StageFailure("the optimizer crashed", where=request.section.name)

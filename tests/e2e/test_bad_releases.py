@@ -1,0 +1,120 @@
+"""Releases that must not pass: each ends with the right exit code and a reason, and moves nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_project import MLP, Project
+
+pytestmark = pytest.mark.services
+
+FAULTY = {"PYTHONPATH": str(Path(__file__).parent / "plugins")}
+ONLY_FP32 = "quantize=[]"
+
+
+@pytest.fixture(scope="module")
+def released(project: Project) -> Project:
+    project.environ = dict(FAULTY)
+    project.run(ONLY_FP32)
+    return project
+
+
+def state_of(project: Project) -> tuple[Any, Any]:
+    from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+
+    (status,) = project.document("status", "digits")
+    state = project.root / ".onnx-ops"
+    registry = MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
+    return (status["roles"], status["traffic"]), registry.aliases("digits-mlp")
+
+
+def failing(document: Any, variant: str) -> list[Any]:
+    decision = next(d for d in document["decisions"] if d["variant"] == variant)
+    return [r for r in decision["results"] if r["verdict"] == "fail" and not r["advisory"]]
+
+
+def test_an_export_with_a_swapped_row_fails_parity_and_moves_nothing(released: Project) -> None:
+    before = state_of(released)
+    document = released.run(ONLY_FP32, "export.framework=sklearn-swapped", code=1)
+    reasons = [r for r in failing(document, "fp32") if r["gate"] == "parity"]
+    assert reasons, "the parity gate must have failed"
+    assert "noise" in reasons[0]["limit"]
+    assert reasons[0]["estimate"] > 10
+    assert reasons[0]["reason"]
+    assert document["choices"][0]["variant"] is None
+    assert state_of(released) == before
+
+
+def test_a_release_slower_than_the_champion_fails_and_moves_nothing(released: Project) -> None:
+    before = state_of(released)
+    document = released.run(ONLY_FP32, "train.with.hidden=[1024, 1024]", "gates[5].max=20 MB", code=1)
+    (result,) = [r for r in failing(document, "fp32") if r["gate"] == "latency"]
+    assert "champion" in result["metric"]
+    assert result["low"] > 1.05
+    assert "1.05" in result["limit"]
+    assert document["choices"][0]["variant"] is None
+    assert state_of(released) == before
+
+
+def test_the_reason_on_the_terminal_names_gate_figure_and_limit(released: Project) -> None:
+    done = released.command(
+        "run", MLP, "--set", ONLY_FP32, "--set", "train.with.hidden=[1024, 1024]", "--set", "gates[5].max=20 MB"
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL cpu-1t")]
+    assert "latency" in done.stdout
+    assert "no release" in line
+
+
+def test_a_variant_that_lost_accuracy_is_shown_and_not_chosen(released: Project) -> None:
+    document = released.run("quantize=[{name: lossy, method: lossy}]")
+    assert any(r["gate"] == "metric" and "accuracy" in r["metric"] for r in failing(document, "lossy"))
+    assert document["choices"][0]["variant"] == "fp32"
+    assert "lossy" in document["registration"]["versions"], "failed variants are registered with their evidence"
+
+
+def test_without_a_passing_variant_the_exit_code_is_1(released: Project) -> None:
+    before = state_of(released)
+    document = released.run(ONLY_FP32, "gates[2].min=99.9%", code=1)
+    assert document["choices"][0]["variant"] is None
+    assert "99.9%" in document["choices"][0]["reason"]
+    assert state_of(released) == before
+
+
+def test_a_variant_that_cannot_be_made_is_an_error_and_costs_no_other_its_release(released: Project) -> None:
+    document = released.run("quantize=[{name: broken, method: crashing}]")
+    decision = next(d for d in document["decisions"] if d["variant"] == "broken")
+    assert [r["verdict"] for r in decision["results"]] == ["error"]
+    assert "the optimizer crashed" in decision["results"][0]["reason"]
+    assert document["choices"][0]["variant"] == "fp32"
+
+
+def test_a_tampered_artifact_in_the_registry_is_refused(released: Project) -> None:
+    """Found before anything is deployed from it; the local copy of the model is taken away first."""
+    document = released.run(ONLY_FP32, "train.with.seed=11", "register.promote=manual")
+    version = document["registration"]["versions"]["fp32"]
+    artifacts = released.root / ".onnx-ops" / "mlartifacts"
+    newest = max(artifacts.rglob("model.onnx"), key=lambda path: path.stat().st_mtime_ns)
+    content = bytearray(newest.read_bytes())
+    content[-100] ^= 0xFF
+    newest.write_bytes(bytes(content))
+    before = state_of(released)
+    done = released.command("promote", "digits-mlp", version, "--target", "cpu-1t")
+    told = done.stdout + done.stderr
+    assert done.returncode == 5
+    assert "refused" in told
+    assert "registered" in told
+    after = state_of(released)
+    assert after[0] == before[0]
+    assert after[1] == before[1], "the alias was put back"
+    assert any("refused" in line["what"] for line in released.document("history", "digits"))
+
+
+def test_pull_requests_stop_at_the_gates(released: Project) -> None:
+    document = released.document(
+        "run", MLP, "--set", ONLY_FP32, "--set", "train.with.seed=12", environ={"ONNX_OPS_SIGNING": "off"}
+    )
+    assert document["registration"] is None
+    assert {stage.partition("/")[0] for stage in document["executed"]}.isdisjoint({"register", "promote", "deploy"})

@@ -1,0 +1,75 @@
+"""kill -9 of a run, in the middle of every stage: the next run goes on from what was finished."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from e2e_project import MLP, Project
+
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.domain.ledger import Intent, Outcome, fold
+
+pytestmark = pytest.mark.services
+
+OVERRIDES = ("--set", "quantize=[]")
+
+
+def killed_run(project: Project, stage: str, *overrides: str) -> bool:
+    """Start a run and kill it, and every process it started, when it begins a stage; whether it came that far."""
+    with project.start("run", MLP, *OVERRIDES, *overrides) as process:
+        for line in process.stderr or ():
+            if line.startswith("[") and f"] {stage} " in line:
+                os.killpg(process.pid, signal.SIGKILL)
+                return True
+    return False
+
+
+def stages(project: Project) -> list[str]:
+    planned = project.document("plan", MLP, *OVERRIDES)
+    return [entry["stage"] for entry in planned["stages"]]
+
+
+def check_ledger(root: Path) -> None:
+    """No effect without an outcome, and exactly one outcome that counts for each action on the endpoint."""
+    ledger = ObjectLedger(LocalObjects(root / ".onnx-ops" / "ledger"))
+    entries = ledger.read("digits")
+    assert fold("digits", entries).open_intent is None
+    done = {e.body.of for e in entries if isinstance(e.body, Outcome) and e.body.ok}
+    intents = [e for e in entries if isinstance(e.body, Intent) and e.sequence in done]
+    kinds = [e.body.action.kind.value for e in intents if isinstance(e.body, Intent)]
+    assert kinds.count("first-deployment") == 1
+
+
+def test_a_run_killed_in_every_stage_in_turn_ends_as_one_that_was_not(fresh_project: Project) -> None:
+    names = stages(fresh_project)
+    assert names[-1] == "deploy/digits"
+    for index, stage in enumerate(names):
+        assert killed_run(fresh_project, stage), f"{stage} did not begin"
+        foreseen = fresh_project.document("plan", MLP, *OVERRIDES)
+        would = {entry["stage"]: entry["would"] for entry in foreseen["stages"]}
+        finished = [name for name in names[:index] if not name.startswith(("promote", "deploy"))]
+        assert {would[name] for name in finished} <= {"unchanged"}, f"killed in {stage}: {would}"
+    ended = fresh_project.run("quantize=[]")
+    assert set(ended["executed"]) <= {"register", "promote@cpu-1t", "deploy/digits"}
+    assert ended["registration"]["versions"] == {"fp32": "1"}
+    (status,) = fresh_project.document("status", "digits")
+    assert status["traffic"] == {"v1": 100}
+    assert status["registry_pending"] == {}
+    check_ledger(fresh_project.root)
+    assert fresh_project.run("quantize=[]")["executed"] == []
+
+
+def test_a_second_release_killed_at_its_deploy_is_deployed_by_the_next_run(fresh_project: Project) -> None:
+    fresh_project.run("quantize=[]")
+    assert killed_run(fresh_project, "deploy/digits", "--set", "train.with.seed=8")
+    ended = fresh_project.run("quantize=[]", "train.with.seed=8")
+    version = ended["registration"]["versions"]["fp32"]
+    (status,) = fresh_project.document("status", "digits")
+    assert status["roles"]["stable"]["version"] == version
+    assert status["roles"]["previous"]["version"] == "1"
+    assert status["traffic"] == {f"v{version}": 100, "v1": 0}
+    check_ledger(fresh_project.root)
