@@ -8,7 +8,8 @@ from typing import Literal, assert_never
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.rollout import Action, Roles, RolloutPolicy, Word
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +99,9 @@ class ReleaseState:
     """The fold of an endpoint's entries.
 
     `generation` orders effects: the sequence of the last intent, open or closed. `pending_aliases` are
-    registry writes that are still owed. `rejected` are releases that may not come back by themselves, with the reason.
-    `known` holds every deployment that ever took traffic, by version.
+    registry writes that are still owed. `rejected` are releases, and single versions by manifest, that may not come
+    back by themselves, with the reason. `known` holds every deployment that may ever have taken traffic, by version.
+    `word_at` is the sequence of the operator's word.
     """
 
     endpoint: str
@@ -110,11 +112,16 @@ class ReleaseState:
     open_intent: Intent | None = None
     generation: int = 0
     word: Word | None = None
+    word_at: int = 0
     pending_aliases: Mapping[str, str | None] = field(default_factory=dict)
     aliases: Mapping[str, str | None] = field(default_factory=dict)
     rejected: Mapping[Digest, str] = field(default_factory=dict)
     overridden: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
+
+    def why_rejected(self, deployment: Deployment | VersionRecord) -> str | None:
+        """Why this version may not come back by itself; None if it may."""
+        return self.rejected.get(deployment.release, self.rejected.get(deployment.manifest))
 
 
 def fold(endpoint: str, entries: Iterable[LedgerEntry]) -> ReleaseState:
@@ -146,18 +153,22 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
         case Configured():
             return replace(state, config=body.config, policy=body.policy)
         case Intent():
-            return replace(state, open_intent=body, generation=entry.sequence)
+            # What it overtakes may have reached the endpoint already.
+            return replace(state, open_intent=body, generation=entry.sequence, known=_known(state))
         case Outcome():
             return _close(state, body)
         case Spoken():
-            return replace(state, word=body.word)
+            return replace(state, word=body.word, word_at=entry.sequence)
         case Mirrored():
             owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
             return replace(state, pending_aliases=owed, aliases={**state.aliases, **body.aliases})
         case RefusedVersion():
             return state
         case Override():
-            rejected = {release: why for release, why in state.rejected.items() if release != body.release}
+            freed = {body.release}
+            if body.version in state.known:
+                freed.add(state.known[body.version].manifest)
+            rejected = {digest: why for digest, why in state.rejected.items() if digest not in freed}
             return replace(state, rejected=rejected, overridden=state.overridden | {body.release})
         case _:
             assert_never(body)
@@ -171,16 +182,33 @@ def _close(state: ReleaseState, outcome: Outcome) -> ReleaseState:
     if not outcome.ok:
         return replace(state, open_intent=None)
     action = opened.action
-    known = dict(state.known)
-    for deployment in action.state.deployments:
-        known[deployment.version] = deployment
+    serving = action.roles.stable
+    rejected = {**state.rejected, **dict.fromkeys(action.reject, action.why)}
+    if serving is not None:
+        rejected = {
+            digest: why for digest, why in rejected.items() if digest not in (serving.release, serving.manifest)
+        }
     return replace(
         state,
         open_intent=None,
         roles=action.roles,
-        word=None,
+        word=state.word if _word_stands(state, action) else None,
         pending_aliases={**state.pending_aliases, **action.aliases},
-        rejected={**state.rejected, **dict.fromkeys(action.reject, action.why)},
+        rejected=rejected,
         overridden=state.overridden - set(action.reject),
-        known=known,
+        known=_known(state),
     )
+
+
+def _known(state: ReleaseState) -> Mapping[str, Deployment]:
+    """Every deployment that may have taken traffic, those of the open intent among them."""
+    if state.open_intent is None:
+        return state.known
+    return {**state.known, **{d.version: d for d in state.open_intent.action.state.deployments}}
+
+
+def _word_stands(state: ReleaseState, action: Action) -> bool:
+    """Whether the operator's word is still to be acted upon: it came after the intent, or the intent was a repair."""
+    if action.roles.candidate is None:
+        return False
+    return action.kind is ActionKind.RESTORE or state.word_at > state.generation

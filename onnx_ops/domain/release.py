@@ -75,8 +75,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What the register stage did: version by variant, and the choice of each target."""
+    """What the register stage did: version by variant, and the choice of each target. `run` is the stage's key."""
 
+    run: Digest
     model: str
     release: Digest
     versions: Mapping[str, str]

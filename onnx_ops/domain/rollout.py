@@ -6,7 +6,7 @@ do next. It knows nothing of providers, registries or processes; drivers apply i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated
@@ -55,7 +55,7 @@ class Action:
     """One effect on an endpoint: the state to apply, and the roles once it has been applied.
 
     `aliases` are the registry writes that follow (None deletes the alias); `reject` are releases that must not
-    come back by themselves.
+    come back by themselves, or manifests of single versions where their release stays in service.
     """
 
     kind: ActionKind
@@ -166,7 +166,7 @@ def abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
         roles=replace(roles, candidate=None, step=0),
         why=why,
         aliases={alias("challenger", target): None} if reject else {},
-        reject=(roles.candidate.release,) if reject else (),
+        reject=_rejected((roles.candidate,), roles.stable) if reject else (),
     )
 
 
@@ -180,8 +180,13 @@ def rollback(roles: Roles, to: Deployment, target: str, *, why: str, now: float)
         roles=Roles(stable=to, previous=came_from, candidate=None, finished_at=now if came_from else 0.0),
         why=why,
         aliases={alias("champion", target): to.version, alias("challenger", target): None},
-        reject=tuple(dict.fromkeys(d.release for d in left if d.release != to.release)),
+        reject=_rejected(left, to),
     )
+
+
+def _rejected(bad: Iterable[Deployment], good: Deployment) -> tuple[Digest, ...]:
+    """A release is bad as a whole, unless the good version belongs to it too: then only this version is."""
+    return tuple(dict.fromkeys(d.manifest if d.release == good.release else d.release for d in bad))
 
 
 def _first(wanted: Deployment | None, target: str, now: float) -> Action | Wait:
@@ -220,7 +225,7 @@ def _start(
     return Action(
         kind=ActionKind.START,
         state=split_state(stable, wanted, percent),
-        roles=replace(roles, previous=None, candidate=wanted, step=0, finished_at=0.0),
+        roles=replace(roles, candidate=wanted, step=0, finished_at=0.0),
         why=f"step 1 of {len(policy.steps)}: {percent} % to {wanted.name}",
     )
 

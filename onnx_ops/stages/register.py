@@ -35,6 +35,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     registry = ports.registry()
     versions = registry.publish(Publication(model=settings["model"], lineage=lineage, variants=records))
     registration = Registration(
+        run=key,
         model=settings["model"],
         release=lineage.release,
         versions=versions,

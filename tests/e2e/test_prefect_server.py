@@ -15,8 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-from tests.e2e.conftest import Project, until
+from e2e_project import Project, until
 
 pytestmark = pytest.mark.services
 

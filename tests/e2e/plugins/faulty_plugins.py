@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx
 from onnx import numpy_helper
-from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer
 from onnx_ops.errors import StageFailure
 from onnx_ops.ports import ExportRequest, OptimizeRequest
 
@@ -25,15 +25,14 @@ class SwappedRowExporter(SklearnExporter):
 
 
 class LossyQuantizer(DynamicQuantizer):
-    """Quantizes correctly, then shuffles the columns of the last float bias, which costs accuracy."""
+    """Quantizes correctly, then reverses the columns of the last weight, so that classes change places."""
 
     def optimize(self, request: OptimizeRequest) -> None:
         super().optimize(request)
         proto = onnx.load(request.path)
-        biases = [t for t in proto.graph.initializer if t.data_type == onnx.TensorProto.FLOAT and 10 in t.dims]
-        for bias in biases:
-            values = numpy_helper.to_array(bias).copy()
-            bias.CopyFrom(numpy_helper.from_array((values[..., ::-1] * 4).copy(), bias.name))
+        weight = [t for t in proto.graph.initializer if t.name.endswith("_quantized")][-1]
+        columns = numpy_helper.to_array(weight)[:, ::-1].copy()
+        weight.CopyFrom(numpy_helper.from_array(columns, weight.name))
         onnx.save(proto, request.path)
 
 
