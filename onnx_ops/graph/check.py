@@ -25,20 +25,21 @@ def full_check(path: Path) -> None:
     read_structure(path)
     try:
         onnx.checker.check_model(str(path), full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
+    except (onnx.checker.ValidationError, RuntimeError, ValueError) as error:  # errors of inference are of both
         raise UserError("it is not valid ONNX", where=path.name, why=_first_line(error)) from error
 
 
 def ceiling(info: ModelInfo, target: Target) -> str:
     """Why a target does not accept a model's versions; empty if it does."""
-    opset = info.opsets.get("", info.opsets.get("ai.onnx", 0))
+    opset = info.opsets.get("", 0)
     if opset > target.max_opset:
-        return f"target {target.name} accepts opset <= {target.max_opset}, the model has {opset}; set export.opset"
+        return f"target {target.name} accepts opset <= {target.max_opset}, the model has {opset}: set export.opset"
     if info.ir_version > target.max_ir_version:
         accepted, found = target.max_ir_version, info.ir_version
-        return f"target {target.name} accepts IR version <= {accepted}, the model has {found}; set export.ir_version"
+        return f"target {target.name} accepts IR version <= {accepted}, the model has {found}: set export.ir_version"
     return ""
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -48,9 +48,15 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def write_model(model: onnx.ModelProto, path: Path) -> None:
-    """Write a model, its weights beside it under a fixed name if they are too large for one file."""
+    """Write a model, its weights beside it under a fixed name if they are too large for one file.
+
+    Converters import operator sets in the order of a hash table, which is another in every process: they are sorted.
+    """
     import onnx
 
+    imports = sorted(model.opset_import, key=lambda entry: entry.domain)
+    del model.opset_import[:]
+    model.opset_import.extend(imports)
     size = sum(len(t.raw_data) for t in tensors(model))
     if size > EXTERNAL_LIMIT:
         onnx.save_model(
@@ -76,33 +82,66 @@ def external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
 
 
 def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every constant tensor of a model: initializers and attributes, subgraphs and functions included."""
-    import onnx
+    """Every constant tensor of a model: initializers and attributes, subgraphs, functions and training included.
 
-    graphs = [model.graph]
-    nodes = [node for function in model.functions for node in function.node]
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
-            yield from graph.initializer
-            for sparse in graph.sparse_initializer:
-                yield from (sparse.values, sparse.indices)
-            nodes.extend(graph.node)
-        while nodes:
-            for attribute in nodes.pop().attribute:
-                if attribute.type == onnx.AttributeProto.TENSOR:
-                    yield attribute.t
-                yield from attribute.tensors
-                graphs.extend(attribute.graphs)
-                if attribute.type == onnx.AttributeProto.GRAPH:
-                    graphs.append(attribute.g)
+    What an attribute holds counts, whatever type it claims to have.
+    """
+    for graph in graphs(model):
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+    for attribute in _attributes(model):
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        for sparse in (*attribute.sparse_tensors, attribute.sparse_tensor):
+            yield from (sparse.values, sparse.indices)
+
+
+def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    """The model's graph, those of training, and all their subgraphs and those of functions."""
+    yield model.graph
+    for training in model.training_info:
+        yield from (training.initialization, training.algorithm)
+    for attribute in _attributes(model):
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Every node of a model, of subgraphs, functions and training too."""
+    waiting: list[onnx.NodeProto] = [*model.graph.node]
+    for training in model.training_info:
+        waiting += [*training.initialization.node, *training.algorithm.node]
+    for function in model.functions:
+        waiting += function.node
+        for attribute in function.attribute_proto:
+            waiting += _inner(attribute)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            waiting += _inner(attribute)
+
+
+def _attributes(model: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
+    for function in model.functions:
+        yield from function.attribute_proto
+    for node in nodes(model):
+        yield from node.attribute
+
+
+def _inner(attribute: onnx.AttributeProto) -> list[onnx.NodeProto]:
+    held = [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
+    return [node for graph in held for node in graph.node]
 
 
 def _checked(name: str, folder: Path, tensor: str) -> Path:
     pure = PurePosixPath(name)
     unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
     path = folder / name
-    if unsafe or not path.resolve().is_relative_to(folder.resolve()):
+    if unsafe or not _inside(path, folder):
         raise Refused(
             f"its external data {name!r} lies outside its folder",
             where=f"tensor {tensor}",
@@ -111,3 +150,10 @@ def _checked(name: str, folder: Path, tensor: str) -> Path:
     if not path.is_file():
         raise NotFound(f"its external data {name!r} is missing", where=str(folder))
     return path
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # too long, a circle of links, a zero byte
+        return False

@@ -24,7 +24,7 @@ def info(path: Path) -> ModelInfo:
     constants = {tensor.name for tensor in model.graph.initializer}
     return ModelInfo(
         ir_version=model.ir_version,
-        opsets={entry.domain: entry.version for entry in model.opset_import},
+        opsets={"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in model.opset_import},
         inputs=tuple(_spec(value) for value in model.graph.input if value.name not in constants),
         outputs=tuple(_spec(value) for value in model.graph.output),
         nodes=len(model.graph.node),
@@ -36,7 +36,8 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
     from onnx import TensorProto
 
     kind = value.type.tensor_type
-    name = TensorProto.DataType.Name(kind.elem_type).lower()
+    known = kind.elem_type in TensorProto.DataType.values()
+    name = TensorProto.DataType.Name(kind.elem_type).lower() if known else "undefined"
     dtype = {"float": "float32", "double": "float64"}.get(name, name)
     shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in kind.shape.dim)
     return TensorSpec(name=value.name, dtype=dtype, shape=shape)

@@ -1,0 +1,151 @@
+"""Quantized weights beside the float ones that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.graph.files import read_model
+
+if TYPE_CHECKING:
+    import onnx
+
+Floats = npt.NDArray[np.float64]
+
+SUFFIX = "_quantized"
+"""ONNX Runtime's quantizers name a quantized tensor after its original, with this at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """One weight or bias. `scale` is the quantization step, of a shape that broadcasts against the other two.
+
+    A step is never taken as finer than the spacing of float32 at the original's own values, which is all that an
+    int32 bias with a tiny scale could resolve.
+    """
+
+    name: str
+    original: Floats
+    dequantized: Floats
+    scale: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """Names of the tensors of a quantized weight, and the axis that its scales run along."""
+
+    weight: str
+    scale: str
+    zero_point: str
+    axis: int
+    transposable: bool
+
+
+def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
+    """Every quantized weight and bias of `derived` with its float original in `source`, in order of name.
+
+    Reads what static quantization stores (constants behind a DequantizeLinear) and what dynamic quantization does
+    (constants of MatMulInteger and ConvInteger).
+
+    Raises:
+        MeasurementFailure: a quantized weight has no original of its name and shape, or is stored in another way.
+        NotFound, UserError, Refused: as for reading the files.
+    """
+    before, after = read_model(source), read_model(derived)
+    originals, tensors = constants(before), constants(after)
+    turned = _turned(before)
+    found = {stored.weight: stored for stored in _stored(after, tensors)}
+    if unread := sorted(name for name in tensors if name.endswith(SUFFIX) and name not in found):
+        raise MeasurementFailure(
+            f"quantized weight {unread[0]} is stored in a way that cannot be compared", where=derived.name
+        )
+    return tuple(
+        _pair(found[name], originals, tensors, turned, derived.name) for name in sorted(found) if tensors[name].dims
+    )
+
+
+def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """The constant tensors of the main graph by name: initializers, and values of Constant nodes."""
+    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.name == "value":
+                found[node.output[0]] = attribute.t
+    return found
+
+
+def _stored(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[_Stored]:
+    consumers = {name: node.op_type for node in model.graph.node for name in node.input}
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in tensors:
+            yield _Stored(
+                weight=node.input[0],
+                scale=node.input[1],
+                zero_point=node.input[2] if len(node.input) > 2 else "",
+                axis=next((a.i for a in node.attribute if a.name == "axis"), 1),
+                transposable=consumers.get(node.output[0]) == "MatMul",
+            )
+        elif node.op_type in ("MatMulInteger", "ConvInteger") and node.input[1] in tensors:
+            multiplied = node.op_type == "MatMulInteger"
+            yield _Stored(
+                weight=node.input[1],
+                scale=f"{node.input[1].removesuffix(SUFFIX)}_scale",
+                zero_point=node.input[3] if len(node.input) > 3 else "",
+                axis=-1 if multiplied else 0,
+                transposable=multiplied,
+            )
+
+
+def _turned(model: onnx.ModelProto) -> frozenset[str]:
+    """Weights that a Gemm uses transposed; a quantizer that makes it a MatMul stores them transposed."""
+    return frozenset(
+        node.input[1]
+        for node in model.graph.node
+        if node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
+    )
+
+
+def _pair(
+    stored: _Stored,
+    originals: Mapping[str, onnx.TensorProto],
+    tensors: Mapping[str, onnx.TensorProto],
+    turned: frozenset[str],
+    where: str,
+) -> QuantizedWeight:
+    from onnx import numpy_helper
+
+    name = stored.weight.removesuffix(SUFFIX)
+    if name not in originals or stored.scale not in tensors:
+        raise MeasurementFailure(f"quantized weight {name} has no original or no scale to compare with", where=where)
+    original = numpy_helper.to_array(originals[name]).astype(np.float64)
+    if stored.transposable and name in turned:
+        original = original.T
+    levels = numpy_helper.to_array(tensors[stored.weight]).astype(np.float64)
+    if original.squeeze().shape != levels.squeeze().shape:
+        raise MeasurementFailure(
+            f"quantized weight {name} has shape {levels.shape}, its original {original.shape}", where=where
+        )
+    scale = _along(numpy_helper.to_array(tensors[stored.scale]).astype(np.float64), levels.ndim, stored.axis)
+    if stored.zero_point in tensors:
+        zero = numpy_helper.to_array(tensors[stored.zero_point]).astype(np.float64)
+        levels = levels - _along(zero, levels.ndim, stored.axis)
+    original = original.reshape(levels.shape)
+    spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
+    return QuantizedWeight(
+        name=name, original=original, dequantized=levels * scale, scale=np.maximum(np.abs(scale), spacing)
+    )
+
+
+def _along(values: Floats, dimensions: int, axis: int) -> Floats:
+    """Shape values that belong to one axis (or to all) so that they broadcast."""
+    if values.size == 1:
+        return values.reshape((1,) * dimensions)
+    shape = [1] * dimensions
+    shape[axis] = -1
+    return values.reshape(shape)

@@ -1,0 +1,127 @@
+"""Conformance suite for optimizers."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.graph.check import full_check
+from onnx_ops.graph.files import read_structure
+from onnx_ops.graph.inspect import info
+from onnx_ops.graph.metadata import read_lineage
+from onnx_ops.graph.weights import quantized_weights
+from onnx_ops.ports.models import Optimizer, OptimizeRequest
+from onnx_ops.testing.models import rows, write_perceptron
+
+HALF_A_STEP = 0.51
+"""Rounding moves a weight by half a step at most; the rest is float32."""
+
+
+class OptimizerSuite:
+    """What every optimizer must do. Subclass it, and give the fixture `optimizer`; override `section` to choose its
+    settings."""
+
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return Quantize(name="variant", method="plugin", calibrate=Calibrate(samples=40))
+
+    @pytest.fixture
+    def request_(self, section: Quantize, tmp_path: Path) -> OptimizeRequest:
+        """A perceptron and calibration rows whose number is no multiple of a batch."""
+        source = tmp_path / "source.onnx"
+        write_perceptron(source)
+        return OptimizeRequest(section=section, source=source, path=tmp_path / "derived.onnx", calibration=rows(37))
+
+    def test_the_variant_has_the_interface_and_lineage_of_its_source(
+        self, optimizer: Optimizer, request_: OptimizeRequest
+    ) -> None:
+        optimizer.optimize(request_)
+        full_check(request_.path)
+        before, after = info(request_.source), info(request_.path)
+        assert (after.inputs, after.outputs) == (before.inputs, before.outputs)
+        assert (after.opsets, after.ir_version) == (before.opsets, before.ir_version)
+        assert read_lineage(request_.path) == read_lineage(request_.source)
+
+    @pytest.mark.parametrize("count", [1, 3, 17])
+    def test_the_variant_answers_nearly_as_its_source(
+        self, optimizer: Optimizer, request_: OptimizeRequest, count: int
+    ) -> None:
+        optimizer.optimize(request_)
+        target, feed = Target(name="cpu"), rows(count, seed=9)
+        before = OnnxRuntime().run(request_.source, target, (feed,))[0]["scores"].astype(np.float64)
+        after = OnnxRuntime().run(request_.path, target, (feed,))[0]["scores"].astype(np.float64)
+        assert after.shape == before.shape
+        assert float(np.sqrt(np.mean((after - before) ** 2))) < 0.1 * float(np.sqrt(np.mean(before**2)))
+
+    def test_the_same_source_gives_the_same_bytes(
+        self, optimizer: Optimizer, request_: OptimizeRequest, tmp_path: Path
+    ) -> None:
+        again = replace(request_, path=tmp_path / "again.onnx")
+        optimizer.optimize(request_)
+        optimizer.optimize(again)
+        assert digest_file(again.path) == digest_file(request_.path)
+
+    def test_nothing_is_left_behind(
+        self,
+        optimizer: Optimizer,
+        request_: OptimizeRequest,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+        source = digest_file(request_.source)
+        optimizer.optimize(request_)
+        assert list(scratch.iterdir()) == []
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["derived.onnx", "scratch", "source.onnx"]
+        assert digest_file(request_.source) == source
+        assert capfd.readouterr() == ("", "")
+
+    def test_quantized_weights_are_within_half_a_step_of_their_originals(
+        self, optimizer: Optimizer, request_: OptimizeRequest
+    ) -> None:
+        optimizer.optimize(request_)
+        weights = quantized_weights(request_.source, request_.path)
+        assert bool(weights) is optimizer.quantized
+        for weight in weights:
+            assert float((np.abs(weight.original - weight.dequantized) / weight.scale).max()) <= HALF_A_STEP
+
+    @pytest.mark.parametrize("name", ["first", "second"])
+    def test_an_excluded_node_stays_in_float(
+        self, optimizer: Optimizer, request_: OptimizeRequest, section: Quantize, name: str
+    ) -> None:
+        optimizer.optimize(replace(request_, section=replace(section, exclude=(name,))))
+        kept = {tensor.name for tensor in read_structure(request_.path).graph.initializer}
+        assert f"{name}.weight" in kept
+        names = {weight.name for weight in quantized_weights(request_.source, request_.path)}
+        assert f"{name}.weight" not in names
+        assert bool(names) is optimizer.quantized
+
+    def test_an_exclusion_of_an_unknown_node_is_refused(
+        self, optimizer: Optimizer, request_: OptimizeRequest, section: Quantize
+    ) -> None:
+        wrong = replace(request_, section=replace(section, exclude=("secnd", "nothing-like-it")))
+        with pytest.raises(UserError, match="did you mean 'second'") as caught:
+            optimizer.optimize(wrong)
+        assert "nothing-like-it" in str(caught.value)
+        assert not wrong.path.exists()
+
+    def test_calibration_that_is_needed_is_asked_for(self, optimizer: Optimizer, request_: OptimizeRequest) -> None:
+        without = replace(request_, calibration=None)
+        if optimizer.needs_calibration:
+            with pytest.raises(UserError, match="calibration rows"):
+                optimizer.optimize(without)
+        else:
+            optimizer.optimize(without)
+            assert without.path.is_file()
