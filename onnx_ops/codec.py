@@ -4,6 +4,7 @@ one value."""
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,12 +15,16 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from cattrs import transform_error
 from cattrs.errors import BaseValidationError
 from cattrs.preconf.json import JsonConverter, make_converter
+from cattrs.v import format_exception
 from typing_extensions import TypeForm
 
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.errors import StateCorrupt
 
 T = TypeVar("T")
+
+_LONGEST = 300
+"""Characters of an error about a value that may be of any length."""
 
 
 def to_json(value: object) -> Any:
@@ -45,7 +50,7 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     try:
         return _converter().structure(value, cast("type[T]", kind))
     except (BaseValidationError, ValueError, TypeError, KeyError, AttributeError) as error:
-        why = "; ".join(transform_error(error))
+        why = "; ".join(transform_error(error, format_exception=_say))
         raise StateCorrupt(f"not a {getattr(kind, '__name__', kind)}", where=where, why=why) from error
 
 
@@ -56,10 +61,15 @@ def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
         StateCorrupt: it is not JSON, or does not describe such a value.
     """
     try:
-        value = _converter().loads(data, Any)
-    except ValueError as error:
+        value = _converter().loads(data, Any, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise StateCorrupt("not JSON", where=where, why=str(error)) from error
     return from_json(value, kind, where=where)
+
+
+def _say(error: BaseException, kind: type | None) -> str:
+    text = format_exception(error, kind)
+    return f"{text} ({error})"[:_LONGEST] if isinstance(error, ValueError | TypeError) else text
 
 
 @functools.cache
@@ -120,15 +130,21 @@ def _is_scalar_union(kind: Any) -> bool:
 
 
 def _scalar(value: Any, kind: Any) -> Any:
+    if type(value) is float and not math.isfinite(value):
+        raise TypeError(f"{value!r} is not a number")
     if type(value) in _members(kind) or (type(value) is int and float in _members(kind)):
         return value
     raise TypeError(f"{value!r} is not {kind}")
 
 
 def _float(value: Any, _: Any) -> float:
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) or not math.isfinite(value):
         raise TypeError(f"{value!r} is not a number")
     return float(value)
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON value")
 
 
 def _int(value: Any, _: Any) -> int:

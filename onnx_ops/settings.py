@@ -93,19 +93,23 @@ def _from_file(path: Path, asked: str | None) -> tuple[dict[str, str], str]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError("not TOML", where=str(path), why=str(error)) from error
-    profiles: dict[str, dict[str, Any]] = document.pop("profiles", {})
+    profiles: Any = document.pop("profiles", {})
+    if not isinstance(profiles, dict) or not all(isinstance(values, dict) for values in profiles.values()):
+        raise UserError("profiles must be tables", where=str(path), remedy="Write each one as [profiles.NAME].")
     profile = asked or str(document.pop("profile", "default"))
     document.pop("profile", None)
     if profile not in profiles and profile != "default":
         known = ", ".join(sorted(profiles)) or "none"
         raise UserError(f"no profile is called {profile!r}", where=str(path), remedy=f"Profiles there: {known}.")
     values = {**document, **profiles.get(profile, {})}
-    for key in values:
+    for key, value in values.items():
         if key not in _KEYS:
             close = difflib.get_close_matches(key, _KEYS, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(_KEYS)}."
             raise UserError(f"unknown key {key!r}", where=str(path), remedy=hint)
-    return {key: str(value) for key, value in values.items()}, profile
+        if not isinstance(value, str):
+            raise UserError(f"{key} must be text, not {value!r}", where=str(path), remedy="Put it into quotes.")
+    return values, profile
 
 
 def _complete(root: Path, profile: str, values: Mapping[str, str]) -> Settings:

@@ -8,6 +8,9 @@ import socket
 import time
 from pathlib import Path
 
+_ENDED = ("Z", "X")
+"""States of a process that was killed and whose parent has not asked for its end yet."""
+
 
 class SystemClock:
     def now(self) -> float:
@@ -41,7 +44,8 @@ def _started(process: int) -> str:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:
         return "" if not _runs(process) else "unknown"
-    return text.rpartition(")")[2].split()[19]
+    state, *rest = text.rpartition(")")[2].split()
+    return "" if state in _ENDED else rest[18]
 
 
 def _runs(process: int) -> bool:

@@ -191,11 +191,11 @@ class FsspecObjects:
             self._fs.put_file(str(path), self._path(name))
 
     def download(self, name: str, path: Path) -> bool:
-        with self._reachable(), durable_file(path) as temporary:
-            try:
+        try:
+            with self._reachable(), durable_file(path) as temporary:
                 self._fs.get_file(self._path(name), str(temporary))
-            except FileNotFoundError:
-                return False
+        except FileNotFoundError:
+            return False
         return True
 
     def _path(self, name: str) -> str:

@@ -101,7 +101,7 @@ class ReleaseState:
     `generation` orders effects: the sequence of the last intent, open or closed. `pending_aliases` are
     registry writes that are still owed. `rejected` are releases, and single versions by manifest, that may not come
     back by themselves, with the reason. `known` holds every deployment that may ever have taken traffic, by version.
-    `word_at` is the sequence of the operator's word.
+    `word_at` is the sequence of the operator's word, `decided_at` that of the first intent to do what is open.
     """
 
     endpoint: str
@@ -111,6 +111,7 @@ class ReleaseState:
     roles: Roles = field(default_factory=Roles)
     open_intent: Intent | None = None
     generation: int = 0
+    decided_at: int = 0
     word: Word | None = None
     word_at: int = 0
     pending_aliases: Mapping[str, str | None] = field(default_factory=dict)
@@ -154,7 +155,14 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             return replace(state, config=body.config, policy=body.policy)
         case Intent():
             # What it overtakes may have reached the endpoint already.
-            return replace(state, open_intent=body, generation=entry.sequence, known=_known(state))
+            again = state.open_intent is not None and state.open_intent.action == body.action
+            return replace(
+                state,
+                open_intent=body,
+                generation=entry.sequence,
+                decided_at=state.decided_at if again else entry.sequence,
+                known=_known(state),
+            )
         case Outcome():
             return _close(state, body)
         case Spoken():
@@ -208,7 +216,7 @@ def _known(state: ReleaseState) -> Mapping[str, Deployment]:
 
 
 def _word_stands(state: ReleaseState, action: Action) -> bool:
-    """Whether the operator's word is still to be acted upon: it came after the intent, or the intent was a repair."""
+    """Whether the operator's word is still to be acted upon: the action was a repair, or decided before the word."""
     if action.roles.candidate is None:
         return False
-    return action.kind is ActionKind.RESTORE or state.word_at > state.generation
+    return action.kind is ActionKind.RESTORE or state.word_at > state.decided_at

@@ -100,14 +100,19 @@ def run(
     outcomes: dict[str, StageOutcome] = {}
     errors: dict[str, OnnxOpsError] = {}
     for stage in plan.stages:
-        outcome = _ready(stage, outcomes, handler, fresh)
+        error: OnnxOpsError | None = None
+        try:
+            outcome = _ready(stage, outcomes, handler, fresh)
+        except OnnxOpsError as unreadable:
+            error = unreadable
+            outcome = StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(error))
         if outcome is None:
             observer.started(stage)
             outcome, error = _execute(stage, outcomes, handler, executor, clock)
-            if error is not None:
-                errors[stage.id] = error
         else:
             executor.show(stage, outcome)
+        if error is not None:
+            errors[stage.id] = error
         outcomes[stage.id] = outcome
         observer.finished(stage, outcome)
     return RunResult(plan=plan, outcomes=outcomes, errors=errors)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFound, UserError
 
 
 def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Digest:
@@ -17,13 +17,16 @@ def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Di
 
     Raises:
         NotFound: the module, or a file in `depends`, does not exist below `root`.
+        UserError: a file is not Python.
     """
     module = reference.partition(":")[0]
     path = _module_file(module, root)
     if path is None:
         raise NotFound(f"module {module} is not in the project", where=str(root), remedy="Check `train.run`.")
     seen: dict[str, Digest] = {}
-    _collect(path, root, seen)
+    for package in _with_packages(module):  # importing a module runs its packages too
+        if (file := _module_file(package, root)) is not None:
+            _collect(file, root, seen)
     for name in depends:
         file = root / name
         if not file.is_file():
@@ -46,7 +49,7 @@ def _collect(path: Path, root: Path, seen: dict[str, Digest]) -> None:
 def _imports(path: Path, root: Path) -> Iterator[str]:
     """Every dotted name that an import statement of the file might mean; names that are no modules do no harm."""
     package = list(path.relative_to(root).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(_parsed(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -56,15 +59,27 @@ def _imports(path: Path, root: Path) -> Iterator[str]:
         else:
             continue
         for name in names:
-            parts = name.split(".")
-            yield from (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+            yield from _with_packages(name)
+
+
+def _with_packages(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    return (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+
+
+def _parsed(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
 
 
 def _module_file(module: str, root: Path) -> Path | None:
     if not module or not all(part.isidentifier() for part in module.split(".")):
         return None
     base = root.joinpath(*module.split("."))
-    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+    for candidate in (base / "__init__.py", base.with_suffix(".py")):
         if candidate.is_file():
             return candidate
     return None

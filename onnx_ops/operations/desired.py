@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import RefusedVersion, ReleaseState
@@ -16,9 +16,13 @@ from onnx_ops.operations.journal import Journal, siblings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
-    """`refused` tells what the registry asked for and may not have; `unreachable` why it could not be asked."""
+    """`refused` tells what the registry asked for and may not have; `unreachable` why it could not be asked.
+
+    `champion` is the version under the target's champion alias.
+    """
 
     wanted: Deployment | None
+    champion: str | None = None
     refused: RefusedVersion | None = None
     unreachable: str = ""
 
@@ -27,24 +31,21 @@ def desired(journal: Journal) -> Desired:
     """What should serve. While the registry does not answer, the endpoint keeps its course."""
     ports, state, config = journal.ports, journal.state, journal.config
     try:
-        asked = _asked(journal, ports.registry().aliases(config.model))
-        if asked is None:
-            return Desired(wanted=None)
-        name, version = asked
-        if state.roles.stable is not None and version == state.roles.stable.version:
-            return Desired(wanted=state.roles.stable)
-        return _verified(journal, name, version)
+        found = ports.registry().aliases(config.model)
+        asked = _asked(journal, found)
+        wish = Desired(wanted=None) if asked is None else _verified(journal, *asked)
+        return replace(wish, champion=found.get(alias("champion", config.target)))
     except ServiceUnavailable as error:
         return Desired(wanted=state.roles.candidate or state.roles.stable, unreachable=str(error))
 
 
 def refuse_rejected(state: ReleaseState, record: VersionRecord) -> None:
     """Raises Refused if this endpoint rolled the version's release back and nobody overrode that."""
-    if record.release in state.rejected:
+    if (why := state.why_rejected(record)) is not None:
         raise Refused(
             f"endpoint {state.endpoint} rolled this release back, and it does not come back by itself",
             where=f"{record.model}/{record.version}",
-            why=state.rejected[record.release],
+            why=why,
             remedy="Make a new release, or promote it with --override and a reason.",
         )
 
@@ -59,7 +60,7 @@ def spent(journal: Journal, version: str) -> bool:
     if state.roles.stable is not None and version == state.roles.stable.version:
         return True
     deployment = state.known.get(version)
-    if deployment is None or deployment.release not in state.rejected:
+    if deployment is None or state.why_rejected(deployment) is None:
         return False
     owed = alias("challenger", config.target) in state.pending_aliases
     return owed or len(siblings(journal.ports, config.model, config.target)) > 1
@@ -80,7 +81,7 @@ def _asked(journal: Journal, found: Mapping[str, str]) -> tuple[str, str] | None
     champion, challenger = alias("champion", target), alias("challenger", target)
     if state.roles.stable is None:
         return next(((name, found[name]) for name in (champion, challenger) if name in found), None)
-    if moved_by_a_person(state, champion, found.get(champion)):
+    if moved_by_a_person(state, champion, found.get(champion)) and found[champion] != state.roles.stable.version:
         return champion, found[champion]
     if challenger in found and not spent(journal, found[challenger]):
         return challenger, found[challenger]
@@ -91,8 +92,8 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
     ports, state, config = journal.ports, journal.state, journal.config
     try:
         record = ports.registry().version(config.model, version)
+        refuse_rejected(state, record)
         if record.release not in state.overridden:
-            refuse_rejected(state, record)
             approve(ports, record, config.target, config.target_digest)
         return Desired(wanted=materialise(ports, record))
     except (Refused, NotFound) as error:

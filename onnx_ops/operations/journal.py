@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, fold, follow
 from onnx_ops.domain.rollout import Action
-from onnx_ops.errors import NotFound, OnnxOpsError
+from onnx_ops.errors import Conflict, NotFound, OnnxOpsError
 from onnx_ops.ports import Ports
 
 LEASE_SECONDS = 120.0
@@ -71,9 +71,25 @@ class Journal:
         try:
             provider.apply(config, numbered(action.state, sequence), generation=sequence)
         except OnnxOpsError as error:
-            self.append(Outcome(of=sequence, ok=False, detail=str(error)))
+            self._conclude(Outcome(of=sequence, ok=False, detail=str(error)))
             raise
-        self.append(Outcome(of=sequence, ok=True))
+        self._conclude(Outcome(of=sequence, ok=True))
+
+    def _conclude(self, outcome: Outcome) -> None:
+        """Write the outcome, after whatever else was appended meanwhile.
+
+        Raises:
+            Conflict: another intent has overtaken this one, or somebody else has concluded it.
+        """
+        while True:
+            try:
+                self.append(outcome)
+            except Conflict:
+                self.state = fold(self.state.endpoint, self.ports.ledger.read(self.state.endpoint))
+                if self.state.open_intent is None or self.state.generation != outcome.of:
+                    raise
+            else:
+                return
 
 
 def numbered(state: EndpointState, generation: int) -> EndpointState:
@@ -90,6 +106,11 @@ def siblings(ports: Ports, model: str, target: str) -> tuple[ReleaseState, ...]:
     """State of every endpoint that serves this model on this target."""
     states = (fold(name, ports.ledger.read(name)) for name in bound_endpoints(ports))
     return tuple(s for s in states if s.config is not None and (s.config.model, s.config.target) == (model, target))
+
+
+def pinned(ports: Ports, config: EndpointConfig, action: Action) -> Action:
+    """The way back on one of several endpoints is its own; the aliases speak for all of them."""
+    return replace(action, aliases={}) if len(siblings(ports, config.model, config.target)) > 1 else action
 
 
 def stream(model: str, target: str) -> str:

@@ -53,6 +53,21 @@ def write_owed_aliases(journal: Journal) -> str:
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())
 
 
+def take_note(journal: Journal, champion: str | None) -> bool:
+    """Write down that the registry's champion is what serves here, although somebody else made it so.
+
+    Without that, the alias would look moved by a person for ever, and outrank every later release.
+    """
+    state, name = journal.state, alias("champion", journal.config.target)
+    serving = state.roles.stable
+    if champion is None or serving is None or champion != serving.version:
+        return False
+    if name in state.pending_aliases or state.aliases.get(name) == champion:
+        return False
+    journal.append(Mirrored(aliases={name: champion}))
+    return True
+
+
 def show_entries(journal: Journal, after: int) -> None:
     """Mirror the ledger's entries after a sequence into the registry, for people to read."""
     config = journal.config

@@ -107,11 +107,14 @@ def _crown(ports: Ports, record: VersionRecord, target: str, actor: str) -> Prom
     """Without endpoints there is no rollout to wait for."""
     registry = ports.registry()
     champion, previous = alias("champion", target), alias("previous", target)
-    current = registry.aliases(record.model).get(champion)
+    found = registry.aliases(record.model)
+    current, before = found.get(champion), found.get(previous)
     if current != record.version:
         if current is not None:
             registry.set_alias(record.model, previous, current)
         registry.set_alias(record.model, champion, record.version)
-        journal = Journal.open(ports, stream(record.model, target), actor=actor)
-        journal.append(Mirrored(aliases={champion: record.version, previous: current}))
+        before = current
+    journal = Journal.open(ports, stream(record.model, target), actor=actor)
+    if journal.state.aliases.get(champion) != record.version:
+        journal.append(Mirrored(aliases={champion: record.version, previous: before}))
     return Promotion(model=record.model, version=record.version, target=target, did="champion", endpoints=())

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from onnx_ops.domain.rollout import Action, next_action
+from onnx_ops.domain.rollout import Action, ActionKind, next_action
 from onnx_ops.operations.desired import desired
-from onnx_ops.operations.journal import Journal
-from onnx_ops.operations.mirror import put_back, show_entries, write_owed_aliases
+from onnx_ops.operations.journal import Journal, pinned
+from onnx_ops.operations.mirror import put_back, show_entries, take_note, write_owed_aliases
 from onnx_ops.ports import Ports
 
 MAX_STEPS = 20
@@ -72,6 +72,9 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
         if written := write_owed_aliases(journal):
             show_entries(journal, after=_last_shown(ports, endpoint, head))
             return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
+        if take_note(journal, wish.champion):
+            why = f"the champion in the registry is v{wish.champion}, which serves here"
+            return StepReport(endpoint=endpoint, did="took note", why=why, settled=False)
     action = next_action(
         wanted=wish.wanted,
         actual=ports.provider(config.provider).observe(config),
@@ -83,7 +86,7 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     )
     if not isinstance(action, Action):
         return StepReport(endpoint=endpoint, did="", why=action.why, settled=True, registry_down=wish.unreachable)
-    journal.perform(action)
+    journal.perform(pinned(ports, config, action) if action.kind is ActionKind.ABORT else action)
     did = action.kind.value
     return StepReport(endpoint=endpoint, did=did, why=action.why, settled=False, registry_down=wish.unreachable)
 

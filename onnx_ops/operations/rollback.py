@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import ReleaseState, Spoken
-from onnx_ops.domain.rollout import Action, Roles, Word, abort, rollback
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, abort, rollback
 from onnx_ops.errors import Conflict, NotFound, Refused, UserError
-from onnx_ops.operations.journal import Journal, siblings
+from onnx_ops.operations.journal import Journal, pinned
 from onnx_ops.ports import Ports
 
 ATTEMPTS = 5
@@ -70,14 +70,18 @@ def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str
 
 def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> tuple[Action, str, Deployment]:
     state, config = journal.state, journal.config
-    # What a driver has begun may have reached the endpoint already, so it counts as done.
-    roles = state.open_intent.action.roles if state.open_intent is not None else state.roles
+    begun = state.open_intent.action if state.open_intent is not None else None
+    if begun is not None and (goal := _way_back(begun)) is not None and to in (None, goal.version, goal.name):
+        return begun, _name(state.roles.candidate or state.roles.stable), goal
+    # What a driver has begun may have reached the endpoint already, so it counts as done; but what is being taken
+    # out counts as still there, so that it is rejected too.
+    roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
     goal = _goal(state, roles, to)
-    if goal.release in state.rejected and not force:
+    if (bad := state.why_rejected(goal)) is not None and not force:
         raise Refused(
             f"{goal.name} is known to be bad",
             where=config.endpoint,
-            why=state.rejected[goal.release],
+            why=bad,
             remedy="Name another version with --to, or insist with --force.",
         )
     why = reason or "rolled back by an operator, who gave no reason"
@@ -85,12 +89,22 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> tuple[A
     if roles.candidate is not None and roles.stable is not None and goal.manifest == roles.stable.manifest:
         action, origin = abort(roles, config.target, why=why, reject=True), roles.candidate.name
     else:
-        action = rollback(roles, goal, config.target, why=why, now=now)
-        origin = roles.stable.name if roles.stable is not None else "nothing"
-    if len(siblings(journal.ports, config.model, config.target)) > 1:
-        # One endpoint's rollback pins that endpoint; the aliases speak for all of them.
-        action = replace(action, aliases={})
-    return action, origin, goal
+        action, origin = rollback(roles, goal, config.target, why=why, now=now), _name(roles.stable)
+    if begun is not None:
+        rejected = (*begun.reject, *action.reject)
+        action = replace(
+            action, reject=tuple(d for d in dict.fromkeys(rejected) if d not in (goal.release, goal.manifest))
+        )
+    return pinned(journal.ports, config, action), origin, goal
+
+
+def _way_back(begun: Action) -> Deployment | None:
+    """Where an operator's rollback leads that nobody concluded; None if something else was begun."""
+    return begun.roles.stable if begun.reject else None
+
+
+def _name(deployment: Deployment | None) -> str:
+    return deployment.name if deployment is not None else "nothing"
 
 
 def _goal(state: ReleaseState, roles: Roles, to: str | None) -> Deployment:

@@ -34,7 +34,7 @@ class ContentStore:
     def __init__(self, objects: Objects, cache: Path) -> None:
         self._objects = objects
         self._cache = objects.root if isinstance(objects, LocalObjects) else cache
-        self._verified: dict[Digest, tuple[int, int, int]] = {}
+        self._verified: dict[Digest, tuple[int, ...]] = {}
 
     def put_bytes(self, data: bytes) -> Digest:
         digest = digest_bytes(data)
@@ -57,6 +57,7 @@ class ContentStore:
             return local
         remote = not isinstance(self._objects, LocalObjects)
         if remote and self._objects.download(_blob(digest), local) and self._intact(local, digest):
+            self._protect(digest)
             return local
         cause = "its content is not what its name says" if local.exists() else "it is missing"
         raise StateCorrupt(
@@ -89,7 +90,7 @@ class ContentStore:
             status = path.stat()
         except FileNotFoundError:
             return False
-        seen = (status.st_ino, status.st_mtime_ns, status.st_size)
+        seen = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
         if self._verified.get(digest) != seen:
             if digest_file(path) != digest:
                 return False

@@ -1,0 +1,195 @@
+"""What every ledger must do. Subclass `LedgerSuite` and say how to open one.
+
+class TestMyLedger(LedgerSuite):
+    @pytest.fixture
+    def opener(self, tmp_path) -> Opener: ...
+
+An opener opens the same ledger whenever it is called. One that can be pickled is called in other processes too, which
+race for entries and are killed; for a ledger that lives in one process `processes` is False.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.ledger import (
+    Body,
+    Configured,
+    Intent,
+    LedgerEntry,
+    Mirrored,
+    Outcome,
+    Override,
+    RefusedVersion,
+    Spoken,
+)
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word, split_state
+from onnx_ops.errors import Conflict
+from onnx_ops.ports import Ledger
+
+Opener = Callable[[], Ledger]
+
+WRITERS = 8
+ROUNDS = 5
+KILLS = 12
+PATIENCE_S = 60.0
+ENDPOINT = "digits"
+
+
+def entry(sequence: int, body: Body, *, endpoint: str = ENDPOINT, actor: str = "tester") -> LedgerEntry:
+    return LedgerEntry(endpoint=endpoint, sequence=sequence, at=1.5 * sequence, actor=actor, body=body)
+
+
+def spoken(sequence: int, *, reason: str = "", actor: str = "tester") -> LedgerEntry:
+    return entry(sequence, Spoken(word=Word.ADVANCE, reason=reason), actor=actor)
+
+
+def one_of_each() -> tuple[Body, ...]:
+    """Every kind of entry."""
+    digest = digest_bytes(b"content")
+    served = Deployment(
+        name="v1", model="m", version="1", variant="fp32", release=digest, manifest=digest, location="/models/1"
+    )
+    config = EndpointConfig(
+        endpoint=ENDPOINT,
+        provider="local",
+        model="m",
+        target="cpu",
+        target_digest=digest,
+        pipeline="p",
+        settings={"port": 8080, "name": "ü", "share": 0.5, "on": True},
+    )
+    action = Action(
+        kind=ActionKind.FIRST,
+        state=split_state(None, served, 100),
+        roles=Roles(stable=served),
+        why="first deployment",
+        aliases={"champion-cpu": "1", "challenger-cpu": None},
+        reject=(digest,),
+    )
+    return (
+        Configured(config=config, policy=RolloutPolicy(steps=(0.1, 1.0))),
+        Intent(action=action, holder="h", expires_at=120.25),
+        Outcome(of=2, ok=True),
+        Spoken(word=Word.PAUSE, reason="«lunch»\n"),
+        Mirrored(aliases={"champion-cpu": "1", "challenger-cpu": None}),
+        RefusedVersion(alias="champion-cpu", version="2", reason="no", restored_to=None),
+        Override(release=digest, version="2", reason="because"),
+    )
+
+
+def _race(opener: Opener, sequence: int, barrier: Any, name: str) -> bool:
+    """Whether this writer got the entry."""
+    ledger = opener()
+    barrier.wait()
+    try:
+        ledger.append(spoken(sequence, actor=name))
+    except Conflict:
+        return False
+    return True
+
+
+def _racer(opener: Opener, barrier: Any, results: Any, name: str) -> None:
+    for sequence in range(1, ROUNDS + 1):
+        results.put((sequence, name, _race(opener, sequence, barrier, name)))
+
+
+def _append_for_ever(opener: Opener, started: Any) -> None:
+    ledger = opener()
+    sequence = len(ledger.read(ENDPOINT)) + 1
+    started.set()
+    while True:
+        ledger.append(spoken(sequence, reason="x" * 20_000))
+        sequence += 1
+
+
+class LedgerSuite:
+    """Conformance of a Ledger."""
+
+    processes: ClassVar[bool] = True
+
+    @pytest.fixture
+    def ledger(self, opener: Opener) -> Ledger:
+        return opener()
+
+    def test_an_unknown_endpoint_has_no_entries(self, ledger: Ledger) -> None:
+        assert ledger.read(ENDPOINT) == ()
+        assert ledger.endpoints() == ()
+
+    def test_every_kind_of_entry_is_read_back_as_it_was_written(self, ledger: Ledger, opener: Opener) -> None:
+        written = tuple(entry(n, body) for n, body in enumerate(one_of_each(), start=1))
+        for one in written:
+            ledger.append(one)
+        assert ledger.read(ENDPOINT) == written
+        assert opener().read(ENDPOINT) == written
+
+    def test_entries_keep_their_order(self, ledger: Ledger) -> None:
+        for sequence in range(1, 13):
+            ledger.append(spoken(sequence))
+        assert [one.sequence for one in ledger.read(ENDPOINT)] == list(range(1, 13))
+
+    def test_a_taken_sequence_is_a_conflict_and_changes_nothing(self, ledger: Ledger, opener: Opener) -> None:
+        ledger.append(spoken(1, actor="first"))
+        for late in (ledger, opener()):
+            with pytest.raises(Conflict):
+                late.append(spoken(1, actor="second"))
+        assert [one.actor for one in ledger.read(ENDPOINT)] == ["first"]
+        ledger.append(spoken(2, actor="second"))
+        assert [one.actor for one in ledger.read(ENDPOINT)] == ["first", "second"]
+
+    def test_endpoints_do_not_see_each_other(self, ledger: Ledger) -> None:
+        for name in ("digits", "faces", "model@target"):
+            ledger.append(entry(1, Spoken(word=Word.PAUSE, reason=name), endpoint=name))
+        assert set(ledger.endpoints()) == {"digits", "faces", "model@target"}
+        for name in ledger.endpoints():
+            (one,) = ledger.read(name)
+            assert isinstance(one.body, Spoken)
+            assert one.body.reason == name
+
+    def test_of_several_processes_exactly_one_wins_each_entry(self, opener: Opener) -> None:
+        if not self.processes:
+            return
+        context = _context()
+        barrier, results = context.Barrier(WRITERS), context.Queue()
+        writers = [context.Process(target=_racer, args=(opener, barrier, results, f"w{n}")) for n in range(WRITERS)]
+        for writer in writers:
+            writer.start()
+        told = [results.get(timeout=PATIENCE_S) for _ in range(WRITERS * ROUNDS)]
+        for writer in writers:
+            writer.join(PATIENCE_S)
+        winners = [name for _, name, won in sorted(told) if won]
+        assert [one.actor for one in opener().read(ENDPOINT)] == winners
+        assert len(winners) == ROUNDS
+
+    def test_a_killed_writer_leaves_whole_entries_or_none(self, opener: Opener) -> None:
+        if not self.processes:
+            return
+        context = _context()
+        for attempt in range(KILLS):
+            started = context.Event()
+            writer = context.Process(target=_append_for_ever, args=(opener, started))
+            writer.start()
+            assert started.wait(PATIENCE_S)
+            time.sleep(0.002 * (attempt % 7))
+            os.kill(writer.pid or 0, signal.SIGKILL)
+            writer.join(PATIENCE_S)
+            entries = opener().read(ENDPOINT)
+            assert [one.sequence for one in entries] == list(range(1, len(entries) + 1))
+            assert all(one.body == Spoken(word=Word.ADVANCE, reason="x" * 20_000) for one in entries)
+        opener().append(spoken(len(opener().read(ENDPOINT)) + 1))
+
+
+def _context() -> Any:
+    """Processes that are forked from a small server: cheap, and safe whatever threads the tests have started."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["onnx_ops.testing.ledgers", "onnx_ops.adapters.ledgers.log"])
+    return context

@@ -1,0 +1,123 @@
+"""What every store must do. Subclass `StoreSuite` and give it the fixtures `store` and `reopen`.
+
+class TestMyStore(StoreSuite):
+    @pytest.fixture
+    def reopen(self, tmp_path) -> Callable[[], Store]: ...
+
+    def spoil(self, digest, content): ...
+
+`reopen` gives the same store as another process would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
+from onnx_ops.errors import StateCorrupt
+from onnx_ops.ports import Store
+
+CONTENT = b"twenty bytes of data"
+KEY = digest_bytes(b"key")
+
+
+class StoreSuite:
+    """Conformance of a Store."""
+
+    def spoil(self, digest: Digest, content: bytes | None) -> None:
+        """Change what is stored under a digest behind the store's back, wherever it is kept; None deletes it."""
+        raise NotImplementedError
+
+    def spoil_record(self, key: Digest, content: bytes) -> None:
+        """The same for the record of a key."""
+        raise NotImplementedError
+
+    def record_of(self, key: Digest) -> bytes:
+        """The stored record of a key."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, reopen: Callable[[], Store]) -> Store:
+        return reopen()
+
+    def test_content_is_found_by_its_digest(self, store: Store, reopen: Callable[[], Store], tmp_path: Path) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(CONTENT)
+        assert store.put_file(source) == store.put_bytes(CONTENT) == digest_bytes(CONTENT)
+        for reader in (store, reopen()):
+            assert reader.read(digest_bytes(CONTENT)) == CONTENT
+            assert reader.path(digest_bytes(CONTENT)).read_bytes() == CONTENT
+
+    def test_empty_content(self, store: Store) -> None:
+        assert store.read(store.put_bytes(b"")) == b""
+
+    def test_what_is_stored_is_read_only(self, store: Store) -> None:
+        assert store.path(store.put_bytes(CONTENT)).stat().st_mode & 0o222 == 0
+
+    def test_unknown_content(self, store: Store) -> None:
+        for unknown in (digest_bytes(b"unknown"), Digest("sha256:../../etc/passwd"), Digest("")):
+            with pytest.raises(StateCorrupt):
+                store.path(unknown)
+        assert store.lookup(KEY) is None
+
+    def test_results_are_found_by_key(self, store: Store, reopen: Callable[[], Store]) -> None:
+        manifest = Manifest(files={"a": store.put_bytes(b"a"), "dir/b": store.put_bytes(b"b")})
+        store.record(KEY, manifest)
+        assert store.lookup(KEY) == reopen().lookup(KEY) == manifest
+        other = Manifest(files={"c": store.put_bytes(b"c")})
+        store.record(KEY, other)
+        assert reopen().lookup(KEY) == other
+        assert store.lookup(digest_bytes(b"another key")) is None
+
+    def test_an_empty_result_is_a_result(self, store: Store) -> None:
+        store.record(KEY, Manifest(files={}))
+        assert store.lookup(KEY) == Manifest(files={})
+
+    def test_spoilt_content_is_never_handed_out_and_can_be_put_again(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
+        digest = store.put_bytes(CONTENT)
+        manifest = Manifest(files={"file": digest})
+        store.record(KEY, manifest)
+        flipped = [CONTENT[:n] + bytes([CONTENT[n] ^ 1]) + CONTENT[n + 1 :] for n in (0, 10, len(CONTENT) - 1)]
+        torn = [CONTENT[:n] for n in range(len(CONTENT))]
+        for content in (*flipped, *torn, CONTENT + b"x", None):
+            self.spoil(digest, content)
+            reader = reopen()
+            with pytest.raises(StateCorrupt):
+                reader.path(digest)
+            with pytest.raises(StateCorrupt):
+                reader.read(digest)
+            assert reader.lookup(KEY) is None
+            assert reader.put_bytes(CONTENT) == digest
+            assert reader.lookup(KEY) == manifest
+
+    def test_a_process_that_has_read_content_notices_that_it_changed(self, store: Store) -> None:
+        digest = store.put_bytes(CONTENT)
+        assert store.read(digest) == CONTENT
+        self.spoil(digest, CONTENT + b"x")
+        with pytest.raises(StateCorrupt):
+            store.read(digest)
+
+    def test_a_spoilt_record_counts_as_none(self, store: Store, reopen: Callable[[], Store]) -> None:
+        manifest = Manifest(files={"file": store.put_bytes(CONTENT)})
+        store.record(KEY, manifest)
+        whole = self.record_of(KEY)
+        flipped = [whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :] for n in range(0, len(whole), 7)]
+        torn = [whole[:n] for n in range(0, len(whole), 5)]
+        for content in (*flipped, *torn, b"null", b"[]", b'{"key":1}', b"\xff"):
+            self.spoil_record(KEY, content)
+            assert reopen().lookup(KEY) is None, content
+        store.record(KEY, manifest)
+        assert reopen().lookup(KEY) == manifest
+
+    def test_a_record_counts_only_under_its_own_key(self, store: Store, reopen: Callable[[], Store]) -> None:
+        other = digest_bytes(b"another key")
+        for key, content in ((KEY, b"a"), (other, b"b")):
+            store.record(key, Manifest(files={"file": store.put_bytes(content)}))
+        self.spoil_record(KEY, self.record_of(other))
+        assert reopen().lookup(KEY) is None
+        assert reopen().lookup(other) is not None

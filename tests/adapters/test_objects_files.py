@@ -1,0 +1,103 @@
+"""Named objects: atomic writes, exclusive creation, and what remains when a writer is killed."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from onnx_ops.adapters.objects import FsspecObjects, LocalObjects, Objects, durable_file, open_objects
+from onnx_ops.errors import MissingPackage, ServiceUnavailable
+
+
+@pytest.fixture(params=["local", "remote"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+    if request.param == "local":
+        return LocalObjects(tmp_path / "objects")
+    return FsspecObjects(f"memory://{uuid.uuid4().hex}/objects")
+
+
+def test_what_is_written_is_read(objects: Objects) -> None:
+    assert objects.read("a/b") is None
+    objects.write("a/b", b"one")
+    assert objects.read("a/b") == b"one"
+    objects.write("a/b", b"")
+    assert objects.read("a/b") == b""
+
+
+def test_only_the_first_creates(objects: Objects) -> None:
+    assert objects.create("a/b", b"first")
+    assert not objects.create("a/b", b"second")
+    assert objects.read("a/b") == b"first"
+
+
+def test_names_are_sorted_and_direct(objects: Objects) -> None:
+    assert objects.names("") == []
+    for name in ("b", "a/2", "a/1", "a/deep/3"):
+        objects.write(name, b"x")
+    assert objects.names("") == ["a", "b"]
+    assert objects.names("a") == ["1", "2", "deep"]
+    assert objects.names("nowhere") == []
+
+
+def test_deleting_twice_is_no_error(objects: Objects) -> None:
+    objects.write("a", b"x")
+    objects.delete("a")
+    objects.delete("a")
+    assert objects.read("a") is None
+
+
+def test_files_go_up_and_come_down(objects: Objects, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "below" / "copy"
+    source.write_bytes(os.urandom(3 << 20))
+    objects.upload("big/file", source)
+    assert objects.download("big/file", copy)
+    assert copy.read_bytes() == source.read_bytes()
+
+
+def test_a_download_of_nothing_leaves_nothing(objects: Objects, tmp_path: Path) -> None:
+    place = tmp_path / "below" / "copy"
+    assert not objects.download("nothing", place)
+    assert not place.exists()
+    place.parent.mkdir(exist_ok=True)
+    place.write_bytes(b"kept")
+    assert not objects.download("nothing", place)
+    assert [path.name for path in place.parent.iterdir()] == ["copy"]
+    assert place.read_bytes() == b"kept"
+
+
+def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
+    def fail(path: Path) -> NoReturn:
+        with durable_file(path) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(RuntimeError):
+        fail(tmp_path / "file")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "old"}
+
+
+def test_urls_choose_the_kind_of_objects(tmp_path: Path) -> None:
+    for url in (str(tmp_path), f"file://{tmp_path}"):
+        local = open_objects(url)
+        assert isinstance(local, LocalObjects)
+        assert local.root == tmp_path
+    assert isinstance(open_objects("memory://x"), FsspecObjects)
+
+
+def test_a_missing_package_and_a_dead_service_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingPackage):
+        FsspecObjects("dropbox://nobody/nothing")
+    objects = FsspecObjects("memory://x")
+
+    def unreachable(*_: object, **__: object) -> NoReturn:
+        raise ConnectionRefusedError("nobody listens")
+
+    monkeypatch.setattr(objects._fs, "cat_file", unreachable)
+    with pytest.raises(ServiceUnavailable) as caught:
+        objects.read("a")
+    assert caught.value.where == "memory://x"

@@ -1,0 +1,212 @@
+"""The content store: its suite, and real processes that write at once and are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store.models import ModelFolders, manifest_of
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, hex_of
+from onnx_ops.errors import DigestMismatch, StateCorrupt
+from onnx_ops.ports import Store
+from onnx_ops.testing.stores import CONTENT, StoreSuite
+
+
+def blob(digest: Digest) -> str:
+    return f"blobs/{hex_of(digest)[:2]}/{hex_of(digest)}"
+
+
+def record(key: Digest) -> str:
+    return f"records/{hex_of(key)[:2]}/{hex_of(key)}.json"
+
+
+class TestLocalStore(StoreSuite):
+    root: Path
+
+    @pytest.fixture
+    def reopen(self, tmp_path: Path) -> Callable[[], Store]:
+        self.root = tmp_path / "store"
+        return lambda: ContentStore(LocalObjects(self.root), tmp_path / "unused")
+
+    def spoil(self, digest: Digest, content: bytes | None) -> None:
+        path = self.root / blob(digest)
+        path.chmod(0o600)
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+
+    def spoil_record(self, key: Digest, content: bytes) -> None:
+        (self.root / record(key)).write_bytes(content)
+
+    def record_of(self, key: Digest) -> bytes:
+        return (self.root / record(key)).read_bytes()
+
+
+class TestRemoteStore(StoreSuite):
+    """Every reader has a cache of its own, so that what it reads comes from the remote side."""
+
+    readers: ClassVar[list[Path]] = []
+
+    @pytest.fixture
+    def reopen(self, tmp_path: Path) -> Callable[[], Store]:
+        self.remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
+
+        def make() -> Store:
+            cache = tmp_path / uuid.uuid4().hex
+            self.readers.append(cache)
+            return ContentStore(self.remote, cache)
+
+        return make
+
+    def spoil(self, digest: Digest, content: bytes | None) -> None:
+        for cache in self.readers:
+            (cache / blob(digest)).unlink(missing_ok=True)
+        if content is None:
+            self.remote.delete(blob(digest))
+        else:
+            self.remote.write(blob(digest), content)
+
+    def spoil_record(self, key: Digest, content: bytes) -> None:
+        self.remote.write(record(key), content)
+
+    def record_of(self, key: Digest) -> bytes:
+        found = self.remote.read(record(key))
+        assert found is not None
+        return found
+
+
+def test_a_spoilt_cache_is_filled_again_from_the_remote_store(tmp_path: Path) -> None:
+    remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
+    store = ContentStore(remote, tmp_path)
+    digest = store.put_bytes(CONTENT)
+    path = store.path(digest)
+    path.chmod(0o600)
+    path.write_bytes(b"spoilt")
+    assert ContentStore(remote, tmp_path).read(digest) == CONTENT
+
+
+def test_missing_remote_content_is_called_missing(tmp_path: Path) -> None:
+    store = ContentStore(FsspecObjects(f"memory://{uuid.uuid4().hex}"), tmp_path)
+    with pytest.raises(StateCorrupt, match="it is missing"):
+        store.path(digest_bytes(CONTENT))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_content_is_noticed_to_have_changed_even_if_its_times_were_put_back(tmp_path: Path) -> None:
+    store = ContentStore(LocalObjects(tmp_path), tmp_path)
+    path = store.path(store.put_bytes(CONTENT))
+    times = path.stat()
+    path.chmod(0o600)
+    path.write_bytes(CONTENT[::-1])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(StateCorrupt):
+        store.path(digest_bytes(CONTENT))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.domain.artifact import Manifest, digest_bytes
+
+store = ContentStore(LocalObjects(Path(sys.argv[1])), Path(sys.argv[1]))
+rounds = int(sys.argv[2])
+print("ready", flush=True)
+done = 0
+while rounds == 0 or done < rounds:
+    content = bytes([done % 5]) * 300_000
+    store.record(digest_bytes(b"key %d" % (done % 5)), Manifest(files={"file": store.put_bytes(content)}))
+    done += 1
+"""
+
+
+def writer(root: Path, rounds: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", WRITER, str(root), str(rounds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def assert_every_result_is_whole_or_none(root: Path, *, all_there: bool = False) -> None:
+    store = ContentStore(LocalObjects(root), root)
+    for number in range(5):
+        found = store.lookup(digest_bytes(b"key %d" % number))
+        assert found is not None or not all_there
+        if found is not None:
+            assert store.read(found["file"]) == bytes([number]) * 300_000
+
+
+def test_a_killed_writer_leaves_whole_results_or_none(tmp_path: Path) -> None:
+    for attempt in range(12):
+        with writer(tmp_path, 0) as process:
+            time.sleep(0.003 * attempt)
+            process.send_signal(signal.SIGKILL)
+        assert_every_result_is_whole_or_none(tmp_path)
+
+
+def test_two_processes_may_write_the_same_results(tmp_path: Path) -> None:
+    with writer(tmp_path, 60) as one, writer(tmp_path, 60) as two:
+        while one.poll() is None or two.poll() is None:
+            assert_every_result_is_whole_or_none(tmp_path)
+    assert (one.returncode, two.returncode) == (0, 0)
+    assert_every_result_is_whole_or_none(tmp_path, all_there=True)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "weights").mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(b"graph")
+    (folder / "weights" / "w.bin").write_bytes(b"weights")
+    return folder
+
+
+def test_model_folders_are_admitted_and_found_again(tmp_path: Path, model: Path) -> None:
+    manifest = manifest_of(model)
+    assert set(manifest.files) == {"model.onnx", "weights/w.bin"}
+    folders = ModelFolders(tmp_path / "models")
+    assert folders.location(manifest.digest()) is None
+    place = folders.admit(model, manifest)
+    assert folders.location(manifest.digest()) == place == folders.admit(model, manifest)
+    assert manifest_of(Path(place)) == manifest
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [hex_of(manifest.digest())]
+
+
+def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, model: Path) -> None:
+    manifest = manifest_of(model)
+    folders = ModelFolders(tmp_path / "models")
+    (model / "weights" / "w.bin").write_bytes(b"weighty")
+    with pytest.raises(DigestMismatch, match=r"weights/w\.bin"):
+        folders.admit(model, manifest)
+    (model / "weights" / "w.bin").write_bytes(b"weights")
+    (model / "more.bin").write_bytes(b"")
+    with pytest.raises(DigestMismatch, match=r"more\.bin"):
+        folders.admit(model, manifest)
+    with pytest.raises(DigestMismatch):
+        folders.admit(model, Manifest(files={}))
+    assert folders.location(manifest.digest()) is None
+
+
+def test_a_damaged_model_folder_is_not_handed_out_and_can_be_admitted_again(tmp_path: Path, model: Path) -> None:
+    manifest = manifest_of(model)
+    folders = ModelFolders(tmp_path / "models")
+    place = Path(folders.admit(model, manifest))
+    (place / "model.onnx").chmod(0o600)
+    (place / "model.onnx").write_bytes(b"forged")
+    assert folders.location(manifest.digest()) is None
+    assert folders.admit(model, manifest) == str(place)
+    assert folders.location(manifest.digest()) == str(place)

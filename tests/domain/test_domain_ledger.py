@@ -1,0 +1,238 @@
+"""The fold: which entries count, what they leave owed, rejected and known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.ledger import (
+    Body,
+    Configured,
+    Intent,
+    LedgerEntry,
+    Mirrored,
+    Outcome,
+    Override,
+    ReleaseState,
+    Spoken,
+    fold,
+    follow,
+)
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wait, Word, abort, next_action, rollback
+
+POLICY = RolloutPolicy(steps=(0.1, 0.5, 1.0))
+CONFIG = EndpointConfig(
+    endpoint="digits",
+    provider="local",
+    model="digits",
+    target="cpu",
+    target_digest=digest_bytes(b"cpu"),
+    pipeline="digits",
+)
+
+
+def version(number: int, *, release: str = "") -> Deployment:
+    return Deployment(
+        name=f"v{number}",
+        model="digits",
+        version=str(number),
+        variant="fp32",
+        release=digest_bytes((release or f"release {number}").encode()),
+        manifest=digest_bytes(f"manifest {number}".encode()),
+        location=f"/models/{number}",
+    )
+
+
+def log(*bodies: Body) -> list[LedgerEntry]:
+    return [
+        LedgerEntry(endpoint="digits", sequence=n, at=float(n), actor="a", body=body)
+        for n, body in enumerate(bodies, start=1)
+    ]
+
+
+def folded(*bodies: Body) -> ReleaseState:
+    return fold("digits", log(*bodies))
+
+
+def intent(action: Action) -> Intent:
+    return Intent(action=action, holder="h", expires_at=1000.0)
+
+
+def planned(
+    wanted: Deployment | None, roles: Roles, policy: RolloutPolicy = POLICY, word: Word | None = None
+) -> Action:
+    """The action for an endpoint that is what its roles say."""
+    asked = {"wanted": wanted, "roles": roles, "policy": policy, "target": "cpu", "word": word, "now": 100.0}
+    believed = next_action(**{**asked, "word": None}, actual=None)  # type: ignore[arg-type]
+    actual = believed.state if isinstance(believed, Action) else None
+    action = next_action(**asked, actual=actual)  # type: ignore[arg-type]
+    assert isinstance(action, Action), action
+    return action
+
+
+FIRST = planned(version(1), Roles())
+START = planned(version(2), FIRST.roles)
+ADVANCE = planned(version(2), START.roles, word=Word.ADVANCE)
+FINISH = planned(version(2), ADVANCE.roles, word=Word.ADVANCE)
+CONFIGURED = Configured(config=CONFIG, policy=POLICY)
+SERVING = (CONFIGURED, intent(FIRST), Outcome(of=2, ok=True))
+
+
+def test_the_scenario_is_what_it_says() -> None:
+    kinds = [FIRST.kind, START.kind, ADVANCE.kind, FINISH.kind]
+    assert kinds == [ActionKind.FIRST, ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH]
+
+
+def test_the_same_entries_give_the_same_state() -> None:
+    entries = log(*SERVING, intent(START), Outcome(of=4, ok=True), Spoken(word=Word.ABORT))
+    assert fold("digits", entries) == fold("digits", entries)
+    step_by_step = ReleaseState(endpoint="digits")
+    for entry in entries:
+        step_by_step = follow(step_by_step, entry)
+    assert step_by_step == fold("digits", entries)
+
+
+def test_gaps_repeats_and_foreign_entries_are_refused() -> None:
+    entries = log(*SERVING)
+    for wrong in (entries[1:], [entries[0], entries[2]], [*entries, entries[-1]]):
+        with pytest.raises(ValueError, match="cannot follow"):
+            fold("digits", wrong)
+    with pytest.raises(ValueError, match="cannot follow"):
+        fold("other", entries)
+
+
+def test_an_open_intent_is_a_lease_and_changes_no_role() -> None:
+    state = folded(*SERVING, intent(START))
+    assert state.open_intent == intent(START)
+    assert state.generation == 4
+    assert state.roles == FIRST.roles
+
+
+def test_an_outcome_closes_only_the_intent_it_names() -> None:
+    overtaken = folded(*SERVING, intent(START), intent(FINISH), Outcome(of=4, ok=True))
+    assert overtaken.open_intent == intent(FINISH)
+    assert overtaken.roles == FIRST.roles
+    closed = folded(*SERVING, intent(START), intent(FINISH), Outcome(of=5, ok=True), Outcome(of=5, ok=False))
+    assert closed.open_intent is None
+    assert closed.roles == FINISH.roles
+
+
+def test_a_failed_effect_leaves_roles_aliases_and_rejections_alone() -> None:
+    before = folded(*SERVING)
+    after = folded(*SERVING, intent(START), Outcome(of=4, ok=False, detail="no memory"))
+    assert after == replace(before, head=5, generation=4)
+
+
+def test_what_an_overtaken_intent_may_have_started_is_known() -> None:
+    back = abort(START.roles, "cpu", why="bad", reject=True)
+    state = folded(*SERVING, intent(START), intent(back), Outcome(of=5, ok=True))
+    assert set(state.known) == {"1", "2"}
+    assert set(state.rejected) == {version(2).release}
+
+
+def test_aliases_stay_owed_until_they_were_mirrored() -> None:
+    state = folded(*SERVING)
+    assert state.pending_aliases == {"champion-cpu": "1", "challenger-cpu": None}
+    told = folded(*SERVING, Mirrored(aliases={"champion-cpu": "1"}))
+    assert told.pending_aliases == {"challenger-cpu": None}
+    assert told.aliases == {"champion-cpu": "1"}
+
+
+def test_a_word_is_spent_by_the_effect_that_obeys_it() -> None:
+    said = (*SERVING, intent(START), Outcome(of=4, ok=True), Spoken(word=Word.ADVANCE))
+    assert folded(*said).word is Word.ADVANCE
+    assert folded(*said, intent(ADVANCE)).word is Word.ADVANCE
+    assert folded(*said, intent(ADVANCE), Outcome(of=7, ok=False)).word is Word.ADVANCE
+    assert folded(*said, intent(ADVANCE), Outcome(of=7, ok=True)).word is None
+
+
+def test_a_repair_does_not_spend_a_word() -> None:
+    repair = Action(kind=ActionKind.RESTORE, state=START.state, roles=START.roles, why="lost")
+    said = (*SERVING, intent(START), Outcome(of=4, ok=True), Spoken(word=Word.ADVANCE))
+    assert folded(*said, intent(repair), Outcome(of=7, ok=True)).word is Word.ADVANCE
+
+
+def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
+    state = folded(
+        *SERVING,
+        intent(START),
+        Outcome(of=4, ok=True),
+        Spoken(word=Word.ADVANCE),
+        intent(ADVANCE),
+        Spoken(word=Word.ABORT),
+        Outcome(of=7, ok=True),
+    )
+    assert state.word is Word.ABORT
+
+
+def test_no_word_outlives_the_rollout_it_was_about() -> None:
+    state = folded(
+        *SERVING,
+        intent(START),
+        Outcome(of=4, ok=True),
+        intent(FINISH),
+        Spoken(word=Word.PAUSE),
+        Outcome(of=6, ok=True),
+    )
+    assert state.word is None
+
+
+def test_a_rejected_release_is_freed_by_an_override_and_rejected_again_by_the_next_rollback() -> None:
+    back = rollback(FINISH.roles, version(1), "cpu", why="slow", now=200.0)
+    rolled = (*SERVING, intent(FINISH), Outcome(of=4, ok=True), intent(back), Outcome(of=6, ok=True))
+    assert folded(*rolled).rejected == {version(2).release: "slow"}
+    override = Override(release=version(2).release, version="2", reason="it was the network")
+    assert folded(*rolled, override).rejected == {}
+    assert folded(*rolled, override).overridden == {version(2).release}
+    again = folded(*rolled, override, intent(back), Outcome(of=9, ok=True))
+    assert again.rejected == {version(2).release: "slow"}
+    assert again.overridden == frozenset()
+
+
+def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
+    good, bad = version(1, release="same"), version(2, release="same")
+    started = planned(bad, Roles(stable=good))
+    for back in (
+        abort(started.roles, "cpu", why="bad", reject=True),
+        rollback(Roles(stable=bad, previous=good), good, "cpu", why="bad", now=1.0),
+    ):
+        state = folded(*SERVING, intent(started), Outcome(of=4, ok=True), intent(back), Outcome(of=6, ok=True))
+        assert state.why_rejected(good) is None
+        assert state.why_rejected(bad) == "bad"
+        freed = follow(
+            state,
+            LedgerEntry(
+                endpoint="digits",
+                sequence=8,
+                at=8.0,
+                actor="a",
+                body=Override(release=bad.release, version="2", reason="sure"),
+            ),
+        )
+        assert freed.why_rejected(bad) is None
+
+
+def test_a_version_that_serves_again_is_no_longer_rejected() -> None:
+    back = rollback(FINISH.roles, version(1), "cpu", why="slow", now=200.0)
+    forth = rollback(back.roles, version(2), "cpu", why="it was the network", now=300.0)
+    state = folded(
+        *SERVING,
+        intent(FINISH),
+        Outcome(of=4, ok=True),
+        intent(back),
+        Outcome(of=6, ok=True),
+        intent(forth),
+        Outcome(of=8, ok=True),
+    )
+    assert state.roles.stable == version(2)
+    assert state.rejected == {version(1).release: "it was the network"}
+
+
+def test_nothing_is_wanted_of_an_endpoint_without_versions() -> None:
+    asked = next_action(wanted=None, actual=None, roles=Roles(), policy=POLICY, target="cpu", word=None, now=0.0)
+    assert isinstance(asked, Wait)
+    assert asked.settled
+    assert "challenger-cpu" in asked.why

@@ -1,0 +1,267 @@
+"""The rollout as a machine: whatever happens in whatever order, its promises hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Mirrored, Outcome, ReleaseState, Spoken, follow
+from onnx_ops.domain.rollout import (
+    DAY,
+    Action,
+    ActionKind,
+    Roles,
+    RolloutPolicy,
+    Wait,
+    Word,
+    abort,
+    next_action,
+    rollback,
+    split_state,
+)
+
+POLICIES = (
+    RolloutPolicy(),
+    RolloutPolicy(steps=(0.1, 1.0)),
+    RolloutPolicy(steps=(0.05, 0.5, 1.0), keep_previous=3600.0),
+)
+
+
+def version(number: int) -> Deployment:
+    """Versions 0 and 1, 2 and 3 … are variants of one release."""
+    return Deployment(
+        name=f"v{number}",
+        model="digits",
+        version=str(number),
+        variant="fp32",
+        release=digest_bytes(f"release {number // 2}".encode()),
+        manifest=digest_bytes(f"manifest {number}".encode()),
+        location=f"/models/{number}",
+    )
+
+
+VERSIONS = tuple(version(number) for number in range(6))
+
+
+class Rollouts(RuleBasedStateMachine):
+    """A registry that wants things, a provider that does or loses them, an operator, and a driver that may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = ReleaseState(endpoint="digits", policy=POLICIES[0])
+        self.actual: EndpointState | None = None
+        self.wanted: Deployment | None = None
+        self.approved: set[Digest] = set()
+        self.now = 1000.0
+        self.replaced = False
+
+    def append(self, body: Body) -> None:
+        entry = LedgerEntry(endpoint="digits", sequence=self.state.head + 1, at=self.now, actor="a", body=body)
+        self.state = follow(self.state, entry)
+
+    def due(self) -> Action | Wait:
+        return next_action(
+            wanted=self.wanted,
+            actual=self.actual,
+            roles=self.state.roles,
+            policy=self.state.policy,
+            target="cpu",
+            word=self.state.word,
+            now=self.now,
+        )
+
+    def perform(self, action: Action, *, reaches: bool = True, ok: bool = True) -> None:
+        self.append(Intent(action=action, holder="h", expires_at=self.now + 120))
+        if reaches:
+            self.actual = replace(action.state, generation=self.state.generation)
+        self.append(Outcome(of=self.state.generation, ok=ok))
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def configure(self, policy: RolloutPolicy) -> None:
+        self.state = replace(self.state, policy=policy)
+
+    @rule(wanted=st.sampled_from(VERSIONS))
+    def want(self, wanted: Deployment) -> None:
+        """As `desired` does: only what is not rejected is ever wanted."""
+        if self.state.why_rejected(wanted) is None:
+            self.wanted = wanted
+            self.approved.add(wanted.manifest)
+
+    @rule()
+    def withdraw(self) -> None:
+        self.wanted = None
+
+    @rule(seconds=st.sampled_from([1.0, 3600.0, DAY]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(lost=st.booleans())
+    def interfere(self, lost: bool) -> None:
+        stable = self.state.roles.stable
+        self.actual = None if lost or stable is None else split_state(stable, None, 0)
+
+    @precondition(lambda self: self.state.roles.candidate is not None)
+    @rule(word=st.sampled_from(Word))
+    def speak(self, word: Word) -> None:
+        self.append(Spoken(word=word))
+
+    @rule(reaches=st.booleans())
+    def fail(self, reaches: bool) -> None:
+        action = self.due()
+        if isinstance(action, Action):
+            self.perform(action, reaches=reaches, ok=False)
+
+    @rule()
+    def step(self) -> None:
+        action = self.due()
+        if not isinstance(action, Action):
+            return
+        before = self.state
+        if action.kind is ActionKind.START:
+            assert action.roles.candidate is not None
+            assert before.why_rejected(action.roles.candidate) is None
+        if action.kind is ActionKind.FINISH:
+            assert action.roles.stable is not None
+            assert action.aliases["champion-cpu"] == action.roles.stable.version
+            self.replaced = True
+        self.perform(action)
+        assert self.due() != action
+        if self.wanted is not None and self.state.why_rejected(self.wanted) is not None:
+            self.wanted = None  # `desired` refuses it from now on
+
+    @rule()
+    def settle(self) -> None:
+        for _ in range(10):
+            action = self.due()
+            if isinstance(action, Wait):
+                return
+            self.step()
+        raise AssertionError(f"does not come to rest: {action}")
+
+    @precondition(lambda self: self.state.roles.stable is not None)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        roles = self.state.roles
+        assert roles.stable is not None
+        if roles.candidate is not None:
+            action, goal = abort(roles, "cpu", why="bad", reject=True), roles.stable
+        else:
+            goal = data.draw(st.sampled_from(list(self.state.known.values())))
+            if goal.manifest == roles.stable.manifest:
+                return
+            action = rollback(roles, goal, "cpu", why="bad", now=self.now)
+            assert action.aliases["champion-cpu"] == goal.version
+            self.replaced = True
+        self.perform(action)
+        self.wanted = None
+        assert self.actual is not None
+        assert self.actual.split.weights[goal.name] == 100
+        assert self.state.roles.stable == goal
+        left = roles.candidate or roles.stable
+        assert self.state.why_rejected(left) == "bad"
+        assert self.state.why_rejected(goal) is None
+
+    @rule()
+    def mirror(self) -> None:
+        self.append(Mirrored(aliases=dict(self.state.pending_aliases)))
+        assert not self.state.pending_aliases
+
+    @invariant()
+    def traffic_sums_to_100_and_reaches_approved_versions_only(self) -> None:
+        if self.actual is None:
+            return
+        weights = self.actual.split.weights
+        assert sum(weights.values()) == 100
+        serving = [d for d in self.actual.deployments if weights.get(d.name, 0) > 0]
+        assert {d.manifest for d in serving} <= self.approved
+
+    @invariant()
+    def roles_are_consistent(self) -> None:
+        roles = self.state.roles
+        if roles.stable is None:
+            assert roles == Roles()
+            return
+        assert self.state.why_rejected(roles.stable) is None
+        assert roles.stable.version in self.state.known
+        for other in (roles.candidate, roles.previous):
+            assert other is None or other.manifest != roles.stable.manifest
+
+    @invariant()
+    def the_champion_is_what_serves_or_is_owed_to_be(self) -> None:
+        stable = self.state.roles.stable
+        if stable is not None:
+            told = {**self.state.aliases, **self.state.pending_aliases}
+            assert told["champion-cpu"] == stable.version
+
+    @invariant()
+    def a_plain_rollback_has_somewhere_to_go(self) -> None:
+        """To the stable version while a candidate is on trial, else to what was replaced last."""
+        if self.replaced:
+            assert self.state.roles.previous is not None
+
+
+TestRollouts = Rollouts.TestCase
+TestRollouts.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def at_rest(
+    roles: Roles, policy: RolloutPolicy, wanted: Deployment | None, *, now: float, word: Word | None = None
+) -> Any:
+    """What is due at an endpoint that is what its roles say."""
+    restored = next_action(wanted=wanted, actual=None, roles=roles, policy=policy, target="cpu", word=None, now=now)
+    actual = restored.state if isinstance(restored, Action) else None
+    return next_action(wanted=wanted, actual=actual, roles=roles, policy=policy, target="cpu", word=word, now=now)
+
+
+def test_a_first_deployment_goes_straight_to_100() -> None:
+    action = at_rest(Roles(), POLICIES[2], VERSIONS[0], now=1.0)
+    assert action.kind is ActionKind.FIRST
+    assert action.state.split.weights == {"v0": 100}
+
+
+def test_steps_wait_for_words_and_end_at_100() -> None:
+    roles, seen = Roles(stable=VERSIONS[0]), []
+    while roles.stable != VERSIONS[2]:
+        action = at_rest(roles, POLICIES[2], VERSIONS[2], now=1.0, word=Word.ADVANCE)
+        seen.append((action.kind, action.state.split.weights["v2"]))
+        roles = action.roles
+        if roles.candidate is not None:
+            waiting = at_rest(roles, POLICIES[2], VERSIONS[2], now=1.0)
+            assert isinstance(waiting, Wait)
+            assert not waiting.settled
+    assert seen == [(ActionKind.START, 5), (ActionKind.ADVANCE, 50), (ActionKind.FINISH, 100)]
+
+
+def test_the_previous_version_stays_loaded_for_as_long_as_the_policy_says() -> None:
+    action = at_rest(Roles(stable=VERSIONS[0]), POLICIES[0], VERSIONS[2], now=10.0)
+    assert action.kind is ActionKind.FINISH
+    assert action.state.split.weights == {"v2": 100, "v0": 0}
+    assert isinstance(at_rest(action.roles, POLICIES[0], VERSIONS[2], now=10.0 + DAY - 1), Wait)
+    retired = at_rest(action.roles, POLICIES[0], VERSIONS[2], now=10.0 + DAY)
+    assert retired.kind is ActionKind.RETIRE
+    assert [d.name for d in retired.state.deployments] == ["v2"]
+    assert retired.roles.previous == VERSIONS[0]
+
+
+def test_a_trial_that_was_aborted_does_not_lose_the_way_back() -> None:
+    finished = at_rest(Roles(stable=VERSIONS[0]), POLICIES[0], VERSIONS[2], now=10.0)
+    started = at_rest(finished.roles, POLICIES[1], VERSIONS[4], now=20.0)
+    assert started.kind is ActionKind.START
+    assert {d.name for d in started.state.deployments} == {"v2", "v4"}
+    aborted = at_rest(started.roles, POLICIES[1], None, now=30.0)
+    assert aborted.kind is ActionKind.ABORT
+    assert aborted.roles.previous == VERSIONS[0]
+
+
+def test_there_is_nothing_to_abort_without_a_rollout() -> None:
+    with pytest.raises(ValueError, match="no rollout"):
+        abort(Roles(stable=VERSIONS[0]), "cpu", why="", reject=True)

@@ -1,0 +1,103 @@
+"""The digest of user code follows import statements, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.engine import code_digest
+from onnx_ops.errors import NotFound, UserError
+
+SOURCES = {
+    "model.py": "import helper\nfrom tools import shapes\nimport numpy\n\ndef train(): ...\n",
+    "helper.py": "X = 1\n",
+    "tools/__init__.py": "",
+    "tools/shapes.py": "from . import colours\nfrom .deep.inner import thing\n",
+    "tools/colours.py": "RED = 1\n",
+    "tools/deep/__init__.py": "",
+    "tools/deep/inner.py": "from ... import model\nfrom ..colours import RED as thing\n",
+    "tools/unused.py": "",
+    "unrelated.py": "Y = 1\n",
+    "space/code.py": "def train():\n    import helper\n",
+    "data.txt": "1",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, source in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    return tmp_path
+
+
+def edited(project: Path, name: str, reference: str = "model:train", depends: tuple[str, ...] = ()) -> bool:
+    """Whether editing a file changes the digest."""
+    before = code_digest(reference, project, depends)
+    (project / name).write_text(SOURCES[name] + "\n# edited\n")
+    return code_digest(reference, project, depends) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.py", "helper.py", "tools/__init__.py", "tools/shapes.py", "tools/colours.py", "tools/deep/inner.py"],
+)
+def test_what_is_imported_counts(project: Path, name: str) -> None:
+    assert edited(project, name)
+
+
+@pytest.mark.parametrize("name", ["unrelated.py", "tools/unused.py", "data.txt", "space/code.py"])
+def test_what_is_not_imported_does_not_count(project: Path, name: str) -> None:
+    assert not edited(project, name)
+
+
+@pytest.mark.parametrize("name", ["tools/__init__.py", "tools/deep/__init__.py"])
+def test_the_packages_around_a_module_run_when_it_is_imported(project: Path, name: str) -> None:
+    assert edited(project, name, "tools.deep.inner:train")
+
+
+def test_a_folder_without_init_is_a_package_too_and_functions_may_import(project: Path) -> None:
+    assert edited(project, "helper.py", "space.code:train")
+
+
+def test_declared_files_count(project: Path) -> None:
+    assert edited(project, "data.txt", depends=("data.txt",))
+    with pytest.raises(NotFound, match=r"missing\.txt"):
+        code_digest("model:train", project, ("missing.txt",))
+
+
+def test_a_package_wins_over_a_module_of_the_same_name(project: Path) -> None:
+    (project / "tools.py").write_text("")
+    before = code_digest("model:train", project)
+    (project / "tools.py").write_text("# edited")
+    assert code_digest("model:train", project) == before
+
+
+def test_the_function_is_no_part_of_it_and_neither_is_the_place(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    for name, source in SOURCES.items():
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        (other / name).write_text(source)
+    assert code_digest("model:train", project) == code_digest("model:other", other)
+
+
+@pytest.mark.parametrize("reference", ["nowhere:train", "tools.nowhere:train", ":train", "", "../model:train", "a b:c"])
+def test_a_module_that_is_not_there(project: Path, reference: str) -> None:
+    with pytest.raises(NotFound):
+        code_digest(reference, project)
+
+
+@pytest.mark.parametrize("source", [b"def (:\n", b"x = '\x00'\n", b"\xff\xfe\n", b"# coding: nonsense\n"])
+def test_what_is_not_python_is_the_users_error(project: Path, source: bytes) -> None:
+    (project / "helper.py").write_bytes(source)
+    with pytest.raises(UserError, match="not Python") as caught:
+        code_digest("model:train", project)
+    assert "helper.py" in caught.value.where
+
+
+def test_imports_may_go_in_circles(project: Path) -> None:
+    (project / "helper.py").write_text("import model\n")
+    assert code_digest("model:train", project)

@@ -1,0 +1,356 @@
+"""The way back, whatever else is going on, and what it means for the endpoints beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from release_parts import AT_ONCE, CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of, effects
+
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
+from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
+from onnx_ops.operations.promote import configure
+from onnx_ops.operations.reconcile import settle, step
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """Versions 1, 2 and 3 served one after another; 3 serves now."""
+    scene = Scene()
+    scene.bind()
+    for seed in "abc":
+        scene.serve(scene.publish(seed))
+    return scene
+
+
+def test_back_to_the_previous_version(scene: Scene) -> None:
+    rolled = scene.roll_back()
+    assert (rolled.moved_from, rolled.moved_to, rolled.reason) == ("v3", "v2", "it is slow")
+    assert set(rolled.owed) == {CHAMPION, CHALLENGER}
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+    assert scene.aliases()[CHAMPION] == "3"
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "2"
+    assert scene.state().pending_aliases == {}
+
+
+def test_back_to_a_version_by_name(scene: Scene) -> None:
+    assert scene.roll_back(to="v1").moved_to == "v1"
+    assert scene.traffic() == {"v1": 100, "v3": 0}
+    with pytest.raises(UserError, match="serves all traffic already"):
+        scene.roll_back(to="1")
+    with pytest.raises(NotFound, match="v9 never served here") as caught:
+        scene.roll_back(to="9")
+    assert "v1, v2, v3" in caught.value.remedy
+
+
+def test_a_version_that_was_rolled_back_is_no_way_back_unless_a_person_insists(scene: Scene) -> None:
+    scene.roll_back()
+    with pytest.raises(Refused, match="v3 is known to be bad"):
+        scene.roll_back()
+    scene.roll_back(force=True)
+    assert scene.traffic()["v3"] == 100
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "3"
+    scene.serve(scene.publish("d"))
+    assert scene.roll_back().moved_to == "v3"
+
+
+def test_a_previous_version_that_was_unloaded_is_still_the_way_back(scene: Scene) -> None:
+    scene.world.clock.advance(DAY)
+    scene.settle()
+    assert scene.traffic() == {"v3": 100}
+    assert scene.roll_back().moved_to == "v2"
+
+
+def test_without_a_previous_version_there_is_no_way_back() -> None:
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    with pytest.raises(NotFound, match="no previous version"):
+        scene.roll_back()
+
+
+@pytest.fixture
+def trial(scene: Scene) -> Scene:
+    """Version 4 receives a tenth of the traffic; version 3 the rest."""
+    scene.bind(policy=CANARY)
+    scene.promote(scene.publish("d"))
+    scene.settle()
+    assert scene.traffic() == {"v4": 10, "v3": 90}
+    return scene
+
+
+def test_a_candidate_is_taken_out(trial: Scene) -> None:
+    rolled = trial.roll_back()
+    assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
+    assert trial.traffic() == {"v3": 100}
+    trial.settle()
+    assert trial.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
+    with pytest.raises(Refused):
+        trial.promote("4")
+
+
+def test_after_a_trial_was_aborted_the_way_back_is_open(trial: Scene) -> None:
+    trial.roll_back()
+    trial.settle()
+    assert trial.roll_back().moved_to == "v2"
+
+
+def test_past_a_candidate_and_the_stable_version(trial: Scene) -> None:
+    trial.roll_back(to="1")
+    trial.settle()
+    assert trial.traffic()["v1"] == 100
+    for bad in ("3", "4"):
+        with pytest.raises(Refused):
+            trial.promote(bad)
+
+
+def test_it_needs_no_registry(scene: Scene) -> None:
+    scene.world.registry.down = True
+    scene.roll_back()
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+    assert scene.settle()[-1].registry_down
+    assert scene.state().pending_aliases == {CHAMPION: "2", CHALLENGER: None}
+    scene.world.registry.down = False
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "2"
+    assert scene.traffic()["v2"] == 100
+
+
+def test_a_person_who_moves_the_alias_later_outranks_it(scene: Scene) -> None:
+    version = scene.publish("d")
+    scene.world.registry.down = True
+    scene.roll_back()
+    scene.world.registry.down = False
+    scene.set_alias(CHAMPION, version)
+    scene.settle()
+    assert scene.traffic()["v4"] == 100
+    assert scene.aliases()[CHAMPION] == "4"
+
+
+def test_what_was_rolled_back_does_not_come_back_by_itself(scene: Scene) -> None:
+    scene.roll_back()
+    scene.settle()
+    with pytest.raises(Refused, match="does not come back by itself") as caught:
+        scene.promote("3")
+    assert caught.value.why == "it is slow"
+    for alias in (CHALLENGER, CHAMPION):
+        scene.set_alias(alias, "3")
+        assert scene.settle()[0].refused
+        assert scene.traffic()["v2"] == 100
+        assert scene.aliases()[CHAMPION] == "2"
+        assert CHALLENGER not in scene.aliases()
+
+
+def test_an_override_brings_it_back(scene: Scene) -> None:
+    scene.roll_back()
+    scene.settle()
+    scene.promote("3", override=True, reason="it was the network")
+    scene.settle()
+    assert scene.traffic()["v3"] == 100
+    scene.roll_back()
+    scene.settle()
+    with pytest.raises(Refused):
+        scene.promote("3")
+
+
+def test_an_endpoint_that_cannot_be_reached_is_told_and_nothing_is_rejected(scene: Scene) -> None:
+    scene.world.provider.down = True
+    with pytest.raises(ServiceUnavailable):
+        scene.roll_back()
+    assert scene.state().rejected == {}
+    scene.world.provider.down = False
+    assert scene.roll_back().moved_to == "v2"
+
+
+def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool) -> None:
+    """Do something in a process that is killed in the middle of its effect on the endpoint."""
+    provider, apply = scene.world.provider, scene.world.provider.apply
+
+    def die(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        if reaches:
+            apply(config, state, generation=generation)
+        raise KeyboardInterrupt
+
+    provider.apply = die  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    provider.apply = apply  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: bool) -> None:
+    scene.promote(scene.publish("d"))
+    interrupted(scene, lambda: settle(scene.ports, "digits"), reaches=reaches)
+    if dead:
+        scene.restart()
+    rolled = scene.roll_back()
+    assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
+    scene.settle()
+    assert scene.traffic()["v3"] == 100
+    assert scene.aliases()[CHAMPION] == "3"
+    assert CHALLENGER not in scene.aliases()
+    with pytest.raises(Refused):
+        scene.promote("4")
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+@pytest.mark.parametrize("to", [None, "2", "v2"])
+def test_a_rollback_that_was_cut_short_is_finished_by_the_next(scene: Scene, reaches: bool, to: str | None) -> None:
+    interrupted(scene, scene.roll_back, reaches=reaches)
+    scene.restart()
+    rolled = scene.roll_back(to=to)
+    assert (rolled.moved_from, rolled.moved_to) == ("v3", "v2")
+    scene.settle()
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+    assert effects(scene.world.ledger.read("digits"))[-1] == "rollback"
+
+
+def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> None:
+    interrupted(scene, scene.roll_back, reaches=True)
+    scene.restart()
+    assert scene.roll_back(to="1").moved_to == "v1"
+    scene.settle()
+    assert scene.traffic()["v1"] == 100
+    for bad in ("2", "3"):
+        with pytest.raises(Refused):
+            scene.promote(bad)
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial: Scene, reaches: bool) -> None:
+    trial.world.registry.delete_alias("digits", CHALLENGER)
+    interrupted(trial, lambda: settle(trial.ports, "digits"), reaches=reaches)
+    trial.restart()
+    rolled = trial.roll_back()
+    assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
+    with pytest.raises(Refused):
+        trial.promote("4")
+
+
+def test_the_reconciler_finishes_a_rollback_that_was_cut_short(scene: Scene) -> None:
+    interrupted(scene, scene.roll_back, reaches=False)
+    assert "is at work" in step(scene.ports, "digits").why
+    scene.restart()
+    assert scene.settle()[0].did == "rollback"
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+
+
+def test_a_lease_ends_with_its_time_too(scene: Scene) -> None:
+    interrupted(scene, scene.roll_back, reaches=False)
+    scene.world.clock.advance(121.0)
+    assert scene.settle()[0].did == "rollback"
+
+
+def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> None:
+    """A deployment of the pipeline changes the policy between the effect and its outcome."""
+    provider, apply = scene.world.provider, scene.world.provider.apply
+
+    def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        apply(config, state, generation=generation)
+        configure(scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(keep_previous=60.0 * generation))
+
+    provider.apply = and_configure  # type: ignore[method-assign]
+    assert scene.roll_back().moved_to == "v2"
+    provider.apply = apply  # type: ignore[method-assign]
+    scene.settle()
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+    assert effects(scene.world.ledger.read("digits"))[-1] == "rollback"
+
+
+PAIR = ("digits-a", "digits-b")
+
+
+@pytest.fixture
+def pair() -> Scene:
+    """Two endpoints of one model and target, both on version 2, which took the place of version 1."""
+    scene = Scene()
+    for name in PAIR:
+        scene.bind(name, AT_ONCE)
+    for seed in "ab":
+        scene.promote(scene.publish(seed))
+        scene.settle_all()
+    assert [scene.traffic(name)["v2"] for name in PAIR] == [100, 100]
+    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+    return scene
+
+
+def test_the_champion_moves_when_all_endpoints_agree(pair: Scene) -> None:
+    pair.promote(pair.publish("c"))
+    pair.settle(PAIR[0])
+    assert pair.traffic(PAIR[0])["v3"] == 100
+    assert pair.aliases()[CHAMPION] == "2"
+    pair.settle(PAIR[1])
+    assert pair.aliases()[CHAMPION] == "3"
+    pair.settle_all()
+    assert pair.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
+    assert all(not pair.state(name).pending_aliases for name in PAIR)
+
+
+def test_one_endpoints_rollback_pins_that_endpoint(pair: Scene) -> None:
+    pair.roll_back(PAIR[1])
+    pair.settle_all()
+    assert pair.traffic(PAIR[0])["v2"] == 100
+    assert pair.traffic(PAIR[1])["v1"] == 100
+    assert pair.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+
+
+def test_a_pinned_endpoint_follows_the_next_release(pair: Scene) -> None:
+    pair.roll_back(PAIR[1])
+    pair.settle_all()
+    pair.promote(pair.publish("c"))
+    pair.settle_all()
+    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
+    assert pair.aliases()[CHAMPION] == "3"
+
+
+def test_a_pinned_endpoint_follows_although_a_person_moved_the_champion_to_what_it_serves(pair: Scene) -> None:
+    pair.roll_back(PAIR[1])
+    pair.settle_all()
+    pair.set_alias(CHAMPION, "1")
+    pair.settle_all()
+    assert [pair.traffic(name)["v1"] for name in PAIR] == [100, 100]
+    pair.promote(pair.publish("c"))
+    for order in (PAIR, PAIR[::-1]):
+        for name in order:
+            pair.settle(name)
+    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
+    assert pair.aliases()[CHAMPION] == "3"
+
+
+@pytest.mark.parametrize("by_word", [True, False])
+def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(pair: Scene, by_word: bool) -> None:
+    for name in PAIR:
+        pair.bind(name, CANARY)
+    pair.promote(pair.publish("c"))
+    pair.settle_all()
+    assert [pair.traffic(name)["v3"] for name in PAIR] == [10, 10]
+    if by_word:
+        pair.say(Word.ABORT, PAIR[1])
+        pair.settle(PAIR[1])
+    else:
+        pair.roll_back(PAIR[1])
+    pair.settle_all()
+    assert pair.traffic(PAIR[1]) == {"v2": 100}
+    assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
+    for _ in range(2):
+        pair.say(Word.ADVANCE, PAIR[0])
+        pair.settle_all()
+    assert pair.traffic(PAIR[0]) == {"v3": 100, "v2": 0}
+    assert pair.traffic(PAIR[1])["v2"] == 100
+    assert pair.aliases()[CHAMPION] == "2"
+
+
+def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_alone(pair: Scene) -> None:
+    for name in PAIR:
+        pair.bind(name, CANARY)
+    pair.promote(pair.publish("c"))
+    pair.settle(PAIR[0])
+    interrupted(pair, lambda: settle(pair.ports, PAIR[1]), reaches=True)
+    pair.roll_back(PAIR[1])
+    pair.settle_all()
+    assert pair.traffic(PAIR[1]) == {"v2": 100}
+    assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}

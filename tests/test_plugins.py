@@ -1,0 +1,74 @@
+"""Plugins by name, against the entry points of real installed distributions."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onnx_ops import plugins
+from onnx_ops.errors import MissingPackage, NotFound
+
+MODULES = {
+    "good": "class Plugin:\n    def __init__(self, *arguments):\n        self.arguments = arguments\n",
+    "needy": "import a_package_that_nobody_has.part\n",
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A distribution `acme-plugins` with two exporters, as an installer would have left it."""
+    for name, source in MODULES.items():
+        (tmp_path / f"acme_{name}.py").write_text(source)
+    metadata = tmp_path / "acme_plugins-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-plugins\nVersion: 1.0\n")
+    lines = [f"{name} = acme_{name}:Plugin" for name in MODULES]
+    (metadata / "entry_points.txt").write_text("[onnx_ops.exporters]\n" + "\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    for name in MODULES:
+        sys.modules.pop(f"acme_{name}", None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plugin_of_another_distribution_is_found_and_made() -> None:
+    assert {"good", "needy", "sklearn", "torch"} <= set(plugins.names("exporters"))
+    assert plugins.load("exporters", "good", 1, "two").arguments == (1, "two")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plugin_whose_package_is_missing_says_what_to_install() -> None:
+    with pytest.raises(MissingPackage, match="a_package_that_nobody_has is not installed") as caught:
+        plugins.load("exporters", "needy")
+    assert caught.value.where == "exporters plugin needy"
+    assert caught.value.remedy == "Install it with: pip install a_package_that_nobody_has"
+
+
+def test_a_missing_extra_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = plugins.find("exporters", "sklearn")
+    monkeypatch.setitem(sys.modules, point.module, None)
+    with pytest.raises(MissingPackage):
+        plugins.load("exporters", "sklearn")
+    assert plugins._install_hint(point, "skl2onnx") == "Install it with: pip install 'onnx-ops[sklearn]'"
+
+
+@pytest.mark.parametrize("kind", plugins.KINDS)
+def test_every_kind_has_plugins(kind: str) -> None:
+    assert plugins.names(kind)
+
+
+def test_a_misspelt_name_asks_what_was_meant() -> None:
+    with pytest.raises(NotFound, match="no exporters plugin is called 'sklaern'") as caught:
+        plugins.find("exporters", "sklaern")
+    assert caught.value.remedy == "did you mean 'sklearn'?"
+
+
+def test_a_strange_name_lists_what_is_there() -> None:
+    with pytest.raises(NotFound) as caught:
+        plugins.load("endpoints", "qqqqq")
+    assert "local" in caught.value.remedy
