@@ -14,9 +14,11 @@ from onnx_ops.domain.evidence import Evidence, ParityMeasurement, WeightMeasurem
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.graph.check import ceiling
+from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Dataset, Ports, Runtime
-from onnx_ops.stages.champion import Champion, fetch_champion
+from onnx_ops.stages.champion import Champion, champion_of
 from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
 from onnx_ops.stages.parity import measure_parity
@@ -48,7 +50,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     variant = inputs[settings["source"]]
     data = get_dataset(store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
     with scratch() as folder:
-        champion = fetch_champion(ports, settings["model"], target.name, folder)
+        champion = champion_of(stage, ports)
         manifest = variant.subset(MODEL)
         bench = Bench(
             runtime=ports.runtime(target.runtime),
@@ -59,6 +61,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             dataset=data,
             seed=int(key[-8:], 16),
         )
+        _check_ceiling(bench, stage.id)
         is_export = stage.variant == EXPORT
         timing = _timing(bench, is_export, settings["batch"], _tolerances(stage))
         quantized = bool(settings["quantized"])
@@ -88,6 +91,16 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     return Manifest(files={"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")})
 
 
+def _check_ceiling(bench: Bench, where: str) -> None:
+    """A runtime tells of a file that is too new for it in words of its own, or of none."""
+    if reason := ceiling(info(bench.candidate), bench.target):
+        raise UserError(
+            reason,
+            where=where,
+            remedy=f"Export at a version that all targets accept, or benchmark without {bench.target.name}.",
+        )
+
+
 def _documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
 
@@ -103,7 +116,9 @@ def _metrics(bench: Bench, is_export: bool) -> tuple[Any, ...]:
     if bench.champion is not None:
         # A champion with other inputs cannot be scored on these rows; the gate then says "not measured".
         with contextlib.suppress(MeasurementFailure):
-            counts.append(paired("accuracy", "champion", _right(bench, bench.champion.folder / MODEL_FILE), right))
+            counts.append(
+                paired("accuracy", "champion", _right(bench, Path(bench.champion.location) / MODEL_FILE), right)
+            )
     return tuple(counts)
 
 
@@ -138,5 +153,5 @@ def _timing(bench: Bench, is_export: bool, batch: int, tolerances: Sequence[floa
     if bench.champion is not None:
         # A champion with other inputs cannot be fed with these rows; the gate then says "not measured".
         with contextlib.suppress(MeasurementFailure):
-            timing = time_against(timing, race(bench.champion.folder / MODEL_FILE, tolerances), "champion")
+            timing = time_against(timing, race(Path(bench.champion.location) / MODEL_FILE, tolerances), "champion")
     return timing

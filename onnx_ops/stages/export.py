@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.analysis.parity import REAL
+from onnx_ops.analysis.parity import BATCH, REAL
 from onnx_ops.analysis.probes import batch_inputs, edge_inputs, nonfinite_inputs
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.release import Lineage
+from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors
@@ -20,6 +22,9 @@ from onnx_ops.stages.reference import ReferenceGroup, put_reference
 from onnx_ops.stages.train import importable
 
 MODEL_FILE = "model.onnx"
+
+_ABORTING = ("GRU", "LSTM")
+"""Operators that, given no rows, let ONNX Runtime 1.31 abort the process."""
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -46,7 +51,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                 **put_folder(ports.store, exported, MODEL),
                 "info.json": put_document(ports.store, info(path)),
                 "lineage.json": put_document(ports.store, lineage),
-                "reference.npz": put_reference(ports.store, _answers(exporter, model, dataset.inputs)),
+                "reference.npz": put_reference(ports.store, _answers(exporter, model, _probes(path, dataset.inputs))),
             }
         )
 
@@ -58,13 +63,32 @@ def _properties(lineage: Lineage) -> dict[str, str]:
     return properties | {f"onnx-ops.data.{name}": digest for name, digest in lineage.data.items()}
 
 
-def _answers(exporter: Exporter, model: object, samples: Tensors) -> list[ReferenceGroup]:
-    """The source's answers wherever it has some: one that refuses NaN, or an empty batch, has none to compare with."""
-    asked = {**edge_inputs(samples), **batch_inputs(samples)}
+def _probes(path: Path, samples: Tensors) -> dict[str, Tensors]:
+    """Groups of inputs that the export takes: at a fixed batch, whole ones only."""
+    sizes = {spec.shape[0] for spec in info(path).inputs if spec.shape}
+    fixed = max((size for size in sizes if isinstance(size, int)), default=0)
+    probes = {REAL: samples, **edge_inputs(samples)}
     with contextlib.suppress(ValueError):  # no input is of floats
-        asked["nonfinite"] = nonfinite_inputs(samples)
-    answers = [_answer(exporter, model, REAL, samples)]
-    for name, tensors in asked.items():
+        probes["nonfinite"] = nonfinite_inputs(samples)
+    if fixed:
+        return {name: _in_batch(tensors, fixed) for name, tensors in probes.items()}
+    probes |= batch_inputs(samples)
+    if any(node.op_type in _ABORTING for node in nodes(read_structure(path))):
+        del probes[f"{BATCH}0"]
+    return probes
+
+
+def _in_batch(tensors: Tensors, size: int) -> Tensors:
+    rows = len(next(iter(tensors.values())))
+    return {name: array[[row % rows for row in range(size)]] for name, array in tensors.items()}
+
+
+def _answers(exporter: Exporter, model: object, probes: Mapping[str, Tensors]) -> list[ReferenceGroup]:
+    """The source's answers wherever it has some: one that refuses NaN, or an empty batch, has none to compare with."""
+    answers = [_answer(exporter, model, REAL, probes[REAL])]
+    for name, tensors in probes.items():
+        if name == REAL:
+            continue
         with contextlib.suppress(ValueError):
             answers.append(_answer(exporter, model, name, tensors))
     return [answer for answer in answers if answer.single is not None or answer.double is not None]

@@ -21,6 +21,7 @@ from onnx_ops.errors import StageFailure, from_document
 from onnx_ops.ports import Ports
 from onnx_ops.settings import Settings, to_environ
 from onnx_ops.stages import execute
+from onnx_ops.stages.champion import with_champion
 
 LAST_LINES = 15
 
@@ -35,9 +36,11 @@ class Performer:
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         if not stage.own_process and stage.timeout is None:
             return execute(stage, key, inputs, self.ports)
-        lock = machine_lock() if stage.kind is StageKind.BENCHMARK else contextlib.nullcontext()
-        with lock:
+        if stage.kind is not StageKind.BENCHMARK:
             return in_child(self.settings, stage, key, inputs)
+        told = with_champion(stage, self.ports)
+        with machine_lock():
+            return in_child(self.settings, told, key, inputs)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,39 @@
+"""What the bare script and the pipeline have in common: data, request, publication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from onnx_ops.adapters.store.models import manifest_of
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.pipeline import SklearnData
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord
+from onnx_ops.ports import Tensors
+
+TRAINING = SklearnData(sklearn="digits", split="train")
+SCORED = SklearnData(sklearn="digits", split="test")
+CALIBRATION_ROWS = 256
+
+
+def feed(samples: Tensors) -> Tensors:
+    return {name: array[:1] for name, array in samples.items()}
+
+
+def publication(variants: Mapping[str, Path]) -> Publication:
+    records = tuple(
+        VariantRecord(
+            variant=name,
+            files={"model.onnx": path},
+            manifest=manifest_of(path.parent),
+            evidence={},
+            metrics={},
+            decisions={},
+            signed={},
+            description="",
+        )
+        for name, path in variants.items()
+    )
+    return Publication(
+        model="digits-mlp", lineage=Lineage(pipeline="bare", release=digest_bytes(b"bare")), variants=records
+    )
