@@ -173,6 +173,20 @@ def test_tables_are_found_through_the_api(first: dict[str, Any], site: PrefectSi
     assert (choice["target"], choice["verdict"]) == ("cpu-1t", "PASS")
 
 
+def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSite) -> None:
+    del first
+    site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "15", "--replace", "-y")
+
+    def fired() -> dict[str, Any] | None:
+        runs = site.ask("/flow_runs/filter", flow_runs={"state": {"type": {"any_": ["COMPLETED", "FAILED"]}}})
+        return next((run for run in runs if run["auto_scheduled"]), None)
+
+    run = until(fired, seconds=120, what="a scheduled run")
+    site.done("deployment", "schedule", "clear", "pipeline/digits-mlp", "-y")
+    assert (run["name"], run["state_type"]) == ("digits-mlp", "COMPLETED")
+    assert "nothing changed" in run["state"]["message"]
+
+
 def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], site: PrefectSite) -> None:
     del first
     tight = json.dumps(["gates[5].max=1 kB"])
@@ -186,20 +200,6 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], sit
     assert runs["gate fp32 @ cpu-1t"]["state_name"] == "GateFailed"
     assert runs["gate fp32 @ cpu-1t"]["state"]["message"].startswith("size: ")
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
-
-
-def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSite) -> None:
-    del first
-    site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "15", "--replace", "-y")
-
-    def fired() -> dict[str, Any] | None:
-        runs = site.ask("/flow_runs/filter", flow_runs={"state": {"type": {"any_": ["COMPLETED", "FAILED"]}}})
-        return next((run for run in runs if run["auto_scheduled"]), None)
-
-    run = until(fired, seconds=120, what="a scheduled run")
-    site.done("deployment", "schedule", "clear", "pipeline/digits-mlp", "-y")
-    assert (run["name"], run["state_type"]) == ("digits-mlp", "COMPLETED")
-    assert "nothing changed" in run["state"]["message"]
 
 
 def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: PrefectSite) -> None:

@@ -1,0 +1,23 @@
+"""Move endpoints toward what the registry wants: the safety net under webhooks, and what finishes a killed driver."""
+
+from typing import Any
+
+from prefect import State, flow
+
+from onnx_ops.operations.journal import bound_endpoints
+from onnx_ops.orchestration.flows import actor, concluding, reconcile_as_task, together
+from onnx_ops.wiring.project import open_project
+
+
+@flow(name="reconcile", persist_result=False)
+@concluding
+def reconcile(endpoints: tuple[str, ...] = ()) -> State[Any]:
+    """Settle every endpoint, each on its own; the run fails if one of them could not be settled.
+
+    Args:
+        endpoints: Names of endpoints; all by default.
+    """
+    ports = open_project().ports
+    names = endpoints or bound_endpoints(ports)
+    states = {name: reconcile_as_task(ports, name, actor(ports)) for name in names}
+    return together(states)

@@ -1,0 +1,226 @@
+"""What Prefect's API tells about a run: a task run for every stage, its state, its edges, its attempts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from uuid import UUID
+
+import pytest
+from prefect import flow, runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterTaskRunId
+from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.sorting import LogSort
+
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
+from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
+from onnx_ops.engine import RunResult, Silent, run
+from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.orchestration.executor import PrefectExecutor, task_run_name
+
+TARGET = "cpu-1t"
+REASON = "21.3 % slower than the champion, limit 5 %"
+
+
+def stage(kind: StageKind, stage_id: str, *needs: str, **rest: object) -> Stage:
+    return Stage(id=stage_id, kind=kind, settings={}, needs=needs, **rest)  # type: ignore[arg-type]
+
+
+PLAN = Plan(
+    pipeline="fake",
+    stages=(
+        stage(StageKind.DATA, "data/train"),
+        stage(StageKind.TRAIN, "train", "data/train", retries=2),
+        stage(StageKind.EXPORT, "export", "train", variant="fp32"),
+        stage(StageKind.QUANTIZE, "quantize/int8", "export", variant="int8", retries=2),
+        stage(StageKind.BENCHMARK, f"benchmark/fp32@{TARGET}", "export", variant="fp32", target=TARGET),
+        stage(StageKind.BENCHMARK, f"benchmark/int8@{TARGET}", "quantize/int8", variant="int8", target=TARGET),
+        stage(StageKind.GATE, f"gate/fp32@{TARGET}", f"benchmark/fp32@{TARGET}", variant="fp32", target=TARGET),
+        stage(StageKind.GATE, f"gate/int8@{TARGET}", f"benchmark/int8@{TARGET}", variant="int8", target=TARGET),
+        stage(StageKind.REGISTER, "register", "train", tolerates=(f"gate/fp32@{TARGET}", f"gate/int8@{TARGET}")),
+        stage(StageKind.PROMOTE, f"promote@{TARGET}", "register", target=TARGET),
+    ),
+)
+
+
+@dataclass
+class FakeHandler:
+    """Export is known already, train fails once, the quantizer's option is wrong, the fp32 gate fails."""
+
+    known: frozenset[str] = frozenset({"export"})
+    attempts: dict[str, int] = field(default_factory=dict)
+
+    def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
+        return self._result(stage) if stage.id in self.known else None
+
+    def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
+        return "no variant passed" if stage.kind is StageKind.PROMOTE else ""
+
+    def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        self.attempts[stage.id] = self.attempts.get(stage.id, 0) + 1
+        if stage.kind is StageKind.TRAIN and self.attempts[stage.id] == 1:
+            raise MeasurementFailure("the machine had a bad moment", remedy="Run it again")
+        if stage.kind is StageKind.QUANTIZE:
+            raise UserError("no node is called 'fc9'", where=stage.id)
+        return self._result(stage)
+
+    def decision(self, manifest: Manifest) -> Decision | None:
+        if "decision.json" not in manifest:
+            return None
+        result = GateResult(gate="latency", metric="", limit="5%", verdict=Verdict.FAIL, reason=REASON)
+        return Decision(variant="fp32", target=TARGET, results=(result,))
+
+    @staticmethod
+    def _result(stage: Stage) -> Manifest:
+        name = "decision.json" if stage.kind is StageKind.GATE else "result"
+        return Manifest(files={name: digest_bytes(stage.id.encode())})
+
+
+@dataclass
+class Seen:
+    """A finished flow run, as the server tells about it."""
+
+    result: RunResult
+    handler: FakeHandler
+    runs: Mapping[str, TaskRun]
+
+    def upstream(self, name: str) -> set[str]:
+        ids = {run_input.id for run_input in self.runs[name].task_inputs.get("wait_for", [])}  # type: ignore[union-attr]
+        return {other for other, task_run in self.runs.items() if task_run.id in ids}
+
+
+def waited(condition: Callable[[], bool]) -> None:
+    """Task runs and logs reach the server a moment after they happen."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def task_runs(flow_run_id: UUID) -> list[TaskRun]:
+    with get_client(sync_client=True) as client:
+        return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
+
+
+def performed(handler: FakeHandler, executor: PrefectExecutor) -> Seen:
+    @flow(name="fake", persist_result=False)
+    def fake() -> None:
+        ids.append(UUID(str(runtime.flow_run.id)))
+        results.append(run(PLAN, handler=handler, executor=executor, observer=Silent(), clock=SystemClock()))
+
+    ids: list[UUID] = []
+    results: list[RunResult] = []
+    fake()
+
+    def complete() -> bool:
+        found = task_runs(ids[0])
+        return len(found) == len(PLAN.stages) and all(r.state is not None and r.state.is_final() for r in found)
+
+    waited(complete)
+    return Seen(result=results[0], handler=handler, runs={r.name: r for r in task_runs(ids[0])})
+
+
+@pytest.fixture(scope="module")
+def seen(prefect_server: None) -> Seen:
+    return performed(FakeHandler(), PrefectExecutor())
+
+
+def test_task_runs_say_kind_variant_and_target(seen: Seen) -> None:
+    assert set(seen.runs) == {
+        "data train",
+        "train",
+        "export fp32",
+        "quantize int8",
+        "benchmark fp32 @ cpu-1t",
+        "benchmark int8 @ cpu-1t",
+        "gate fp32 @ cpu-1t",
+        "gate int8 @ cpu-1t",
+        "register",
+        "promote @ cpu-1t",
+    }
+    assert all(not task_run.tags for task_run in seen.runs.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "state", "message"),
+    [
+        ("data train", "COMPLETED", "Completed", "done in "),
+        ("export fp32", "COMPLETED", "Cached", "known already"),
+        ("quantize int8", "FAILED", "UserError", "quantize/int8: no node is called 'fc9'"),
+        ("benchmark int8 @ cpu-1t", "COMPLETED", "Skipped", "needs quantize/int8, which was failed"),
+        ("gate fp32 @ cpu-1t", "FAILED", "GateFailed", f"latency: {REASON}"),
+        ("gate int8 @ cpu-1t", "COMPLETED", "Skipped", "needs benchmark/int8@cpu-1t, which was skipped"),
+        ("register", "COMPLETED", "Completed", "done in "),
+        ("promote @ cpu-1t", "COMPLETED", "Skipped", "no variant passed"),
+    ],
+)
+def test_state_of_each_stage(seen: Seen, name: str, kind: str, state: str, message: str) -> None:
+    found = seen.runs[name].state
+    assert found is not None
+    assert (found.type.value, found.name) == (kind, state)
+    assert message in (found.message or "")
+
+
+def test_a_failed_gate_still_has_a_result(seen: Seen) -> None:
+    assert seen.result.outcomes[f"gate/fp32@{TARGET}"].status is StageStatus.DONE
+    assert seen.result.outcomes["register"].status is StageStatus.DONE
+    assert set(seen.result.errors) == {"quantize/int8"}
+
+
+def test_edges_follow_the_plan_whatever_became_of_the_stages(seen: Seen) -> None:
+    names = {s.id: task_run_name(s) for s in PLAN.stages}
+    for planned in PLAN.stages:
+        expected = {names[other] for other in (*planned.needs, *planned.tolerates)}
+        assert seen.upstream(names[planned.id]) == expected
+
+
+def test_only_failures_of_the_environment_are_tried_again(seen: Seen) -> None:
+    assert seen.handler.attempts["train"] == 2
+    assert seen.runs["train"].run_count == 2
+    assert seen.handler.attempts["quantize/int8"] == 1
+    assert seen.runs["quantize int8"].run_count == 1
+
+
+def test_retries_are_visible_in_the_history_of_states(seen: Seen) -> None:
+    with get_client(sync_client=True) as client:
+        answer = client.request("GET", "/task_run_states/", params={"task_run_id": str(seen.runs["train"].id)})
+    names = [state["name"] for state in sorted(answer.json(), key=lambda state: state["timestamp"])]
+    assert names == ["Pending", "Running", "Retrying", "Completed"]
+
+
+def test_logs_tell_how_long_a_stage_took(seen: Seen) -> None:
+    def lines(name: str) -> list[str]:
+        wanted = LogFilter(task_run_id=LogFilterTaskRunId(any_=[seen.runs[name].id]))
+        with get_client(sync_client=True) as client:
+            return [log.message for log in client.read_logs(log_filter=wanted, sort=LogSort.TIMESTAMP_ASC)]
+
+    waited(lambda: any("done in" in line for line in lines("data train")))
+    waited(lambda: any("failed after" in line for line in lines("quantize int8")))
+    assert not any("Traceback" in line for line in lines("quantize int8"))
+
+
+def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server: None) -> None:
+    handler = FakeHandler(known=frozenset(s.id for s in PLAN.stages))
+    seen = performed(handler, PrefectExecutor(handler.decision))
+    assert handler.attempts == {}
+    states = {name: task_run.state.name for name, task_run in seen.runs.items() if task_run.state is not None}
+    assert states["gate fp32 @ cpu-1t"] == "GateFailed"
+    assert states["benchmark fp32 @ cpu-1t"] == "Cached"
+
+
+def test_a_defect_ends_the_run_and_is_not_retried(prefect_server: None) -> None:
+    class Broken(FakeHandler):
+        def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+            self.attempts[stage.id] = self.attempts.get(stage.id, 0) + 1
+            if stage.kind is StageKind.TRAIN:
+                raise ZeroDivisionError("a defect")
+            return self._result(stage)
+
+    handler = Broken()
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        performed(handler, PrefectExecutor())
+    assert handler.attempts["train"] == 1

@@ -1,0 +1,226 @@
+"""The flows that Prefect deploys: their names and parameters, their ends, and the tables they leave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+from uuid import UUID
+
+import pytest
+import yaml
+from prefect import Flow, State, flow, runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.objects import StateType
+from prefect.flows import load_flow_from_entrypoint
+from prefect.states import Completed, Failed
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.pipeline import StageOutcome, StageStatus
+from onnx_ops.domain.release import Choice, Registration
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.orchestration.artifacts import publish_tables
+from onnx_ops.orchestration.flows import conclusion, together
+from onnx_ops.wiring.summary import Summary
+
+PROJECT = Path(__file__).parents[2]
+WRONG = "schema: 1\npipeline: wrong\nexprot: {framework: sklearn}\nbenchmark: {targets: [nowhere]}\n"
+
+PASSED = GateResult(
+    gate="latency",
+    metric="",
+    limit="≤ 5%",
+    verdict=Verdict.PASS,
+    reason="faster",
+    estimate=0.8,
+    low=0.78,
+    high=0.82,
+    unit="x",
+    n=400,
+)
+SLOW = GateResult(gate="latency", metric="", limit="≤ 5%", verdict=Verdict.FAIL, reason="21% slower")
+ADVICE = GateResult(gate="latency", metric="p99", limit="≤ 5 ms", verdict=Verdict.FAIL, reason="noisy", advisory=True)
+SERVED = Choice(target="cpu-1t", variant="int8", verdict=Verdict.PASS, reason="fastest that passed")
+UNSERVED = Choice(target="cpu-1t", variant=None, verdict=Verdict.FAIL, reason="fp32: latency: 21% slower")
+
+
+def summary(choice: Choice, exit_code: int, *, executed: tuple[str, ...] = ("train",), **rest: Any) -> Summary:
+    decisions = (
+        Decision(variant="int8", target="cpu-1t", results=(PASSED, ADVICE)),
+        Decision(variant="fp32", target="cpu-1t", results=(SLOW,)),
+    )
+    registration = Registration(
+        model="digits-mlp",
+        release=digest_bytes(b"release"),
+        versions={"fp32": "4", "int8": "5"},
+        choices=(choice,),
+        where="mlflow",
+        run=digest_bytes(b"run"),
+    )
+    values: dict[str, Any] = {
+        "pipeline": "digits-mlp",
+        "executed": executed,
+        "outcomes": (StageOutcome(stage="train", status=StageStatus.DONE),),
+        "decisions": decisions,
+        "choices": (choice,),
+        "registration": registration,
+        "awaiting": (),
+        "exit_code": exit_code,
+    }
+    return Summary(**{**values, **rest})
+
+
+def load(name: str) -> Flow[..., Any]:
+    return cast("Flow[..., Any]", load_flow_from_entrypoint(f"{PROJECT / 'flows' / name}.py:{name}"))
+
+
+def end(name: str, **parameters: Any) -> State[Any]:
+    """The state in which a flow run with these parameters ends."""
+    return cast("State[Any]", load(name)(**parameters, return_state=True))
+
+
+@pytest.fixture
+def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "configs" / "targets").mkdir(parents=True)
+    monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "required"),
+    [
+        ("pipeline", {"file", "overrides", "until", "fresh"}, ["file"]),
+        ("rollback", {"endpoint", "to", "reason", "force"}, ["endpoint"]),
+        ("reconcile", {"endpoints"}, []),
+    ],
+)
+def test_flows_have_the_names_and_parameters_that_deployments_use(
+    name: str, parameters: set[str], required: list[str]
+) -> None:
+    found = load(name)
+    assert found.name == name
+    assert set(found.parameters.properties) == parameters
+    assert found.parameters.required == required
+
+
+def test_stages_are_offered_by_name() -> None:
+    definitions = load("pipeline").parameters.definitions
+    assert "benchmark" in definitions["StageKind"]["enum"]
+
+
+def test_every_problem_of_a_wrong_file_ends_the_run(prefect_server: None, empty_project: Path) -> None:
+    (empty_project / "wrong.yaml").write_text(WRONG)
+    state = end("pipeline", file="wrong.yaml")
+    assert (state.type, state.name) == (StateType.FAILED, "SpecError")
+    assert state.message is not None
+    assert "exprot" in state.message
+    assert "nowhere" in state.message
+    assert "Traceback" not in state.message
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(UUID(str(state.state_details.flow_run_id))).name == "wrong"
+
+
+def test_a_rollback_of_nothing_says_what_there_is(prefect_server: None, empty_project: Path) -> None:
+    state = end("rollback", endpoint="nowhere")
+    assert (state.type, state.name) == (StateType.FAILED, "NotFound")
+    assert "Known endpoints: none" in (state.message or "")
+
+
+def test_reconciling_no_endpoints_is_done(prefect_server: None, empty_project: Path) -> None:
+    state = end("reconcile")
+    assert state.is_completed()
+    assert "no endpoints yet" in (state.message or "")
+
+
+def test_one_endpoint_that_cannot_be_settled_fails_the_run(prefect_server: None, empty_project: Path) -> None:
+    state = end("reconcile", endpoints=["nowhere"])
+    assert (state.type, state.name) == (StateType.FAILED, "NotFound")
+
+
+def test_all_endpoints_are_told_of() -> None:
+    state = together({"a": Completed(message="serves"), "b": Failed(name="Refused", message="not signed")})
+    assert (state.type, state.name) == (StateType.FAILED, "Refused")
+    assert state.message == "a: serves\nb: not signed"
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(1, "GateFailed"), (2, "WrongInput"), (3, "Inconclusive"), (4, "EnvironmentFailed")]
+)
+def test_a_run_without_a_release_ends_as_failed(code: int, name: str) -> None:
+    error = MeasurementFailure("the provider is missing", where="benchmark/fp32@cpu-1t")
+    state = conclusion(summary(UNSERVED, code), {"benchmark/fp32@cpu-1t": error})
+    assert (state.type, state.name) == (StateType.FAILED, name)
+    assert state.message is not None
+    assert "cpu-1t: no release. fp32: latency: 21% slower" in state.message
+    assert "the provider is missing" in state.message
+
+
+def test_a_run_with_a_release_says_what_serves() -> None:
+    state = conclusion(summary(SERVED, 0, awaiting=("cpu-1t",)), {})
+    assert state.is_completed()
+    assert state.message is not None
+    assert "cpu-1t: serves int8 (fastest that passed)" in state.message
+    assert "challenger-cpu-1t" in state.message
+    assert "1 of 1 stages executed" in state.message
+
+
+def test_a_run_with_nothing_changed_says_so() -> None:
+    assert "nothing changed" in (conclusion(summary(SERVED, 0, executed=()), {}).message or "")
+
+
+def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
+    @flow(name="tables", persist_result=False)
+    def tables() -> str:
+        publish_tables(summary(SERVED, 0))
+        return str(runtime.flow_run.id)
+
+    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(tables())]))
+    with get_client(sync_client=True) as client:
+        found = {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=wanted)}
+    assert set(found) == {"digits-mlp-gates", "digits-mlp-choices"}
+    gates = yaml.safe_load(str(found["digits-mlp-gates"].data))
+    assert [(row["variant"], row["gate"], row["verdict"]) for row in gates] == [
+        ("int8", "latency", "PASS"),
+        ("int8", "latency p99", "FAIL (advisory)"),
+        ("fp32", "latency", "FAIL"),
+    ]
+    assert gates[0]["figure"] == "0.8× [0.78, 0.82]×"
+    (choice,) = yaml.safe_load(str(found["digits-mlp-choices"].data))
+    assert (choice["variant"], choice["version"]) == ("int8", "5")
+
+
+def test_a_run_that_judged_nothing_leaves_no_tables(prefect_server: None) -> None:
+    @flow(name="no tables", persist_result=False)
+    def no_tables() -> str:
+        publish_tables(summary(SERVED, 0, decisions=(), choices=()))
+        return str(runtime.flow_run.id)
+
+    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(no_tables())]))
+    with get_client(sync_client=True) as client:
+        assert client.read_artifacts(artifact_filter=wanted) == []
+
+
+def test_the_server_and_workers_load_nothing_heavy() -> None:
+    code = (
+        "import sys, onnx_ops.orchestration; "
+        "print(sorted({'mlflow', 'torch', 'onnxruntime', 'onnx', 'numpy', 'prefect'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_deployments_lead_to_flows_and_pipelines_of_this_project() -> None:
+    document = yaml.safe_load((PROJECT / "prefect.yaml").read_text(encoding="utf-8"))
+    names = []
+    for deployment in document["deployments"]:
+        file, _, name = deployment["entrypoint"].partition(":")
+        assert (PROJECT / file).is_file()
+        found = load(name)
+        parameters = deployment.get("parameters", {})
+        assert set(parameters) <= set(found.parameters.properties)
+        assert "file" not in parameters or (PROJECT / parameters["file"]).is_file()
+        names.append(f"{found.name}/{deployment['name']}")
+    assert names == ["pipeline/digits-mlp", "pipeline/digits-cnn", "rollback/rollback", "reconcile/reconcile"]
