@@ -40,7 +40,15 @@ class SklearnSource:
         rows = np.arange(len(bunch.target))
         if wanted.split != "all":
             stratify = bunch.target if classes else None
-            sides = train_test_split(rows, test_size=wanted.test_size, random_state=wanted.seed, stratify=stratify)
+            try:
+                sides = train_test_split(rows, test_size=wanted.test_size, random_state=wanted.seed, stratify=stratify)
+            except ValueError as error:
+                raise UserError(
+                    f"{wanted.sklearn} cannot be split at {wanted.test_size:g}",
+                    where="data",
+                    why=str(error),
+                    remedy="Give each side some rows of every class.",
+                ) from error
             rows = np.sort(sides[0] if wanted.split == "train" else sides[1])
         arrays: dict[str, Any] = {
             "data": bunch.data[rows].astype(np.float32),

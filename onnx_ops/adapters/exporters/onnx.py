@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFound, UserError
 from onnx_ops.graph.files import external_files, read_structure
 from onnx_ops.graph.inspect import info
@@ -43,6 +44,8 @@ class OnnxExporter:
         """Copy it; a file newer than the pipeline asks for is refused rather than converted in silence."""
         source = Path(str(model))
         found, section = info(source), request.section
+        if section.options:
+            check_section(section, request.samples)
         opset = found.opsets.get("", 0)
         if opset > section.opset or found.ir_version > section.ir_version:
             raise UserError(
@@ -76,7 +79,7 @@ class OnnxExporter:
             names = [output.name for output in session.get_outputs()]
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
         except Exception as error:
-            raise ValueError(f"the model refuses these inputs: {str(error).strip().splitlines()[0][:300]}") from error
+            raise ValueError(f"the model refuses these inputs: {(str(error).strip() or 'no reason')[:300]}") from error
 
 
 def _one_file(path: Path) -> Path:

@@ -9,13 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import write_model
+from onnx_ops.graph.hygiene import renumber
 from onnx_ops.ports.models import Array, ExportRequest, Tensors
 
 FILE = "model.joblib"
 LABEL, PROBABILITIES, VARIABLE = "label", "probabilities", "variable"
-"""Names of the outputs: of a classifier the first two, of a regressor the third."""
+"""Names of the outputs: of a classifier the first two, of a regressor the third. A classifier that has no
+probabilities gives its label only: what skl2onnx gives beside it has other shapes than scikit-learn's scores."""
+
+_GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
+"""Names that skl2onnx numbers through all conversions of a process."""
 
 _ML_OPSET = 3
 """The newest version of `ai.onnx.ml` that every runtime build in the field accepts."""
@@ -44,35 +50,18 @@ class SklearnExporter:
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
-        import skl2onnx
-
-        if not hasattr(model, "predict"):
-            raise UserError(
-                f"{type(model).__name__} is no estimator of scikit-learn",
-                where="export",
-                remedy="`train.run` must return a fitted estimator or pipeline.",
-            )
+        _check_estimator(model)
         name, rows = _matrix(request.samples)
-        types = [(name, skl2onnx.common.data_types.FloatTensorType([None, int(rows.shape[1])]))]
         section = request.section
-        try:
-            converted = skl2onnx.to_onnx(
-                model,
-                initial_types=types,
-                target_opset={"": section.opset, "ai.onnx.ml": _ML_OPSET},
-                options=_options(model),
-                name="model",
-            )
-        except Exception as error:
-            raise StageFailure(
-                f"skl2onnx cannot convert {type(model).__name__}",
-                where="export",
-                why=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
-                remedy="See https://onnx.ai/sklearn-onnx/supported.html for what it converts.",
-            ) from error
+        check_section(section, request.samples)
+        converted = _convert(model, name, int(rows.shape[1]), section.opset)
         converted.ir_version = section.ir_version
         converted.producer_version = ""
+        if not _is_regressor(model) and not hasattr(model, "predict_proba"):
+            del converted.graph.output[1:]
         _name_dimensions(converted, section.dynamic.get(name, {}).get(0, "batch"))
+        _set_targets(converted, model, rows)
+        renumber(converted, _GENERATED)
         write_model(converted, request.path)
 
     def reference(
@@ -85,11 +74,71 @@ class SklearnExporter:
         """
         estimator: Any = _rounded(model) if precision == "float32" else model
         rows = _matrix(inputs)[1].astype(precision)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # edge inputs overflow on purpose
+                return _answers(estimator, rows)
+        except ValueError as error:
+            if precision == "float32" and "Buffer dtype mismatch" in str(error):
+                return None  # its compiled parts know float64 only
+            raise
+
+
+def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
+    predicted = estimator.predict(rows)
+    if predicted.dtype.kind == "O":
+        predicted = predicted.astype(str)
+    if _is_regressor(estimator):
+        return {VARIABLE: predicted.reshape(len(rows), -1)}
+    if not hasattr(estimator, "predict_proba"):
+        return {LABEL: predicted}
+    return {LABEL: predicted, PROBABILITIES: estimator.predict_proba(rows)}
+
+
+def _check_estimator(model: object) -> None:
+    from sklearn.base import is_classifier
+
+    if not (hasattr(model, "predict") and (is_classifier(model) or _is_regressor(model))):
+        raise UserError(
+            f"{type(model).__name__} is neither a classifier nor a regressor of scikit-learn",
+            where="export",
+            remedy="`train.run` must return a fitted classifier, regressor, or pipeline that ends in one.",
+        )
+    if is_classifier(model) and isinstance(getattr(model, "classes_", None), list):
+        raise UserError(
+            f"{type(model).__name__} gives several labels at once",
+            where="export",
+            remedy="Make a pipeline for each label.",
+        )
+
+
+def _is_regressor(model: object) -> bool:
+    from sklearn.base import is_regressor
+
+    return bool(is_regressor(model))
+
+
+def _convert(model: object, name: str, columns: int, opset: int) -> Any:
+    import skl2onnx
+
+    try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # edge inputs overflow on purpose
-            if not hasattr(estimator, "predict_proba"):
-                return {VARIABLE: estimator.predict(rows).reshape(len(rows), -1)}
-            return {LABEL: estimator.predict(rows), PROBABILITIES: estimator.predict_proba(rows)}
+            warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
+            converted = skl2onnx.to_onnx(
+                model,
+                initial_types=[(name, skl2onnx.common.data_types.FloatTensorType([None, columns]))],
+                target_opset={"": opset, "ai.onnx.ml": _ML_OPSET},
+                options=_options(model),
+                name="model",
+            )
+    except Exception as error:  # the converter raises whatever its parts raise
+        raise StageFailure(
+            f"skl2onnx cannot convert {type(model).__name__}",
+            where="export",
+            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
+            remedy="See https://onnx.ai/sklearn-onnx/supported.html for what it converts.",
+        ) from error
+    return converted
 
 
 def _joblib() -> Any:
@@ -113,9 +162,10 @@ def _options(model: object) -> dict[Any, Any]:
     """No ZipMap, so that probabilities are a tensor; scalers divide as scikit-learn does, or trees split otherwise."""
     from sklearn.base import is_classifier
     from sklearn.preprocessing import StandardScaler
+    from sklearn.svm import LinearSVC
 
     options: dict[Any, Any] = {}
-    if is_classifier(model):
+    if is_classifier(model) and not isinstance(_last(model), LinearSVC):  # the one classifier that never had a ZipMap
         options[id(model)] = {"zipmap": False}
     for part in _parts(model):
         if isinstance(part, StandardScaler):
@@ -125,13 +175,26 @@ def _options(model: object) -> dict[Any, Any]:
 
 def _parts(model: object) -> list[object]:
     found = [model]
-    for attribute in ("steps", "transformers_", "estimators_"):
-        for entry in getattr(model, attribute, None) or ():
+    for attribute in ("steps", "transformer_list", "transformers_", "estimators_"):
+        for entry in getattr(model, attribute, ()):
             parts = entry if isinstance(entry, tuple) else (entry,)
             for part in parts:
                 if hasattr(part, "get_params"):
                     found += _parts(part)
     return found
+
+
+def _last(model: Any) -> object:
+    """What answers: the last step of a pipeline, or of one in that place."""
+    return _last(model.steps[-1][1]) if hasattr(model, "steps") else model
+
+
+def _set_targets(model: Any, estimator: Any, rows: Any) -> None:
+    """Converters of ensembles declare one target, however many there are."""
+    for value in model.graph.output:
+        dimensions = value.type.tensor_type.shape.dim
+        if value.name == VARIABLE and len(dimensions) == 2:
+            dimensions[1].dim_value = _answers(estimator, rows[:1])[VARIABLE].shape[1]
 
 
 def _name_dimensions(model: Any, batch: str) -> None:

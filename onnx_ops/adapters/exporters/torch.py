@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFound, StageFailure, UserError
-from onnx_ops.graph.files import write_model
+from onnx_ops.graph.files import graphs, nodes, write_model
+from onnx_ops.graph.hygiene import DEFAULT_DOMAINS
 from onnx_ops.ports.models import Array, ExportRequest, Tensors
 
 FILE = "model.pt"
@@ -22,6 +24,10 @@ OUTPUT = "output"
 
 _KEPT_PROPERTY = "pkg.torch.onnx.name_scopes"
 """Module path of a node. The exporter's other properties hold stack traces with paths of this machine."""
+
+
+_NOISY = ("torch", "onnxscript", "onnx_ir")
+"""Roots of the loggers that tell of the exporter's own steps; what matters of them is raised."""
 
 
 class TorchExporter:
@@ -57,8 +63,10 @@ class TorchExporter:
                 remedy="`train.run` must return a module.",
             )
         section = request.section
+        check_section(section, request.samples)
         module: Any = model.eval()
         rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
+        outputs = _output_names(_try_out(torch, module, rows))
         try:
             with _quiet():
                 program = torch.onnx.export(
@@ -67,41 +75,47 @@ class TorchExporter:
                     dynamo=True,
                     opset_version=section.opset,
                     input_names=list(rows),
-                    output_names=_output_names(_forward(torch, module, rows)),
+                    output_names=outputs,
                     dynamic_shapes=tuple(
                         {axis: torch.export.Dim(symbol) for axis, symbol in section.dynamic.get(name, {}).items()}
                         for name in rows
                     ),
                     verbose=False,
                 )
-        except Exception as error:
+        except Exception as error:  # the exporter raises whatever its parts raise
+            cause = error.__cause__ or error  # the outer one only says which step failed
+            lines = str(cause).strip().splitlines()
             raise StageFailure(
                 "torch.onnx.export cannot export the module",
                 where="export",
-                why=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
+                why=f"{type(cause).__name__}: {lines[0][:300] if lines else ''}",
                 remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
             ) from error
         proto = program.model_proto
         proto.ir_version = section.ir_version
+        _check_opset(proto, section.opset)
         _strip(proto)
         write_model(proto, request.path)
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Raises ValueError if the module refuses the inputs."""
+        """None in float64 for a module that makes float32 tensors of its own.
+
+        Raises:
+            ValueError: the module refuses the inputs.
+        """
         torch = importlib.import_module("torch")
         module: Any = model
-        dtype = None
-        if precision == "float64":
-            module, dtype = copy.deepcopy(module).double(), torch.float64
-        rows = {name: _tensor(torch, array, dtype) for name, array in inputs.items()}
+        single = {name: _tensor(torch, array, None) for name, array in inputs.items()}
+        if precision == "float32":
+            return _answers(torch, module, single)
+        double = {name: _tensor(torch, array, torch.float64) for name, array in inputs.items()}
         try:
-            answer = _forward(torch, module.eval(), rows)
-        except (RuntimeError, IndexError) as error:
-            raise ValueError(f"the module refuses these inputs: {error}") from error
-        values = answer.values() if isinstance(answer, Mapping) else _several(answer)
-        return {name: value.numpy() for name, value in zip(_output_names(answer), values, strict=True)}
+            return _answers(torch, copy.deepcopy(module).double(), double)
+        except ValueError:
+            _answers(torch, module, single)
+            return None
 
 
 def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
@@ -109,44 +123,96 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
+def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
+    """The module's answer to the samples, which must be tensors."""
+    try:
+        answer = _forward(torch, module, rows)
+    except Exception as error:  # forward is the user's own code
+        lines = str(error).strip().splitlines()
+        raise UserError(
+            "the module refuses the samples",
+            where="export",
+            why=f"{type(error).__name__}: {lines[0][:300] if lines else ''}",
+            remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
+        ) from error
+    if not all(isinstance(value, torch.Tensor) for value in _values(answer)):
+        raise UserError(
+            f"the module returns {type(answer).__name__} of other things than tensors",
+            where="export",
+            remedy="`forward` must return a tensor, a list or tuple of tensors, or a flat dictionary of them.",
+        )
+    return answer
+
+
+def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:
+    try:
+        answer = _forward(torch, module.eval(), rows)
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise ValueError(f"the module refuses these inputs: {error}") from error
+    pairs = zip(_output_names(answer), _values(answer), strict=True)
+    return {name: value.detach().numpy() for name, value in pairs}
+
+
 def _forward(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
     with torch.no_grad():
         return module(*rows.values())
 
 
-def _several(answer: Any) -> tuple[Any, ...]:
+def _values(answer: Any) -> tuple[Any, ...]:
+    if isinstance(answer, Mapping):
+        return tuple(answer.values())
     return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
 
 
 def _output_names(answer: Any) -> list[str]:
     if isinstance(answer, Mapping):
         return [str(key) for key in answer]
-    values = _several(answer)
+    values = _values(answer)
     return [OUTPUT] if len(values) == 1 else [f"{OUTPUT}_{index}" for index in range(len(values))]
+
+
+def _check_opset(proto: Any, wanted: int) -> None:
+    """Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails."""
+    found = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
+    if found != wanted:
+        raise StageFailure(
+            f"the exporter wrote opset {found}, not {wanted}",
+            where="export",
+            why="it could not convert the operators of this module",
+            remedy=f"Set export.opset: {found}, or a newer one.",
+        )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter prints its progress, warns of its own internals, and logs which packages it does without."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    known = (name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY)
+    loggers = [logging.getLogger(name) for name in {*_NOISY, *known}]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        quiet = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
+            warnings.filterwarnings("ignore", message="# The axis name: .* will not be used, since it shares")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _strip(proto: Any) -> None:
     """Leave nothing in the file that depends on where it was made."""
     proto.producer_version = ""
-    for node in proto.graph.node:
+    for node in nodes(proto):
         kept = [(p.key, p.value) for p in node.metadata_props if p.key == _KEPT_PROPERTY]
         del node.metadata_props[:]
         node.doc_string = ""
         for key, value in kept:
             node.metadata_props.add(key=key, value=value)
-    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info, *proto.graph.initializer):
-        del value.metadata_props[:]
+    for graph in graphs(proto):
+        for value in (graph, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+            del value.metadata_props[:]

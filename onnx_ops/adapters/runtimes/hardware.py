@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -55,6 +55,11 @@ def fingerprint(runtime: str, distribution: str) -> HardwareFingerprint:
         runtime=runtime,
         runtime_version=found,
     )
+
+
+def lacking_flags(wanted: Iterable[str]) -> tuple[str, ...]:
+    """CPU features, named as in /proc/cpuinfo, that this machine does not have."""
+    return tuple(flag for flag in wanted if flag not in _cpu()[1])
 
 
 def conditions() -> Mapping[str, str]:

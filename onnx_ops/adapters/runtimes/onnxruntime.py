@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.runtimes.hardware import fingerprint
+from onnx_ops.adapters.runtimes.hardware import fingerprint, lacking_flags
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementFailure
@@ -146,8 +146,13 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _session(model: Path, target: Target, *, record_assignment: bool = False) -> Any:
-    ort = importlib.import_module("onnxruntime")
+def _check_machine(ort: Any, target: Target) -> None:
+    if lacking := lacking_flags(target.requires_cpu_flags):
+        raise MeasurementFailure(
+            f"this CPU lacks {', '.join(lacking)}",
+            where=f"target {target.name}",
+            remedy="Figures from here mean nothing for this target; measure it on a machine that has them.",
+        )
     wanted = [provider.name for provider in target.providers]
     missing = [name for name in wanted if name not in ort.get_available_providers()]
     if missing:
@@ -157,6 +162,11 @@ def _session(model: Path, target: Target, *, record_assignment: bool = False) ->
             why=f"it has {', '.join(ort.get_available_providers())}",
             remedy="Measure this target where its provider is installed; it is not measured here.",
         )
+
+
+def _session(model: Path, target: Target, *, record_assignment: bool = False) -> Any:
+    ort = importlib.import_module("onnxruntime")
+    _check_machine(ort, target)
     settings = target.session
     options = ort.SessionOptions()
     options.log_severity_level = _QUIET
@@ -172,7 +182,8 @@ def _session(model: Path, target: Target, *, record_assignment: bool = False) ->
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     providers = [(provider.name, dict(provider.options)) for provider in target.providers]
     with _failures(model):
-        return ort.InferenceSession(str(model), options, providers=providers)
+        # Its fallback would print, and measure another provider than the one asked for.
+        return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
 
 
 @contextmanager

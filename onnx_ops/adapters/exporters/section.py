@@ -1,0 +1,34 @@
+"""What every exporter checks of its section."""
+
+from __future__ import annotations
+
+import difflib
+
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.errors import UserError
+from onnx_ops.ports.models import Tensors
+
+
+def check_section(section: Export, samples: Tensors) -> None:
+    """Free axes must be those of inputs that exist; no exporter has options yet.
+
+    Raises:
+        UserError: an entry would take no effect.
+    """
+    for name, axes in section.dynamic.items():
+        if name not in samples:
+            close = difflib.get_close_matches(name, list(samples), n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(samples)}."
+            raise UserError(f"no input is called {name!r}", where="export.dynamic", remedy=hint)
+        rank = samples[name].ndim
+        for axis, symbol in axes.items():
+            if not 0 <= axis < rank:
+                raise UserError(f"input {name} has axes 0 to {rank - 1}, not {axis}", where="export.dynamic")
+            if not symbol.isidentifier():
+                raise UserError(
+                    f"{symbol!r} is no name of a dimension", where="export.dynamic", remedy="Write it like `batch`."
+                )
+    if section.options:
+        raise UserError(
+            f"exporter {section.framework} has no option {next(iter(section.options))!r}", where="export.options"
+        )

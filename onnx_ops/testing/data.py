@@ -1,0 +1,47 @@
+"""Conformance suite for data sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_ops.domain.pipeline import DataSection, PluginData
+from onnx_ops.errors import UserError
+from onnx_ops.ports.models import DataSource
+
+
+class DataSourceSuite:
+    """What every data source must do. Subclass it, and give the fixtures `source`, `section` and `root`."""
+
+    def test_the_arrays_that_the_section_names_are_there_and_of_equal_length(
+        self, source: DataSource, section: DataSection, root: Path
+    ) -> None:
+        arrays = source.load(section, root)
+        wanted = {*section.inputs.values()} | ({section.label} if section.label else set())
+        assert wanted <= set(arrays)
+        assert len({len(array) for array in arrays.values()}) == 1
+        assert all(array.dtype.kind != "O" for array in arrays.values())
+
+    def test_loading_twice_gives_the_same(self, source: DataSource, section: DataSection, root: Path) -> None:
+        first, second = source.load(section, root), source.load(section, root)
+        assert first.keys() == second.keys()
+        for name in first:
+            np.testing.assert_array_equal(first[name], second[name])
+
+    def test_the_same_data_has_one_fingerprint(self, source: DataSource, section: DataSection, root: Path) -> None:
+        found = source.fingerprint(section, root)
+        assert found
+        assert found == source.fingerprint(section, root)
+        source.load(section, root)
+        assert found == source.fingerprint(section, root)
+
+    def test_a_section_of_another_kind_is_refused(self, source: DataSource, section: DataSection, root: Path) -> None:
+        if isinstance(section, PluginData):
+            return
+        other = PluginData(use="another", inputs={"x": "x"})
+        with pytest.raises(UserError):
+            source.load(other, root)
+        with pytest.raises(UserError):
+            source.fingerprint(other, root)

@@ -1,0 +1,89 @@
+"""Conformance suite for exporters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import Target
+from onnx_ops.graph.check import full_check
+from onnx_ops.graph.inspect import info
+from onnx_ops.ports.models import Exporter, ExportRequest, Tensors
+
+TOLERANCE = 1e-4
+"""Relative to the largest value of an output: wide enough for float32, narrow enough for every real fault."""
+
+
+class ExporterSuite:
+    """What every exporter must do. Subclass it, and give the fixtures `exporter`, `model` (a trained one), `section`
+    and `samples` (at least 17 rows)."""
+
+    @pytest.fixture
+    def exported(
+        self, exporter: Exporter, model: object, section: Export, samples: Tensors, tmp_path: Path
+    ) -> tuple[object, Path]:
+        """The model after `save` and `load`, and its export."""
+        saved = tmp_path / "saved"
+        saved.mkdir()
+        exporter.save(model, saved)
+        loaded = exporter.load(saved)
+        path = tmp_path / "model.onnx"
+        exporter.export(loaded, ExportRequest(section=section, samples=samples, path=path))
+        return loaded, path
+
+    def test_the_export_is_valid_and_of_the_versions_asked_for(
+        self, exported: tuple[object, Path], section: Export, samples: Tensors
+    ) -> None:
+        full_check(exported[1])
+        found = info(exported[1])
+        assert found.opsets.get("", section.opset) == section.opset
+        assert found.ir_version == section.ir_version
+        assert [spec.name for spec in found.inputs] == list(samples)
+
+    @pytest.mark.parametrize("count", [1, 3, 17])
+    def test_the_export_computes_what_its_source_does_at_any_batch(
+        self, exporter: Exporter, exported: tuple[object, Path], samples: Tensors, count: int
+    ) -> None:
+        feed = {name: array[:count] for name, array in samples.items()}
+        answers = OnnxRuntime().run(exported[1], Target(name="cpu"), (feed,))[0]
+        compared = 0
+        for precision in ("float32", "float64"):
+            for name, expected in (exporter.reference(exported[0], feed, precision) or {}).items():
+                compared += 1
+                assert answers[name].shape == expected.shape
+                if expected.dtype.kind == "f":
+                    scale = float(np.abs(expected.astype(np.float64)).max())
+                    error = np.abs(answers[name].astype(np.float64) - expected.astype(np.float64))
+                    assert float(error.max()) <= TOLERANCE * scale
+                else:
+                    np.testing.assert_array_equal(answers[name], expected)
+        assert compared
+
+    def test_the_same_model_gives_the_same_bytes(
+        self, exporter: Exporter, exported: tuple[object, Path], section: Export, samples: Tensors, tmp_path: Path
+    ) -> None:
+        again = tmp_path / "elsewhere" / "model.onnx"
+        again.parent.mkdir()
+        exporter.export(exported[0], ExportRequest(section=section, samples=samples, path=again))
+        assert digest_file(again) == digest_file(exported[1])
+
+    def test_the_file_names_no_folder_of_this_machine(self, exported: tuple[object, Path], tmp_path: Path) -> None:
+        data = exported[1].read_bytes()
+        for folder in (tmp_path, Path.cwd(), Path(np.__file__).parent.parent):
+            assert str(folder).encode() not in data
+
+    def test_exporting_leaves_the_model_as_it_was(
+        self, exporter: Exporter, model: object, section: Export, samples: Tensors, tmp_path: Path
+    ) -> None:
+        before = exporter.reference(model, samples, "float32") or {}
+        exporter.reference(model, samples, "float64")
+        exporter.export(model, ExportRequest(section=section, samples=samples, path=tmp_path / "model.onnx"))
+        after = exporter.reference(model, samples, "float32") or {}
+        assert before.keys() == after.keys()
+        for name in before:
+            np.testing.assert_array_equal(before[name], after[name])

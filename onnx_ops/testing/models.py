@@ -1,0 +1,120 @@
+"""Tiny ONNX files to test with, written without any framework."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+FEATURES, HIDDEN, CLASSES = 8, 16, 3
+"""Sizes of the perceptron of `write_perceptron`."""
+
+SIDE = 8
+"""Rows and columns of the images of `write_convolution`."""
+
+
+def rows(count: int, *, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """Inputs of the perceptron: `x`, float32 of shape (count, FEATURES)."""
+    return {"x": np.random.default_rng(seed).standard_normal((count, FEATURES)).astype(np.float32)}
+
+
+def images(count: int, *, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """Inputs of the convolution: `image`, float32 of shape (count, 1, SIDE, SIDE)."""
+    return {"image": np.random.default_rng(seed).random((count, 1, SIDE, SIDE), dtype=np.float32)}
+
+
+def write_perceptron(path: Path, *, batch: int | str = "batch", opset: int = 18, ir_version: int = 10) -> None:
+    """Three layers, `x` (batch, FEATURES) to `scores` (batch, CLASSES), with the layouts that rewrites stumble over.
+
+    `first` is a MatMul and an Add whose bias is a row (1, HIDDEN); `second` and `third` are Gemms with transposed
+    weights, of which that of `second` is square.
+    """
+    draw = np.random.default_rng(1)
+    nodes = [
+        helper.make_node("MatMul", ["x", "first.weight"], ["first.product"], name="first"),
+        helper.make_node("Add", ["first.product", "first.bias"], ["first.sum"], name="first_bias"),
+        helper.make_node("Relu", ["first.sum"], ["first.out"], name="first_relu"),
+        helper.make_node(
+            "Gemm", ["first.out", "second.weight", "second.bias"], ["second.sum"], name="second", transB=1
+        ),
+        helper.make_node("Relu", ["second.sum"], ["second.out"], name="second_relu"),
+        helper.make_node("Gemm", ["second.out", "third.weight", "third.bias"], ["scores"], name="third", transB=1),
+    ]
+    shapes = {
+        "first.weight": (FEATURES, HIDDEN),
+        "first.bias": (1, HIDDEN),
+        "second.weight": (HIDDEN, HIDDEN),
+        "second.bias": (HIDDEN,),
+        "third.weight": (CLASSES, HIDDEN),
+        "third.bias": (CLASSES,),
+    }
+    weights = [
+        numpy_helper.from_array(draw.standard_normal(shape).astype(np.float32), name) for name, shape in shapes.items()
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "perceptron",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, FEATURES])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, [batch, CLASSES])],
+        weights,
+    )
+    _write(graph, path, opset, ir_version)
+
+
+def write_convolution(path: Path, *, opset: int = 18, ir_version: int = 10) -> None:
+    """Two convolutions and a mean, `image` (batch, 1, SIDE, SIDE) to `scores` (batch, CLASSES); no matrix product."""
+    draw = np.random.default_rng(2)
+    nodes = [
+        helper.make_node("Conv", ["image", "first.weight"], ["first.sum"], name="first", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["first.sum"], ["first.out"], name="first_relu"),
+        helper.make_node("Conv", ["first.out", "second.weight", "second.bias"], ["second.sum"], name="second"),
+        helper.make_node("GlobalAveragePool", ["second.sum"], ["mean"], name="mean"),
+        helper.make_node("Flatten", ["mean"], ["scores"], name="flat"),
+    ]
+    shapes = {"first.weight": (4, 1, 3, 3), "second.weight": (CLASSES, 4, 3, 3), "second.bias": (CLASSES,)}
+    weights = [
+        numpy_helper.from_array(draw.standard_normal(shape).astype(np.float32), name) for name, shape in shapes.items()
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "convolution",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 1, SIDE, SIDE])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])],
+        weights,
+    )
+    _write(graph, path, opset, ir_version)
+
+
+def write_external(path: Path, location: str, *, factors: Sequence[float] = (2.0, 3.0)) -> None:
+    """`y = x * factor` whose factors lie in a file named `location`, which is not checked: it may be a hostile one.
+
+    The file itself is written only where `location` is a plain name.
+    """
+    data = np.asarray(factors, dtype=np.float32)
+    factor = TensorProto(
+        name="factor", data_type=TensorProto.FLOAT, dims=data.shape, data_location=TensorProto.EXTERNAL
+    )
+    factor.external_data.add(key="location", value=location)
+    factor.external_data.add(key="length", value=str(data.nbytes))
+    graph = helper.make_graph(
+        [helper.make_node("Mul", ["x", "factor"], ["y"], name="scale")],
+        "external",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", len(data)])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", len(data)])],
+        [factor],
+    )
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    if re.fullmatch(r"[\w.-]*\w", location):
+        (path.parent / location).write_bytes(data.tobytes())
+
+
+def _write(graph: onnx.GraphProto, path: Path, opset: int, ir_version: int) -> None:
+    model = helper.make_model(graph, ir_version=ir_version, opset_imports=[helper.make_opsetid("", opset)])
+    model.metadata_props.add(key="origin", value="testing")
+    path.write_bytes(model.SerializeToString(deterministic=True))

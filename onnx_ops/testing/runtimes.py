@@ -1,0 +1,84 @@
+"""Conformance suite for runtimes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_ops.domain.target import Provider, Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.ports.models import PairSchedule, Runtime
+from onnx_ops.testing.models import CLASSES, rows, write_perceptron
+
+
+class RuntimeSuite:
+    """What every runtime must do. Subclass it, and give the fixtures `runtime` and `target` (one that this machine
+    has)."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        path = tmp_path / "model.onnx"
+        write_perceptron(path)
+        return path
+
+    def test_a_machine_has_one_fingerprint(self, runtime: Runtime, target: Target) -> None:
+        found = runtime.fingerprint(target)
+        assert found == runtime.fingerprint(target)
+        assert found.runtime == target.runtime
+        assert found.cores > 0
+        assert found.memory_bytes > 0
+        assert found.runtime_version[0].isdecimal()
+
+    def test_facts_say_which_providers_took_the_nodes(self, runtime: Runtime, target: Target, file: Path) -> None:
+        facts = runtime.facts(file, target)
+        assert facts.asked == tuple(provider.name for provider in target.providers)
+        assert set(facts.asked) <= set(facts.used)
+        assert sum(facts.nodes.values()) > 0
+        assert set(facts.nodes) <= set(facts.used)
+
+    def test_batches_are_answered_in_order_by_output_name(self, runtime: Runtime, target: Target, file: Path) -> None:
+        feeds = (rows(1), rows(5), rows(17))
+        answers = runtime.run(file, target, feeds)
+        assert [answer["scores"].shape for answer in answers] == [(1, CLASSES), (5, CLASSES), (17, CLASSES)]
+        alone = runtime.run(file, target, (feeds[1],))[0]["scores"]
+        np.testing.assert_array_equal(answers[1]["scores"], alone)
+
+    def test_single_runs_are_timed(self, runtime: Runtime, target: Target, file: Path) -> None:
+        samples = runtime.sample(file, target, rows(1), runs=7, warmup=2)
+        assert samples.nanoseconds.shape == samples.preempted.shape == (7,)
+        assert samples.nanoseconds.dtype == np.int64
+        assert samples.preempted.dtype == np.bool_
+        assert int(samples.nanoseconds.astype(np.int64).min()) > 0
+
+    def test_pairs_are_timed_on_every_axis_of_the_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
+        schedule = PairSchedule(pairs=2, blocks=3, runs=4, warmup=1, seed=5)
+        samples = runtime.pair(file, file, target, rows(1), schedule)
+        assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 2, 4)
+        assert int(samples.nanoseconds.astype(np.int64).min()) > 0
+
+    def test_a_missing_provider_blames_the_machine(self, runtime: Runtime, target: Target, file: Path) -> None:
+        elsewhere = replace(target, providers=(Provider(name="NoSuchExecutionProvider"),))
+        for measure in (
+            lambda: runtime.facts(file, elsewhere),
+            lambda: runtime.run(file, elsewhere, (rows(1),)),
+            lambda: runtime.sample(file, elsewhere, rows(1), runs=1, warmup=0),
+            lambda: runtime.pair(file, file, elsewhere, rows(1), PairSchedule(pairs=1)),
+        ):
+            with pytest.raises(MeasurementFailure, match="NoSuchExecutionProvider"):
+                measure()
+
+    def test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(
+        self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
+    ) -> None:
+        broken = tmp_path / "broken.onnx"
+        broken.write_bytes(file.read_bytes()[:100])
+        with pytest.raises(MeasurementFailure):
+            runtime.run(broken, target, (rows(1),))
+        wrong = {"x": np.zeros((1, 3), dtype=np.float32)}
+        with pytest.raises(MeasurementFailure):
+            runtime.run(file, target, (wrong,))
+        with pytest.raises(MeasurementFailure):
+            runtime.sample(file, target, {"y": rows(1)["x"]}, runs=1, warmup=0)

@@ -1,0 +1,195 @@
+"""The scikit-learn exporter, over real estimators."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris
+from sklearn.decomposition import PCA
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import SVR, LinearSVC
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.graph.inspect import info
+from onnx_ops.ports import ExportRequest, Tensors
+from onnx_ops.testing.exporters import ExporterSuite
+
+SECTION = Export(framework="sklearn", opset=17, ir_version=9)
+
+
+def export(model: Any, rows: Any, path: Path, section: Export = SECTION) -> dict[str, Any]:
+    """Export it, and run the export on the same rows."""
+    SklearnExporter().export(model, ExportRequest(section=section, samples={"x": rows}, path=path))
+    return dict(OnnxRuntime().run(path, Target(name="cpu"), ({"x": rows},))[0])
+
+
+def iris() -> tuple[Any, Any]:
+    data = load_iris()
+    return data.data.astype(np.float32), data.target
+
+
+@functools.cache
+def digits() -> object:
+    """A perceptron behind a scaler, trained once."""
+    data = load_digits()
+    network = MLPClassifier((16,), max_iter=60, tol=1e-2, random_state=0)
+    return make_pipeline(StandardScaler(), network).fit(data.data, data.target)
+
+
+class TestClassifier(ExporterSuite):
+    @pytest.fixture
+    def exporter(self) -> SklearnExporter:
+        return SklearnExporter()
+
+    @pytest.fixture
+    def model(self) -> object:
+        return digits()
+
+    @pytest.fixture
+    def section(self) -> Export:
+        return SECTION
+
+    @pytest.fixture
+    def samples(self) -> Tensors:
+        return {"x": load_digits().data[:32].astype(np.float32)}
+
+
+class TestRegressor(TestClassifier):
+    @pytest.fixture
+    def model(self) -> object:
+        data = load_diabetes()
+        return Ridge().fit(data.data, data.target)
+
+    @pytest.fixture
+    def samples(self) -> Tensors:
+        return {"x": load_diabetes().data[:32].astype(np.float32)}
+
+
+def test_outputs_have_the_same_names_for_every_estimator(tmp_path: Path) -> None:
+    rows, labels = iris()
+    names = np.array(["setosa", "versicolor", "virginica"])[labels]
+    pipeline = make_pipeline(PCA(2), LogisticRegression()).fit(rows, names)
+    answers = export(pipeline, rows, tmp_path / "p.onnx")
+    assert list(answers) == ["label", "probabilities"]
+    np.testing.assert_array_equal(answers["label"].astype(str), pipeline.predict(rows))
+    assert answers["probabilities"].shape == (150, 3)
+    two = np.stack([labels, -labels], axis=1).astype(float)
+    regressor = export(Ridge().fit(rows, two), rows, tmp_path / "r.onnx")
+    assert {name: array.shape for name, array in regressor.items()} == {"variable": (150, 2)}
+
+
+@pytest.mark.parametrize("estimator", [LinearSVC(), RidgeClassifier()])
+def test_a_classifier_without_probabilities_gives_its_label_alone(tmp_path: Path, estimator: Any) -> None:
+    data = load_breast_cancer()
+    rows = (data.data / data.data.std(axis=0)).astype(np.float32)
+    estimator.fit(rows, data.target)
+    answers = export(estimator, rows, tmp_path / "m.onnx")
+    assert list(answers) == ["label"]
+    reference = SklearnExporter().reference(estimator, {"x": rows}, "float64")
+    assert reference is not None
+    assert list(reference) == ["label"]
+    np.testing.assert_array_equal(answers["label"], reference["label"])
+
+
+def test_a_scaler_before_trees_divides_as_its_source_does(tmp_path: Path) -> None:
+    rows, labels = iris()
+    forest = make_pipeline(StandardScaler(), RandomForestClassifier(30, random_state=0)).fit(rows, labels)
+    answers = export(forest, rows, tmp_path / "m.onnx")
+    single = SklearnExporter().reference(forest, {"x": rows}, "float32")
+    double = SklearnExporter().reference(forest, {"x": rows}, "float64")
+    assert single is not None
+    assert double is not None
+    apart = np.abs(answers["probabilities"] - double["probabilities"]).max(axis=1)
+    unsure = np.abs(single["probabilities"] - double["probabilities"]).max(axis=1)
+    assert (apart[unsure < 1e-6] < 1e-6).all()
+
+
+def test_precisions_differ_by_rounding_of_weights_and_arithmetic() -> None:
+    rows, labels = iris()
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(rows.astype(np.float64) * 1.1, labels)
+    exporter, feed = SklearnExporter(), {"x": rows}
+    single, double = exporter.reference(pipeline, feed, "float32"), exporter.reference(pipeline, feed, "float64")
+    assert single is not None
+    assert double is not None
+    assert (single["probabilities"].dtype, double["probabilities"].dtype) == (np.float32, np.float64)
+    noise = np.abs(single["probabilities"] - double["probabilities"]).max()
+    assert 0 < noise < 1e-5
+    assert pipeline[-1].coef_.dtype == np.float64
+
+
+def test_a_precision_that_an_estimator_does_not_know_is_none_and_refused_rows_are_an_error() -> None:
+    data = load_diabetes()
+    estimator = SVR().fit(data.data, data.target)
+    rows = {"x": data.data[:5].astype(np.float32)}
+    assert SklearnExporter().reference(estimator, rows, "float32") is None
+    assert SklearnExporter().reference(estimator, rows, "float64") is not None
+    with pytest.raises(ValueError, match="NaN"):
+        SklearnExporter().reference(estimator, {"x": np.full((2, 10), np.nan, np.float32)}, "float64")
+
+
+def test_names_that_the_converter_counts_per_process_are_counted_per_file(tmp_path: Path) -> None:
+    rows, labels = iris()
+    neighbours = KNeighborsClassifier().fit(rows, labels)
+    digests = set()
+    for index in range(2):
+        answers = export(neighbours, rows, tmp_path / f"{index}.onnx")
+        np.testing.assert_array_equal(answers["label"], neighbours.predict(rows))
+        digests.add(digest_file(tmp_path / f"{index}.onnx"))
+    assert len(digests) == 1
+
+
+def test_a_named_batch_axis(tmp_path: Path) -> None:
+    rows, labels = iris()
+    section = Export(framework="sklearn", dynamic={"x": {0: "rows"}})
+    export(LogisticRegression(max_iter=500).fit(rows, labels), rows, tmp_path / "m.onnx", section)
+    found = info(tmp_path / "m.onnx")
+    assert found.inputs[0].shape == ("rows", 4)
+    assert {spec.shape[0] for spec in found.outputs} == {"rows"}
+
+
+def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    rows, labels = iris()
+    estimator = LogisticRegression(max_iter=500).fit(rows, labels)
+    exporter = SklearnExporter()
+
+    def request(samples: Tensors, section: Export = SECTION) -> ExportRequest:
+        return ExportRequest(section=section, samples=samples, path=tmp_path / "m.onnx")
+
+    for model in (StandardScaler().fit(rows), object(), None):
+        with pytest.raises(UserError, match="neither a classifier nor a regressor"):
+            exporter.export(model, request({"x": rows}))
+    with pytest.raises(UserError, match="one input"):
+        exporter.export(estimator, request({"x": rows, "y": rows}))
+    with pytest.raises(UserError, match="matrix"):
+        exporter.export(estimator, request({"x": rows[:, 0]}))
+    with pytest.raises(StageFailure, match="skl2onnx"):
+        exporter.export(estimator, request({"x": rows}, Export(framework="sklearn", opset=28)))
+
+
+def test_a_model_may_be_brought_as_a_pickle_and_damage_is_told(tmp_path: Path) -> None:
+    rows, labels = iris()
+    estimator = LogisticRegression(max_iter=500).fit(rows, labels)
+    (tmp_path / "mine.pkl").write_bytes(pickle.dumps(estimator))
+    loaded: Any = SklearnExporter().load(tmp_path)
+    np.testing.assert_array_equal(loaded.coef_, estimator.coef_)
+    (tmp_path / "mine.pkl").write_bytes(b"\x80\x04not a pickle")
+    with pytest.raises(UserError, match="unpickle"):
+        SklearnExporter().load(tmp_path)
+    (tmp_path / "second.pkl").write_bytes(b"")
+    with pytest.raises(NotFound):
+        SklearnExporter().load(tmp_path)
