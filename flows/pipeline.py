@@ -8,7 +8,7 @@ from prefect import State, flow
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.orchestration.artifacts import publish_tables
 from onnx_ops.orchestration.executor import PrefectExecutor
-from onnx_ops.orchestration.flows import concluding, conclusion, named_after_file
+from onnx_ops.orchestration.flows import actor, concluding, conclusion, named_after_file
 from onnx_ops.wiring.project import execute, open_project, prepare
 from onnx_ops.wiring.summary import summarise
 
@@ -31,7 +31,7 @@ def pipeline(
     """
     project = open_project()
     prepared = prepare(project, project.settings.root / Path(file), overrides=overrides, until=until)
-    result = execute(project, prepared, fresh=fresh, executor=PrefectExecutor(project.handler.decision))
+    result = execute(project, prepared, fresh=fresh, executor=PrefectExecutor(), actor=actor(project.ports))
     summary = summarise(prepared.pipeline, result, project.ports)
     publish_tables(summary)
     return conclusion(summary, result.errors)

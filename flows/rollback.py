@@ -5,8 +5,9 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Completed
 
+from onnx_ops.operations.reconcile import tell_registry
 from onnx_ops.operations.rollback import roll_back
-from onnx_ops.orchestration.flows import actor, concluding, settle_registry
+from onnx_ops.orchestration.flows import actor, concluding
 from onnx_ops.wiring.project import open_project
 
 
@@ -24,6 +25,6 @@ def rollback(endpoint: str, to: str | None = None, reason: str = "", force: bool
     ports = open_project().ports
     by = actor(ports)
     rolled = roll_back(ports, endpoint, to=to, reason=reason, actor=by, force=force)
-    pending = settle_registry(ports, endpoint, by) if rolled.owed else ""
+    pending = tell_registry(ports, endpoint, actor=by) if rolled.owed else ""
     moved = f"{endpoint}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}"
     return Completed(message=f"{moved}\nregistry pending: {pending}" if pending else moved)

@@ -10,7 +10,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, print_json, reported
-from onnx_ops.errors import OnnxOpsError, UserError
+from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
     from onnx_ops.operations.reconcile import StepReport
@@ -94,6 +94,7 @@ def rollback(
 
     Example: onnx-ops rollback digits --reason "wrong on sevens"
     """
+    from onnx_ops.operations.reconcile import tell_registry
     from onnx_ops.operations.rollback import roll_back
     from onnx_ops.wiring.project import open_project
 
@@ -101,23 +102,11 @@ def rollback(
     rolled = roll_back(ports, endpoint, to=to, reason=reason, actor=actor, force=force)
     if not as_json:
         typer.echo(f"{endpoint}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}")
-    pending = _tell_registry(endpoint, actor) if rolled.owed else ""
+    pending = tell_registry(ports, endpoint, actor=actor) if rolled.owed else ""
     if as_json:
         print_json({**codec.to_json(rolled), "registry_pending": bool(pending), "registry": pending})
     elif pending and not quiet:
         typer.echo(f"registry pending: {pending}\n  later: onnx-ops reconcile {endpoint}", err=True)
-
-
-def _tell_registry(endpoint: str, actor: str) -> str:
-    """Try to write the aliases now; why not, if that fails. Traffic has moved already, so nothing is raised."""
-    from onnx_ops.operations.reconcile import settle
-    from onnx_ops.wiring.project import open_project
-
-    try:
-        reports = settle(open_project().ports, endpoint, actor=actor)
-    except OnnxOpsError as error:
-        return str(error)
-    return reports[-1].registry_down
 
 
 @reported

@@ -111,18 +111,15 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
         )
     from onnx_ops.operations.journal import siblings
 
-    out.print("Next:")
-    out.print(f"  see the evidence   {escape(registration.where)}", soft_wrap=True)
     for target in dict.fromkeys(c.target for c in summary.choices):
         for state in siblings(project.ports, registration.model, target):
-            config = state.config
+            config, stable = state.config, state.roles.stable
             address = None if config is None else project.ports.provider(config.provider).address(config)
-            if address is None or state.roles.stable is None:
+            if address is None or stable is None:
                 continue
-            url = f"{address}/v2/models/{registration.model}"
-            out.print(f"  ask the model      curl -s {escape(url)}", soft_wrap=True)
-            out.print(f"  watch the endpoint onnx-ops status {escape(state.endpoint)}", soft_wrap=True)
-            out.print(f"  go back            onnx-ops rollback {escape(state.endpoint)} --reason '…'", soft_wrap=True)
+            told = f"{stable.name} ({stable.variant}) at {address}/v2/models/{registration.model}"
+            out.print(f"Endpoint [bold]{escape(state.endpoint)}[/bold] serves {escape(told)}", soft_wrap=True)
+    out.print(f"Evidence: {escape(registration.where)}", soft_wrap=True)
 
 
 def explanation_report(version: str, explanations: Sequence[Explanation]) -> None:

@@ -73,8 +73,8 @@ class InlineExecutor:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def show(self, stage: Stage, outcome: StageOutcome) -> None:
-        del stage, outcome
+    def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
+        del stage, outcome, decide
 
 
 def run(
@@ -110,7 +110,7 @@ def run(
             observer.started(stage)
             outcome, error = _execute(stage, outcomes, handler, executor, clock)
         else:
-            executor.show(stage, outcome)
+            executor.show(stage, outcome, handler.decision)
         if error is not None:
             errors[stage.id] = error
         outcomes[stage.id] = outcome

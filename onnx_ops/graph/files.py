@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -147,7 +148,7 @@ def _checked(name: str, folder: Path, tensor: str) -> Path:
             where=f"tensor {tensor}",
             remedy="Save the model again with its weights beside it.",
         )
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
         raise NotFound(f"its external data {name!r} is missing", where=str(folder))
     return path
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onnx_ops.domain.rollout import Action, ActionKind, next_action
+from onnx_ops.errors import OnnxOpsError
 from onnx_ops.operations.desired import desired
 from onnx_ops.operations.journal import Journal, pinned
 from onnx_ops.operations.mirror import put_back, show_entries, take_note, write_owed_aliases
@@ -48,6 +49,17 @@ def settle(
         if report.settled:
             break
     return reports
+
+
+def tell_registry(ports: Ports, endpoint: str, *, actor: str = "") -> str:
+    """Write the aliases that a rollback owes; why not, if that fails.
+
+    Traffic has moved already, so nothing is raised: the reconciler tries again.
+    """
+    try:
+        return settle(ports, endpoint, actor=actor)[-1].registry_down
+    except OnnxOpsError as error:
+        return str(error)
 
 
 def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:

@@ -28,14 +28,9 @@ class PrefectExecutor:
 
     The engine orders the stages; Prefect shows them. Stages run in the caller's thread, so that a cancelled flow run
     interrupts the stage at work.
-
-    Args:
-        decide: reads a gate's decision from a result that was known already, so that a gate which failed in an
-            earlier run is shown as failed again; without it, known results are all shown as Cached.
     """
 
-    def __init__(self, decide: Decide = lambda _: None) -> None:
-        self._decide = decide
+    def __init__(self) -> None:
         self._states: dict[str, State[Any]] = {}
 
     def run(self, stage: Stage, work: Work, decide: Decide) -> Manifest:
@@ -50,8 +45,8 @@ class PrefectExecutor:
             raise attempt.error or AssertionError(f"{stage.id} ended without a result and without an error")
         return attempt.manifest
 
-    def show(self, stage: Stage, outcome: StageOutcome) -> None:
-        self._run(stage, lambda: _shown(outcome, self._decide))
+    def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:
+        self._run(stage, lambda: _shown(outcome, decide))
 
     def _run(
         self,

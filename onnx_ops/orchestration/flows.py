@@ -65,17 +65,6 @@ def _choice_line(choice: Choice) -> str:
     return f"{choice.target}: serves {choice.variant} ({choice.reason})"
 
 
-def settle_registry(ports: Ports, endpoint: str, by: str) -> str:
-    """Write the aliases that a rollback owes; why not, if that fails.
-
-    Traffic has moved already, so nothing is raised: the reconciler tries again.
-    """
-    try:
-        return settle(ports, endpoint, actor=by)[-1].registry_down
-    except OnnxOpsError as error:
-        return str(error)
-
-
 def reconcile_as_task(ports: Ports, endpoint: str, by: str) -> State[Any]:
     """Settle one endpoint in a task run of its own; one endpoint's trouble is not another's."""
     return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(ports, endpoint, by))

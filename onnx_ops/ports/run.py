@@ -37,8 +37,8 @@ class Executor(Protocol):
         """
         ...
 
-    def show(self, stage: Stage, outcome: StageOutcome) -> None:
-        """Make an outcome visible that needed no work (cached, skipped)."""
+    def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
+        """Make an outcome visible that needed no work (cached, skipped); a gate that failed earlier failed still."""
         ...
 
 

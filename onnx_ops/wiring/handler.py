@@ -28,10 +28,11 @@ RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
 
 @dataclass(frozen=True)
 class StageHandler:
-    """`perform` executes the stages that compute something; release stages are operations."""
+    """`perform` executes stages that compute something; release stages are operations, for which `actor` answers."""
 
     ports: Ports
     perform: Execute
+    actor: str = ""
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         if stage.kind is StageKind.REGISTER:
@@ -54,9 +55,9 @@ class StageHandler:
         match stage.kind:
             case StageKind.PROMOTE:
                 registration, choice = _chosen(self.ports, stage, inputs)
-                return _promote(self.ports, stage, registration, choice)
+                return self._promote(stage, registration, choice)
             case StageKind.DEPLOY:
-                return _deploy(self.ports, stage)
+                return self._deploy(stage)
             case _:
                 manifest = self.perform(stage, key, inputs)
                 self.ports.store.record(key, manifest)
@@ -68,6 +69,25 @@ class StageHandler:
         if "decision.json" not in manifest:
             return None
         return codec.loads(self.ports.store.read(manifest["decision.json"]), Decision)
+
+    def _promote(self, stage: Stage, registration: Registration, choice: Choice) -> Manifest:
+        settings: Mapping[str, Any] = stage.settings
+        promoted = promote(
+            self.ports,
+            registration.model,
+            _version(registration, choice),
+            choice.target,
+            actor=self.actor,
+            expects=tuple(settings["endpoints"]),
+        )
+        return Manifest(files={"promotion.json": self.ports.store.put_bytes(codec.dumps(promoted))})
+
+    def _deploy(self, stage: Stage) -> Manifest:
+        config, section = _binding(stage)
+        configure(self.ports, config, section.rollout, actor=self.actor)
+        reports = settle(self.ports, config.endpoint, actor=self.actor)
+        _complain(config.endpoint, reports)
+        return Manifest(files={"steps.json": self.ports.store.put_bytes(codec.dumps(reports))})
 
 
 def _registered(ports: Ports, key: Digest) -> Manifest | None:
@@ -122,18 +142,6 @@ def _deployed(ports: Ports, stage: Stage, registration: Registration, choice: Ch
     return not stage.settings["auto"] or _serves(state, _version(registration, choice))
 
 
-def _promote(ports: Ports, stage: Stage, registration: Registration, choice: Choice) -> Manifest:
-    settings: Mapping[str, Any] = stage.settings
-    promoted = promote(
-        ports,
-        registration.model,
-        _version(registration, choice),
-        choice.target,
-        expects=tuple(settings["endpoints"]),
-    )
-    return Manifest(files={"promotion.json": ports.store.put_bytes(codec.dumps(promoted))})
-
-
 def _binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Deploy, where=stage.id)
@@ -147,14 +155,6 @@ def _binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
         settings=section.settings,
     )
     return config, section
-
-
-def _deploy(ports: Ports, stage: Stage) -> Manifest:
-    config, section = _binding(stage)
-    configure(ports, config, section.rollout)
-    reports = settle(ports, config.endpoint)
-    _complain(config.endpoint, reports)
-    return Manifest(files={"steps.json": ports.store.put_bytes(codec.dumps(reports))})
 
 
 def _complain(endpoint: str, reports: list[StepReport]) -> None:

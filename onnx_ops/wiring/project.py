@@ -27,9 +27,10 @@ class Project:
     settings: Settings
     ports: Ports
 
-    @property
-    def handler(self) -> StageHandler:
-        return StageHandler(ports=self.ports, perform=Performer(settings=self.settings, ports=self.ports))
+    def handler(self, actor: str = "") -> StageHandler:
+        """How stages are done; `actor` is answerable for what they release."""
+        perform = Performer(settings=self.settings, ports=self.ports)
+        return StageHandler(ports=self.ports, perform=perform, actor=actor)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def foresee(
     project: Project, prepared: Prepared, fresh: Collection[StageKind] = ()
 ) -> Mapping[str, StageOutcome | None]:
     """What a run would find known, and what it would do."""
-    return preview(prepared.plan, handler=project.handler, fresh=fresh)
+    return preview(prepared.plan, handler=project.handler(), fresh=fresh)
 
 
 def execute(
@@ -82,11 +83,12 @@ def execute(
     fresh: Collection[StageKind] = (),
     executor: Executor | None = None,
     observer: Observer | None = None,
+    actor: str = "",
 ) -> RunResult:
-    """Run a plan."""
+    """Run a plan; `actor` is answerable for what it releases, by default whoever runs this process."""
     return run(
         prepared.plan,
-        handler=project.handler,
+        handler=project.handler(actor),
         executor=executor or InlineExecutor(),
         observer=observer or Silent(),
         clock=project.ports.clock,

@@ -19,6 +19,7 @@ from onnx_ops.operations.reconcile import StepReport, settle
 from onnx_ops.operations.rollback import Rolled, roll_back, say
 from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeSigner, FakeWorld
+from onnx_ops.testing.faults import Faults
 
 MODEL, TARGET = "digits", "cpu"
 CHAMPION, CHALLENGER, PREVIOUS = f"champion-{TARGET}", f"challenger-{TARGET}", f"previous-{TARGET}"
@@ -56,10 +57,14 @@ def sign(record: DecisionRecord, signer: FakeSigner) -> SignedDecision:
 
 @dataclass
 class Scene:
-    """A world with a process in it. `restart` plays that the process was killed and another one started."""
+    """A world with a process in it. `restart` plays that the process was killed and another one started.
+
+    `faults` stand around everything that the process does.
+    """
 
     world: FakeWorld = field(default_factory=FakeWorld)
     processes: int = 1
+    faults: Faults | None = None
 
     @property
     def process(self) -> str:
@@ -67,11 +72,13 @@ class Scene:
 
     @property
     def ports(self) -> Ports:
-        return self.world.ports(self.process)
+        ports = self.world.ports(self.process)
+        return ports if self.faults is None else self.faults.around(ports)
 
     def restart(self) -> None:
         self.world.dead.add(self.process)
         self.processes += 1
+        self.faults = None
 
     def publish(self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS) -> str:
         """A version of release `seed` with a signed decision; versions count from 1."""

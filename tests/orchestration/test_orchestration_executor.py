@@ -205,7 +205,7 @@ def test_logs_tell_how_long_a_stage_took(seen: Seen) -> None:
 
 def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server: None) -> None:
     handler = FakeHandler(known=frozenset(s.id for s in PLAN.stages))
-    seen = performed(handler, PrefectExecutor(handler.decision))
+    seen = performed(handler, PrefectExecutor())
     assert handler.attempts == {}
     states = {name: task_run.state.name for name, task_run in seen.runs.items() if task_run.state is not None}
     assert states["gate fp32 @ cpu-1t"] == "GateFailed"

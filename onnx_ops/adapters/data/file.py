@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,9 +9,6 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
 from onnx_ops.errors import NotFound, Refused, UserError
 from onnx_ops.ports.models import Array
-
-_UNREADABLE = (ValueError, TypeError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""What a file that is no archive of arrays, or a damaged, encrypted or hostile one, lets numpy raise."""
 
 
 class FileSource:
@@ -27,20 +22,21 @@ class FileSource:
 
         path = _path(section, root)
         try:
-            with np.load(path, allow_pickle=False) as archive:
-                arrays = {name: np.asarray(archive[name]) for name in archive.files}
-        except _UNREADABLE as error:
+            with path.open("rb") as stream:
+                archive = np.load(stream, allow_pickle=False)
+                if isinstance(archive, np.ndarray):
+                    raise ValueError("it is a single array")
+                arrays = {name: archive[name] for name in archive.files}
+        except Exception as error:  # a damaged archive makes the libraries below raise almost anything
             raise UserError(
                 "not an .npz file of plain arrays",
                 where=str(path),
-                why=str(error),
+                why=f"{type(error).__name__}: {str(error)[:300]}",
                 remedy="Write it with numpy.savez; arrays of objects are refused, since reading them runs code.",
             ) from error
-        if strange := [name for name, array in arrays.items() if array.dtype.kind == "S" and not array.ndim]:
-            raise UserError(f"{strange[0]} in it is no array", where=str(path))
         lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
-        if not arrays or len(set(lengths.values())) != 1:
-            raise UserError(f"its arrays must have the same number of rows: {lengths}", where=str(path))
+        if len(set(lengths.values())) != 1 or 0 in lengths.values():
+            raise UserError(f"its arrays must have the same number of rows, at least one: {lengths}", where=str(path))
         return arrays
 
 

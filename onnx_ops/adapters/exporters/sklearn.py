@@ -165,7 +165,7 @@ def _options(model: object) -> dict[Any, Any]:
     from sklearn.svm import LinearSVC
 
     options: dict[Any, Any] = {}
-    if is_classifier(model) and not isinstance(_last(model), LinearSVC):  # the one classifier that never had a ZipMap
+    if is_classifier(model) and not isinstance(model, LinearSVC):  # the one classifier that never had a ZipMap
         options[id(model)] = {"zipmap": False}
     for part in _parts(model):
         if isinstance(part, StandardScaler):
@@ -182,11 +182,6 @@ def _parts(model: object) -> list[object]:
                 if hasattr(part, "get_params"):
                     found += _parts(part)
     return found
-
-
-def _last(model: Any) -> object:
-    """What answers: the last step of a pipeline, or of one in that place."""
-    return _last(model.steps[-1][1]) if hasattr(model, "steps") else model
 
 
 def _set_targets(model: Any, estimator: Any, rows: Any) -> None:

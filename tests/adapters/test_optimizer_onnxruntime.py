@@ -1,0 +1,299 @@
+"""ONNX Runtime's quantizers, and the traps around them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.adapters.optimizers import onnxruntime as adapter
+from onnx_ops.adapters.optimizers.calibration import BATCH, BatchReader
+from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.graph.files import read_model, read_structure, write_model
+from onnx_ops.graph.inspect import info
+from onnx_ops.graph.metadata import write_lineage
+from onnx_ops.graph.weights import quantized_weights
+from onnx_ops.ports import OptimizeRequest
+from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from onnx_ops.testing.optimizers import OptimizerSuite
+
+STATIC = Quantize(name="int8-static", method="static", calibrate=Calibrate(samples=40))
+DYNAMIC = Quantize(name="int8-dynamic", method="dynamic")
+
+
+class TestDynamic(OptimizerSuite):
+    @pytest.fixture
+    def optimizer(self) -> DynamicQuantizer:
+        return DynamicQuantizer()
+
+
+class TestStatic(OptimizerSuite):
+    @pytest.fixture
+    def optimizer(self) -> StaticQuantizer:
+        return StaticQuantizer()
+
+
+class TestStaticPerTensor(TestStatic):
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return replace(STATIC, per_channel=False, options={"reduce_range": True})
+
+
+@pytest.fixture
+def perceptron(tmp_path: Path) -> OptimizeRequest:
+    source = tmp_path / "source.onnx"
+    write_perceptron(source)
+    return OptimizeRequest(section=STATIC, source=source, path=tmp_path / "derived.onnx", calibration=rows(40))
+
+
+@pytest.fixture
+def convolution(tmp_path: Path) -> OptimizeRequest:
+    source = tmp_path / "source.onnx"
+    write_convolution(source)
+    return OptimizeRequest(section=STATIC, source=source, path=tmp_path / "derived.onnx", calibration=images(40))
+
+
+def operators(path: Path) -> list[str]:
+    return [node.op_type for node in read_structure(path).graph.node]
+
+
+@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
+def test_each_calibration_method_finds_ranges(perceptron: OptimizeRequest, method: str) -> None:
+    section = replace(STATIC, calibrate=Calibrate(method=method))  # type: ignore[arg-type]
+    StaticQuantizer().optimize(replace(perceptron, section=section, calibration=rows(45)))
+    target, feed = Target(name="cpu"), rows(64, seed=3)
+    before = OnnxRuntime().run(perceptron.source, target, (feed,))[0]["scores"]
+    after = OnnxRuntime().run(perceptron.path, target, (feed,))[0]["scores"]
+    assert np.mean(before.argmax(1) == after.argmax(1)) > 0.9
+
+
+def test_static_is_unsigned_activations_and_signed_weights_by_channel(convolution: OptimizeRequest) -> None:
+    StaticQuantizer().optimize(convolution)
+    tensors = {tensor.name: tensor for tensor in read_structure(convolution.path).graph.initializer}
+    assert tensors["first.weight_quantized"].data_type == TensorProto.INT8
+    assert list(tensors["first.weight_scale"].dims) == [4]
+    assert tensors["image_zero_point"].data_type == TensorProto.UINT8
+    assert {"QuantizeLinear", "DequantizeLinear", "Conv"} <= set(operators(convolution.path))
+
+
+def test_probabilities_stay_in_float(perceptron: OptimizeRequest) -> None:
+    model = read_model(perceptron.source)
+    model.graph.node[-1].output[0] = "logits"
+    model.graph.node.append(helper.make_node("Softmax", ["logits"], ["scores"], name="probabilities"))
+    write_model(model, perceptron.source)
+    StaticQuantizer().optimize(perceptron)
+    assert operators(perceptron.path)[-1] == "Softmax"
+    answers = OnnxRuntime().run(perceptron.path, Target(name="cpu"), (rows(64),))[0]["scores"]
+    np.testing.assert_allclose(answers.sum(axis=1), 1, atol=1e-6)
+
+
+def test_a_model_without_matrix_products_is_not_passed_off_as_quantized(convolution: OptimizeRequest) -> None:
+    with pytest.raises(UserError, match="nothing was quantized"):
+        DynamicQuantizer().optimize(replace(convolution, section=DYNAMIC))
+    assert not convolution.path.exists()
+
+
+def test_operator_types_may_be_chosen(convolution: OptimizeRequest) -> None:
+    section = replace(DYNAMIC, options={"op_types": ["Conv"]}, per_channel=False)
+    DynamicQuantizer().optimize(replace(convolution, section=section))
+    assert "ConvInteger" in operators(convolution.path)
+    weights = quantized_weights(convolution.source, convolution.path)
+    assert [weight.name for weight in weights] == ["first.weight", "second.weight"]
+    for weight in weights:
+        assert float((np.abs(weight.original - weight.dequantized) / weight.scale).max()) <= 0.51
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"reduce-range": True}, "reduce_range"),
+        ({"reduce_range": "yes"}, "true or false"),
+        ({"op_types": "Conv"}, "list"),
+        ({"op_types": []}, "list"),
+        ({"nonsense": 1}, "op_types"),
+    ],
+)
+def test_wrong_options_are_refused(perceptron: OptimizeRequest, options: dict[str, object], word: str) -> None:
+    for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
+        with pytest.raises(UserError, match=word):
+            optimizer.optimize(replace(perceptron, section=replace(section, options=options)))  # type: ignore[arg-type]
+
+
+def test_inferred_shapes_in_the_source_do_not_stop_the_quantizer(perceptron: OptimizeRequest) -> None:
+    """Exports of PyTorch bring shapes of their weights, which a quantizer that transposes a weight stumbles over."""
+    model = read_model(perceptron.source)
+    for tensor in model.graph.initializer:
+        value = helper.make_tensor_value_info(tensor.name, TensorProto.FLOAT, list(tensor.dims))
+        model.graph.value_info.append(value)
+    write_model(model, perceptron.source)
+    for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
+        optimizer.optimize(replace(perceptron, section=section))
+        assert len(quantized_weights(perceptron.source, perceptron.path)) >= 3
+
+
+def test_weights_that_preparation_would_fold_stay_comparable(perceptron: OptimizeRequest) -> None:
+    """A batch normalisation folded into its convolution makes a weight of which the source knows nothing."""
+    write_convolution(perceptron.source)
+    model = read_model(perceptron.source)
+    model.graph.node[1].input[0] = "first.normal"
+    for name in ("scale", "shift", "mean", "variance"):
+        model.graph.initializer.append(numpy_helper.from_array(np.full(4, 1.5, np.float32), name))
+    normalise = ["first.sum", "scale", "shift", "mean", "variance"]
+    model.graph.node.insert(1, helper.make_node("BatchNormalization", normalise, ["first.normal"], name="normal"))
+    write_model(model, perceptron.source)
+    StaticQuantizer().optimize(replace(perceptron, calibration=images(40)))
+    assert "first.weight" in {weight.name for weight in quantized_weights(perceptron.source, perceptron.path)}
+
+
+def test_an_excluded_operator_without_weights_is_followed_into_what_it_became(perceptron: OptimizeRequest) -> None:
+    """Preparation makes one Gemm of `first` and its Add: excluding either keeps both in float."""
+    DynamicQuantizer().optimize(replace(perceptron, section=replace(DYNAMIC, exclude=("first_bias",))))
+    names = {weight.name for weight in quantized_weights(perceptron.source, perceptron.path)}
+    assert names == {"second.weight", "third.weight"}
+
+
+def test_excluding_everything_is_no_variant(perceptron: OptimizeRequest) -> None:
+    section = replace(DYNAMIC, exclude=("first", "second", "third"))
+    with pytest.raises(UserError, match="nothing was quantized"):
+        DynamicQuantizer().optimize(replace(perceptron, section=section))
+
+
+def test_an_exclusion_that_takes_no_effect_is_an_error(
+    perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the library did: it looks for the name of a Gemm that it has renamed before."""
+    monkeypatch.setattr(adapter._Job, "nodes_to_exclude", lambda self: ["misspelt"])
+    for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
+        with pytest.raises(UserError, match="excluding second took no effect"):
+            optimizer.optimize(replace(perceptron, section=replace(section, exclude=("second",))))
+        assert not perceptron.path.exists()
+
+
+def test_a_failing_preparation_is_told_and_survived(
+    perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Path:
+        raise RuntimeError("no shapes today")
+
+    monkeypatch.setattr(adapter, "_preprocess", fail)
+    with pytest.warns(RuntimeWarning, match="no shapes today"):
+        DynamicQuantizer().optimize(replace(perceptron, section=DYNAMIC))
+    assert len(quantized_weights(perceptron.source, perceptron.path)) == 3
+
+
+def test_a_failing_library_is_a_failed_stage(perceptron: OptimizeRequest) -> None:
+    with pytest.raises(StageFailure, match="int8-static"):
+        StaticQuantizer().optimize(
+            replace(perceptron, calibration={"x": np.zeros((4, 3), dtype=np.float32)})  # three features instead of 8
+        )
+
+
+def test_channels_need_opset_13(perceptron: OptimizeRequest) -> None:
+    write_perceptron(perceptron.source, opset=12, ir_version=8)
+    with pytest.raises(UserError, match="opset 13"):
+        StaticQuantizer().optimize(perceptron)
+    StaticQuantizer().optimize(replace(perceptron, section=replace(STATIC, per_channel=False)))
+    assert info(perceptron.path).opsets == {"": 12}
+
+
+def test_a_dead_channel_has_no_error(perceptron: OptimizeRequest) -> None:
+    model = read_model(perceptron.source)
+    for tensor in model.graph.initializer:
+        if tensor.name == "second.weight":
+            weight = numpy_helper.to_array(tensor).copy()
+            weight[3] = 0
+            tensor.CopyFrom(numpy_helper.from_array(weight, tensor.name))
+    write_model(model, perceptron.source)
+    for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
+        optimizer.optimize(replace(perceptron, section=section))
+        for weight in quantized_weights(perceptron.source, perceptron.path):
+            assert float((np.abs(weight.original - weight.dequantized) / weight.scale).max()) <= 0.51
+
+
+def test_lineage_of_the_source_is_kept_and_tools_leave_no_marks(perceptron: OptimizeRequest) -> None:
+    write_lineage(perceptron.source, {"onnx-ops.release": "sha256:0"})
+    DynamicQuantizer().optimize(replace(perceptron, section=DYNAMIC))
+    properties = {prop.key: prop.value for prop in onnx.load(perceptron.path).metadata_props}
+    assert properties == {"onnx-ops.release": "sha256:0", "origin": "testing"}
+    assert {entry.domain for entry in onnx.load(perceptron.path).opset_import} == {""}
+
+
+def test_bytes_do_not_depend_on_the_hash_seed(perceptron: OptimizeRequest) -> None:
+    code = """
+import sys
+from pathlib import Path
+from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
+from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.ports import OptimizeRequest
+from onnx_ops.testing.models import rows
+StaticQuantizer().optimize(OptimizeRequest(
+    section=Quantize(name="int8-static", method="static", calibrate=Calibrate(samples=40)),
+    source=Path(sys.argv[1]), path=Path(sys.argv[2]), calibration=rows(40)))
+"""
+    StaticQuantizer().optimize(perceptron)
+    for seed in ("1", "2"):
+        other = perceptron.path.with_name(f"{seed}.onnx")
+        command = [sys.executable, "-c", code, str(perceptron.source), str(other)]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+        assert digest_file(other) == digest_file(perceptron.path)
+
+
+def test_logging_is_as_it_was(perceptron: OptimizeRequest) -> None:
+    handlers, disabled = list(logging.getLogger().handlers), logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        StaticQuantizer().optimize(perceptron)
+    assert logging.getLogger().handlers == handlers
+    assert logging.root.manager.disable == disabled
+
+
+def test_calibration_rows_come_in_small_batches_and_all_of_them(perceptron: OptimizeRequest) -> None:
+    given = rows(2 * BATCH + 5)
+    reader = BatchReader(given, info(perceptron.source))
+    assert len(reader) == 3
+    batches = []
+    for index in range(len(reader)):
+        reader.set_range(index, index + 1)
+        while batch := reader.get_next():
+            batches.append(batch["x"])
+    assert [len(batch) for batch in batches] == [BATCH, BATCH, 5]
+    np.testing.assert_array_equal(np.concatenate(batches), given["x"])
+
+
+def test_a_model_with_a_fixed_batch_is_calibrated_with_it(perceptron: OptimizeRequest) -> None:
+    write_perceptron(perceptron.source, batch=4)
+    assert len(BatchReader(rows(11), info(perceptron.source))) == 2
+    StaticQuantizer().optimize(replace(perceptron, calibration=rows(11)))
+    assert OnnxRuntime().run(perceptron.path, Target(name="cpu"), (rows(4),))[0]["scores"].shape == (4, 3)
+    with pytest.raises(UserError, match="takes 4 at once"):
+        StaticQuantizer().optimize(replace(perceptron, calibration=rows(3)))
+
+
+@pytest.mark.parametrize(
+    ("calibration", "word"),
+    [
+        ({"y": rows(4)["x"]}, r"\['y'\]"),
+        ({"x": np.full((4, 8), np.nan, np.float32)}, "NaN"),
+        ({"x": np.full((4, 8), np.inf, np.float32)}, "infinity"),
+        ({"x": np.zeros((0, 8), np.float32)}, "0 calibration rows"),
+    ],
+)
+def test_calibration_rows_that_say_nothing_are_refused(
+    perceptron: OptimizeRequest, calibration: dict[str, np.ndarray], word: str
+) -> None:
+    with pytest.raises(UserError, match=word):
+        StaticQuantizer().optimize(replace(perceptron, calibration=calibration))

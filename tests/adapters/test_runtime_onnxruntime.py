@@ -1,0 +1,202 @@
+"""ONNX Runtime as a runtime of targets."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_ops.adapters.runtimes import onnxruntime as adapter
+from onnx_ops.adapters.runtimes.hardware import conditions
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime, available_providers
+from onnx_ops.domain.target import Provider, SessionSettings, Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.ports import PairSchedule
+from onnx_ops.testing.models import rows, write_external, write_perceptron
+from onnx_ops.testing.runtimes import RuntimeSuite
+
+CPU = Target(name="cpu-1t")
+
+
+class TestOnnxRuntime(RuntimeSuite):
+    @pytest.fixture
+    def runtime(self) -> OnnxRuntime:
+        return OnnxRuntime()
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return CPU
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path)
+    return path
+
+
+def test_the_fingerprint_needs_no_runtime() -> None:
+    code = """
+import json, sys
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.target import Target
+found = OnnxRuntime().fingerprint(Target(name="cpu"))
+print(json.dumps([found.runtime_version, sorted({m.partition(".")[0] for m in sys.modules})]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    version, modules = json.loads(done.stdout)
+    assert version[0].isdecimal()
+    assert not {"onnxruntime", "onnx", "numpy"} & set(modules)
+
+
+def test_nodes_are_counted_by_provider(file: Path) -> None:
+    whole = OnnxRuntime().facts(file, replace(CPU, session=SessionSettings(graph_level="disabled")))
+    assert whole.nodes == {"CPUExecutionProvider": 6}
+    fused = OnnxRuntime().facts(file, CPU)
+    assert 0 < fused.nodes["CPUExecutionProvider"] < 6
+    assert fused.used == ("CPUExecutionProvider",)
+    assert fused.version
+    assert fused.build
+
+
+def test_settings_reach_the_session(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    made = []
+
+    def session(path: str, options: object, providers: object) -> object:
+        made.append((path, options, providers))
+        return original(path, options, providers=providers)
+
+    original = onnxruntime.InferenceSession
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    target = Target(
+        name="cpu-2t",
+        providers=(Provider(name="CPUExecutionProvider", options={"arena_extend_strategy": "kSameAsRequested"}),),
+        session=SessionSettings(
+            intra_op_threads=2,
+            inter_op_threads=3,
+            spinning=True,
+            graph_level="basic",
+            config={"session.set_denormal_as_zero": "1"},
+        ),
+    )
+    OnnxRuntime().run(file, target, (rows(1),))
+    ((_, options, providers),) = made
+    assert options.intra_op_num_threads == 2
+    assert options.inter_op_num_threads == 3
+    assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"
+    assert options.get_session_config_entry("session.inter_op.allow_spinning") == "1"
+    assert options.get_session_config_entry("session.set_denormal_as_zero") == "1"
+    assert providers == [("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
+
+
+def test_a_missing_provider_names_those_that_are_there(file: Path) -> None:
+    target = replace(CPU, providers=(Provider(name="CUDAExecutionProvider"), *CPU.providers))
+    if "CUDAExecutionProvider" in available_providers():
+        target = replace(CPU, providers=(Provider(name="NoneExecutionProvider"),))
+    with pytest.raises(MeasurementFailure, match="CPUExecutionProvider"):
+        OnnxRuntime().facts(file, target)
+
+
+def test_an_unknown_session_setting_is_a_failure_to_measure(file: Path) -> None:
+    target = replace(CPU, session=SessionSettings(config={"session.use_env_allocators": "x" * 5000}))
+    with pytest.raises(MeasurementFailure):
+        OnnxRuntime().run(file, target, (rows(1),))
+
+
+def test_a_model_newer_than_the_runtime_is_a_failure_to_measure(tmp_path: Path) -> None:
+    path = tmp_path / "future.onnx"
+    write_perceptron(path, opset=18, ir_version=99)
+    with pytest.raises(MeasurementFailure, match=r"future\.onnx"):
+        OnnxRuntime().facts(path, CPU)
+
+
+def test_external_weights_are_found_beside_the_file(tmp_path: Path) -> None:
+    write_external(tmp_path / "model.onnx", "weights.bin")
+    answer = OnnxRuntime().run(tmp_path / "model.onnx", CPU, ({"x": np.ones((1, 2), np.float32)},))[0]
+    np.testing.assert_array_equal(answer["y"], [[2, 3]])
+
+
+def test_every_pair_of_sessions_is_fresh_and_orders_follow_the_seed(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.onnx"
+    write_perceptron(other)
+    built: list[str] = []
+    build = adapter._session
+
+    def spy(model: Path, *arguments: object, **settings: object) -> object:
+        built.append(model.name)
+        return build(model, *arguments, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(adapter, "_session", spy)
+    orders = []
+    for seed in (1, 1, 2):
+        built.clear()
+        schedule = PairSchedule(pairs=12, blocks=1, runs=1, warmup=0, seed=seed)
+        OnnxRuntime().pair(file, other, CPU, rows(1), schedule)
+        assert sorted(built) == ["model.onnx"] * 12 + ["other.onnx"] * 12
+        assert all(set(built[i : i + 2]) == {"model.onnx", "other.onnx"} for i in range(0, 24, 2))
+        orders.append(tuple(built))
+    assert orders[0] == orders[1] != orders[2]
+    assert {orders[0][i] for i in range(0, 24, 2)} == {"model.onnx", "other.onnx"}
+
+
+def test_axis_2_is_baseline_then_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that tells the models apart: the candidate's runs take as long as it says."""
+    for name in ("baseline", "candidate"):
+        write_perceptron(tmp_path / f"{name}.onnx")
+    times = {"baseline.onnx": 10, "candidate.onnx": 20}
+
+    def fake(model: Path, *_: object, **__: object) -> str:
+        return model.name
+
+    monkeypatch.setattr(adapter, "_session", fake)
+    monkeypatch.setattr(adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx"))
+    samples = OnnxRuntime().pair(
+        tmp_path / "baseline.onnx", tmp_path / "candidate.onnx", CPU, rows(1), PairSchedule(pairs=3, seed=4)
+    )
+    assert (samples.nanoseconds[:, :, 0] == 10).all()
+    assert (samples.nanoseconds[:, :, 1] == 20).all()
+    assert not samples.preempted[:, :, 0].any()
+    assert samples.preempted[:, :, 1].all()
+
+
+def test_garbage_collection_rests_while_runs_are_timed_and_works_again_afterwards(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    make = adapter._timed
+
+    def watched(session: object, feed: object) -> object:
+        timed = make(session, feed)  # type: ignore[arg-type]
+
+        def run() -> tuple[int, bool]:
+            seen.append(gc.isenabled())
+            return timed()
+
+        return run
+
+    monkeypatch.setattr(adapter, "_timed", watched)
+    assert gc.isenabled()
+    OnnxRuntime().sample(file, CPU, rows(1), runs=3, warmup=1)
+    assert not any(seen)
+    assert gc.isenabled()
+    with pytest.raises(MeasurementFailure):
+        OnnxRuntime().sample(file, CPU, {"x": np.zeros((1, 2), np.float32)}, runs=3, warmup=1)
+    assert gc.isenabled()
+
+
+def test_conditions_of_the_machine_are_text() -> None:
+    found = conditions()
+    assert "load" in found
+    assert len(found["load"].split()) == 3
+    assert all(isinstance(value, str) and value for value in found.values())

@@ -1,0 +1,341 @@
+"""Every release operation, killed before and after every call of every port, and with others at work beside it.
+
+Whatever the moment, what follows leads to the same end as without the kill: the same roles, traffic, aliases and
+rejections, every effect done once and recorded as done once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+from release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
+
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.ledger import Override, Spoken
+from onnx_ops.domain.rollout import DAY, Word
+from onnx_ops.errors import Conflict, NotFound, Refused
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.promote import promote
+from onnx_ops.operations.reconcile import settle
+from onnx_ops.operations.rollback import roll_back
+from onnx_ops.testing.faults import Faults, Killed
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`act` is done in a process that may be killed. If a person who looks at the ledger then sees that it is not `done`,
+    it is done again."""
+
+    setup: Callable[[], Scene]
+    act: Callable[[Scene], object]
+    done: Callable[[Scene], bool] = lambda scene: False
+
+
+def serving(*seeds: str) -> Scene:
+    scene = Scene()
+    scene.bind()
+    for seed in seeds:
+        scene.serve(scene.publish(seed))
+    return scene
+
+
+def on_trial(*words: Word) -> Scene:
+    """Version 2 in the place of 1, and version 3 on trial."""
+    scene = serving("a", "b")
+    scene.bind(policy=CANARY)
+    scene.promote(scene.publish("c"))
+    scene.settle()
+    for word in words:
+        scene.say(word)
+        scene.settle()
+    return scene
+
+
+def with_candidate(scene: Scene, **options: Verdict) -> Scene:
+    scene.publish("new", **options)
+    return scene
+
+
+def pair() -> Scene:
+    """Two endpoints on version 1; the first has followed to version 2, which the second has not seen yet."""
+    scene = Scene()
+    scene.bind("digits-a")
+    scene.bind("digits-b")
+    scene.promote(scene.publish("a"))
+    scene.settle_all()
+    scene.promote(scene.publish("b"))
+    scene.settle("digits-a")
+    return scene
+
+
+def withdrawn() -> Scene:
+    scene = on_trial()
+    scene.world.registry.delete_alias(MODEL, CHALLENGER)
+    return scene
+
+
+def misled(alias: str) -> Scene:
+    scene = with_candidate(serving("a"), verdict=Verdict.FAIL)
+    scene.set_alias(alias, "2")
+    return scene
+
+
+def rolled_back_alone() -> Scene:
+    scene = serving("a", "b")
+    scene.world.registry.down = True
+    scene.roll_back()
+    scene.world.registry.down = False
+    return scene
+
+
+def past_its_time() -> Scene:
+    scene = serving("a", "b")
+    scene.world.clock.advance(DAY)
+    return scene
+
+
+def lost() -> Scene:
+    scene = on_trial()
+    scene.world.provider.interfere("digits", None)
+    return scene
+
+
+def moved_by_hand() -> Scene:
+    scene = with_candidate(serving("a"))
+    scene.set_alias(CHAMPION, "2")
+    return scene
+
+
+def promoting(version: str, **options: bool | str) -> Callable[[Scene], None]:
+    def act(scene: Scene) -> None:
+        scene.promote(version, **options)  # type: ignore[arg-type]
+        scene.settle_all()
+
+    return act
+
+
+def saying(word: Word) -> Callable[[Scene], None]:
+    def act(scene: Scene) -> None:
+        scene.say(word)
+        scene.settle()
+
+    return act
+
+
+def said(scene: Scene) -> bool:
+    return any(isinstance(entry.body, Spoken) for entry in scene.world.ledger.read("digits"))
+
+
+def went_back(scene: Scene) -> bool:
+    return effects(scene.world.ledger.read("digits"))[-1] in ("rollback", "abort")
+
+
+def overridden(scene: Scene) -> bool:
+    return any(isinstance(entry.body, Override) for entry in scene.world.ledger.read("digits")) and (
+        scene.aliases().get(CHALLENGER) == "2" or scene.traffic().get("v2") == 100
+    )
+
+
+def rolling_back(scene: Scene) -> None:
+    scene.roll_back()
+    scene.settle_all()
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "first deployment": Scenario(lambda: with_candidate(serving()), promoting("1")),
+    "all at once": Scenario(lambda: with_candidate(serving("a")), promoting("2")),
+    "start": Scenario(lambda: with_candidate(on_trial(Word.ADVANCE, Word.ADVANCE)), promoting("4")),
+    "advance": Scenario(on_trial, saying(Word.ADVANCE), said),
+    "finish": Scenario(lambda: on_trial(Word.ADVANCE), Scene.settle_all),
+    "finish by word": Scenario(
+        lambda: on_trial(Word.ADVANCE),
+        saying(Word.ADVANCE),
+        lambda scene: sum(isinstance(e.body, Spoken) for e in scene.world.ledger.read("digits")) == 2,
+    ),
+    "abort by word": Scenario(on_trial, saying(Word.ABORT), said),
+    "abort by alias": Scenario(withdrawn, Scene.settle_all),
+    "replace a candidate": Scenario(lambda: with_candidate(on_trial()), promoting("4")),
+    "refuse a challenger": Scenario(lambda: misled(CHALLENGER), Scene.settle_all),
+    "refuse a champion": Scenario(lambda: misled(CHAMPION), Scene.settle_all),
+    "champion by hand": Scenario(moved_by_hand, Scene.settle_all),
+    "restore": Scenario(lost, Scene.settle_all),
+    "retire": Scenario(past_its_time, Scene.settle_all),
+    "rollback": Scenario(lambda: serving("a", "b"), rolling_back, went_back),
+    "rollback of a candidate": Scenario(on_trial, rolling_back, went_back),
+    "aliases after a rollback": Scenario(rolled_back_alone, Scene.settle_all),
+    "the last of two endpoints": Scenario(pair, Scene.settle_all),
+    "override": Scenario(
+        lambda: with_candidate(serving("a"), verdict=Verdict.FAIL),
+        promoting("2", override=True, reason="sure"),
+        overridden,
+    ),
+    "without endpoint": Scenario(lambda: with_candidate(with_candidate(Scene())), lambda scene: scene.promote("1")),
+}
+
+
+def end_of(scene: Scene) -> dict[str, object]:
+    """Everything that must be the same whatever happened on the way."""
+    names = scene.world.ledger.endpoints()
+    states = {name: scene.state(name) for name in names}
+    return {
+        "aliases": scene.aliases(),
+        "roles": {name: state.roles for name, state in states.items()},
+        "owed": {name: state.pending_aliases for name, state in states.items()},
+        "told": {name: state.aliases for name, state in states.items()},
+        "rejected": {name: state.rejected for name, state in states.items()},
+        "word": {name: state.word for name, state in states.items()},
+        "open": {name: state.open_intent for name, state in states.items()},
+        "effects": {name: effects(scene.world.ledger.read(name)) for name in names},
+        "traffic": {name: scene.traffic(name) for name in names},
+        "changes": [(name, state.split.weights) for name, state in scene.world.provider.applied],
+    }
+
+
+def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
+    scene = scenario.setup()
+    scene.faults = faults
+    try:
+        scenario.act(scene)
+    except Killed:
+        scene.restart()
+        if not scenario.done(scene):
+            scenario.act(scene)
+    scene.faults = None
+    scene.settle_all()
+    return end_of(scene)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_at_any_moment(name: str) -> None:
+    scenario = SCENARIOS[name]
+    counted = Faults()
+    expected = play(scenario, counted)
+    assert counted.moments > 4
+    for moment in range(counted.moments):
+        assert play(scenario, Faults(at=moment)) == expected, f"killed at moment {moment} of {counted.moments}"
+
+
+@pytest.mark.parametrize("name", ["all at once", "advance", "abort by word", "rollback", "the last of two endpoints"])
+def test_killed_twice(name: str) -> None:
+    """The process that finishes the work of a dead one may die as well."""
+    scenario = SCENARIOS[name]
+    counted = Faults()
+    expected = play(scenario, counted)
+    for first in range(0, counted.moments, 3):
+        for second in range(0, counted.moments, 5):
+            scene = scenario.setup()
+            for moment in (first, second):
+                scene.faults = Faults(at=moment)
+                with contextlib.suppress(Killed):
+                    if not scenario.done(scene):
+                        scenario.act(scene)
+                    scene.settle_all()
+                scene.restart()
+            if not scenario.done(scene):
+                scenario.act(scene)
+            scene.settle_all()
+            assert end_of(scene) == expected, f"killed at moments {first} and {second}"
+
+
+DRIVEN = [name for name, scenario in SCENARIOS.items() if name not in ("without endpoint", "override")]
+
+
+@pytest.mark.parametrize("name", DRIVEN)
+def test_two_drivers_at_once_do_everything_once(name: str) -> None:
+    """A second driver makes all its steps at one moment of the first one, for every moment."""
+    scenario = SCENARIOS[name]
+    counted = Faults()
+    expected = play(scenario, counted)
+    for moment in range(counted.moments):
+        scene = scenario.setup()
+        other = scene.world.ports("another driver")
+
+        def drive(number: int, scene: Scene = scene, moment: int = moment) -> None:
+            if number == moment:
+                for endpoint in scene.world.ledger.endpoints():
+                    settle(other, endpoint)  # noqa: B023 (called in this turn of the loop)
+
+        scene.faults = Faults(between=drive)
+        with contextlib.suppress(Conflict):
+            scenario.act(scene)
+        scene.faults = None
+        if not scenario.done(scene):
+            scenario.act(scene)
+        scene.settle_all()
+        assert end_of(scene) == expected, f"at moment {moment} of {counted.moments}"
+
+
+def test_while_one_driver_acts_another_reports_and_touches_nothing() -> None:
+    scene = with_candidate(serving("a"))
+    scene.promote("2")
+    reports: list[str] = []
+    provider = scene.world.provider
+    apply = provider.apply
+
+    def look(*arguments: object, **options: object) -> None:
+        (report,) = settle(scene.world.ports("another driver"), "digits")
+        reports.append(report.why)
+        apply(*arguments, **options)  # type: ignore[arg-type]
+
+    provider.apply = look  # type: ignore[method-assign,assignment]
+    scene.settle()
+    assert reports == ["process-1 is at work: all at once: 100 % to v2"]
+    assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
+
+
+def test_two_drivers_that_saw_the_same_ledger_cannot_both_write() -> None:
+    scene = serving("a")
+    one, two = (Journal.open(scene.world.ports(name), "digits") for name in ("one", "two"))
+    one.append(Override(release=scene.record("1").release, version="1", reason="x"))
+    with pytest.raises(Conflict):
+        two.append(Override(release=scene.record("1").release, version="1", reason="y"))
+
+
+@pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])
+def test_a_rollback_at_any_moment_of_a_driver(candidate: str) -> None:
+    """What the operator rolled back does not serve in the end, and the driver's late effects do not stick."""
+    counted = Faults()
+    moments = 1
+    moment = 0
+    while moment < moments:
+        scene = serving("a", "b")
+        scene.publish(candidate, variant="int8")
+        scene.promote("3")
+        left: list[str] = []
+
+        def go_back(number: int, scene: Scene = scene, moment: int = moment) -> None:
+            if number == moment:
+                left.append(roll_back(scene.world.ports("operator"), "digits").moved_from)  # noqa: B023
+
+        counted = Faults(between=go_back)
+        scene.faults = counted
+        with contextlib.suppress(Conflict):
+            scene.settle()
+        scene.faults = None
+        moments = max(moments, counted.moments)
+        if not left:
+            break
+        scene.settle()
+        state = scene.state()
+        assert state.roles.stable is not None
+        assert state.roles.stable.name not in left, f"at moment {moment}"
+        assert state.roles.candidate is None
+        assert state.why_rejected(state.known[left[0].removeprefix("v")]) is not None
+        assert scene.traffic()[state.roles.stable.name] == 100
+        assert scene.aliases()[CHAMPION] == state.roles.stable.version
+        assert effects(scene.world.ledger.read("digits")).count("rollback") == 1
+        moment += 1
+    assert moment > 20
+
+
+def test_a_promotion_that_was_killed_is_refused_if_its_release_was_rolled_back_meanwhile() -> None:
+    scene = serving("a", "b")
+    scene.roll_back()
+    with pytest.raises(Refused):
+        promote(scene.ports, MODEL, "2", TARGET)
+    with pytest.raises(NotFound):
+        promote(scene.ports, MODEL, "7", TARGET)
+    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
