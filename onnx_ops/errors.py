@@ -21,7 +21,7 @@ Exit codes are those of the command line (0 done, 1 a gate failed, 2, 3 inconclu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class OnnxOpsError(Exception):
@@ -147,7 +147,17 @@ class DigestMismatch(Refused):
 def from_document(document: dict[str, object]) -> OnnxOpsError:
     """The error that `as_document` described, of the same type where it is one of these."""
     kind = globals().get(str(document.get("error")))
-    if not (isinstance(kind, type) and issubclass(kind, OnnxOpsError)) or kind is SpecError:
+    if kind is SpecError:
+        return _spec_error(document)
+    if not (isinstance(kind, type) and issubclass(kind, OnnxOpsError)):
         kind = OnnxOpsError
     texts = {name: str(document.get(name, "")) for name in ("where", "why", "remedy")}
     return kind(str(document.get("what", "")), **texts)
+
+
+def _spec_error(document: dict[str, object]) -> OnnxOpsError:
+    problems: Any = document.get("problems")
+    try:
+        return SpecError(tuple(Problem(**problem) for problem in problems))
+    except TypeError:
+        return UserError(str(document.get("what", "")), where=str(document.get("where", "")))

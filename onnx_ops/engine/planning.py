@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -235,6 +236,7 @@ def _release(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) ->
             "pipeline": pipeline.pipeline,
             "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
             "targets": list(names),
+            "parameters": _parameters(pipeline),
         },
         needs=["train", "export"],
         tolerates=[
@@ -274,6 +276,22 @@ def _release(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) ->
         for entry in pipeline.deploy
     ]
     return [register, *promotes, *deploys]
+
+
+def _parameters(pipeline: Pipeline) -> dict[str, Json]:
+    """How the model was made, recorded with its versions."""
+    recorded: dict[str, Json] = {
+        "export.framework": pipeline.export.framework,
+        "export.opset": str(pipeline.export.opset),
+    }
+    if pipeline.train is None:
+        return recorded | {"model": pipeline.model}
+    values = {f"train.{name}": value for name, value in pipeline.train.with_.items()}
+    return {**recorded, "train.run": pipeline.train.run, **{name: _plain(value) for name, value in values.items()}}
+
+
+def _plain(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def _endpoints(pipeline: Pipeline, target: str) -> list[Json]:

@@ -25,6 +25,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     lineage = replace(
         lineage,
         run=key,
+        parameters=settings["parameters"],
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
     )
     records = tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -28,8 +29,13 @@ def main() -> None:
 
 
 def _die_with_parent() -> None:
-    """The parent holds the other end of standard input; when it is gone, nobody waits for the result."""
+    """The parent holds the other end of standard input; when it is gone, nobody waits for the result.
+
+    The processes that the stage has started go too: they are of this process's group, which is its own.
+    """
     sys.stdin.read()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 

@@ -192,14 +192,14 @@ for number, (kind, model) in enumerate(models.items()):
 
 def test_two_processes_in_two_folders_write_the_same_bytes(tmp_path: Path) -> None:
     """Hashing of strings, and with it the order of sets, is another in each process."""
-    found = []
+    running = []
     for seed in ("1", "2"):
         folder = tmp_path / f"folder-{seed}"
         folder.mkdir()
         environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(folder)}
         command = [sys.executable, "-c", _ELSEWHERE]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found.append(done.stdout)
+        running.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True))
+    found = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
     assert found[0] == found[1]
     assert found[0].count("sha256:") == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from examples import digits_cnn, digits_mlp
 from onnx_ops.adapters.data.sklearn import SklearnSource
@@ -46,12 +45,11 @@ def test_the_convolution_is_right_on_95_of_100_and_the_same_each_time() -> None:
     np.testing.assert_array_equal(answers[0]["output"], answers[1]["output"])
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_another_seed_gives_another_model(seed: int) -> None:
+def test_another_seed_gives_another_model() -> None:
     train = dataset("train", "x", "data")
     feed = {"x": train.inputs["x"][:8]}
     usual = SklearnExporter().reference(digits_mlp.train({"train": train}), feed, "float64")
-    other = SklearnExporter().reference(digits_mlp.train({"train": train}, seed=seed), feed, "float64")
+    other = SklearnExporter().reference(digits_mlp.train({"train": train}, seed=8), feed, "float64")
     assert usual is not None
     assert other is not None
     assert not np.array_equal(usual["probabilities"], other["probabilities"])

@@ -150,9 +150,9 @@ def test_weights_that_preparation_would_fold_stay_comparable(perceptron: Optimiz
     write_convolution(perceptron.source)
     model = read_model(perceptron.source)
     model.graph.node[1].input[0] = "first.normal"
-    for name in ("scale", "shift", "mean", "variance"):
+    for name in ("scale", "shift", "average", "variance"):
         model.graph.initializer.append(numpy_helper.from_array(np.full(4, 1.5, np.float32), name))
-    normalise = ["first.sum", "scale", "shift", "mean", "variance"]
+    normalise = ["first.sum", "scale", "shift", "average", "variance"]
     model.graph.node.insert(1, helper.make_node("BatchNormalization", normalise, ["first.normal"], name="normal"))
     write_model(model, perceptron.source)
     StaticQuantizer().optimize(replace(perceptron, calibration=images(40)))

@@ -127,7 +127,8 @@ class Watching:
         del stage, decide
         return work()
 
-    def show(self, stage: Stage, outcome: StageOutcome) -> None:
+    def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
+        del decide
         self.shown.append(f"{stage.id} {outcome.status.value}")
 
     def planned(self, plan: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class FileSource:
                 if isinstance(archive, np.ndarray):
                     raise ValueError("it is a single array")
                 arrays = {name: archive[name] for name in archive.files}
+                if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+                    raise ValueError(f"{strange[0]} in it is no array")
         except Exception as error:  # a damaged archive makes the libraries below raise almost anything
             raise UserError(
                 "not an .npz file of plain arrays",
@@ -49,6 +52,6 @@ def _path(section: DataSection, root: Path) -> Path:
         raise NotFound("no such file", where=section.file, why=str(error)) from error
     if not path.is_relative_to(root.resolve()):
         raise Refused("data must lie below the project's root", where=section.file)
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
         raise NotFound("no such file", where=str(path), remedy="`file:` is relative to the project's root.")
     return path

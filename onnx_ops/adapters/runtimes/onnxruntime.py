@@ -14,7 +14,7 @@ from typing import Any
 
 from onnx_ops.adapters.runtimes.hardware import fingerprint, lacking_flags
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.target import HardwareFingerprint, SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports.models import Array, PairSamples, PairSchedule, RunSamples, Tensors
 
@@ -167,7 +167,16 @@ def _check_machine(ort: Any, target: Target) -> None:
 def _session(model: Path, target: Target, *, record_assignment: bool = False) -> Any:
     ort = importlib.import_module("onnxruntime")
     _check_machine(ort, target)
-    settings = target.session
+    providers = [(provider.name, dict(provider.options)) for provider in target.providers]
+    with _failures(model):
+        options = _options(ort, target.session)
+        if record_assignment:
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        # Its fallback would print, and measure another provider than the one asked for.
+        return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+
+
+def _options(ort: Any, settings: SessionSettings) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = _QUIET
     options.intra_op_num_threads = settings.intra_op_threads
@@ -178,12 +187,7 @@ def _session(model: Path, target: Target, *, record_assignment: bool = False) ->
     options.add_session_config_entry("session.inter_op.allow_spinning", spinning)
     for key, value in settings.config.items():
         options.add_session_config_entry(key, value)
-    if record_assignment:
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    providers = [(provider.name, dict(provider.options)) for provider in target.providers]
-    with _failures(model):
-        # Its fallback would print, and measure another provider than the one asked for.
-        return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+    return options
 
 
 @contextmanager

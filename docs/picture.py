@@ -1,0 +1,34 @@
+"""Draws the picture of the README: the end of `make demo`, as it looked on the terminal.
+
+    python docs/picture.py
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "docs" / "images" / "demo.svg"
+WIDTH = 122
+
+
+def main() -> None:
+    command = [sys.executable, ROOT / "examples" / "demo.py"]
+    environ = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("Evidence:")]
+    console = Console(record=True, width=WIDTH, file=io.StringIO())
+    console.print("[bold]$ make demo[/bold]\n[dim]…[/dim]")
+    console.print(Text.from_ansi("\n".join(lines).replace(str(ROOT), "~/onnx-ops")))
+    PICTURE.write_text(console.export_svg(title="onnx-ops", unique_id="demo"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Errors as documents, and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnx_ops import errors
+from onnx_ops.errors import OnnxOpsError, Problem, SpecError, from_document
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, OnnxOpsError) and kind is not SpecError
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_survives_as_a_document(kind: type[OnnxOpsError]) -> None:
+    error = kind("it broke", where="here", why="age", remedy="Mend it.")
+    again = from_document(error.as_document())
+    assert type(again) is kind
+    assert again.as_document() == error.as_document()
+    assert str(error) == str(again) == "here: it broke (age). Mend it."
+
+
+def test_the_tree_is_drawn_in_the_docstring() -> None:
+    assert errors.__doc__ is not None
+    assert all(kind.__name__ in errors.__doc__ for kind in KINDS)
+
+
+PROBLEMS = (
+    Problem(file="p.yaml", line=3, column=1, path="gates[0]", message="unknown"),
+    Problem(file="p.yaml", line=0, column=0, path="", message="empty"),
+)
+
+
+def test_problems_of_a_file_are_told_in_order_and_survive() -> None:
+    error = SpecError(PROBLEMS)
+    assert str(error) == "p.yaml: empty\np.yaml:3:1: gates[0]: unknown"
+    again = from_document(error.as_document())
+    assert isinstance(again, SpecError)
+    assert again.problems == error.problems
+    assert again.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{}, {"error": "Problem"}, {"error": "dataclass", "what": 3}, {"error": "SpecError", "problems": [{"file": 1}]}],
+)
+def test_a_strange_document_is_still_an_error(document: dict[str, object]) -> None:
+    assert isinstance(from_document(document), OnnxOpsError)

@@ -1,0 +1,195 @@
+"""Stages in real processes of their own: results, errors, crashes, time-outs, and parents that die."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.pipeline import FileData, Stage, StageKind
+from onnx_ops.errors import NotFound, Refused, StageFailure, UserError
+from onnx_ops.ports import Ports
+from onnx_ops.settings import Settings, load_settings, to_environ
+from onnx_ops.stages import execute
+from onnx_ops.wiring import connect
+from onnx_ops.wiring.child import LAST_LINES, Performer, in_child, machine_lock
+
+KEY = digest_bytes(b"key")
+PATIENCE_S = 30.0
+
+TRAINING = """
+import ctypes, os, pathlib, signal, subprocess, sys, time
+from onnx_ops.errors import Refused
+
+def note(name):
+    path = pathlib.Path(__file__).with_name(name + ".tmp")
+    path.write_text(str(os.getpid()))
+    path.rename(path.with_suffix(""))
+
+def refuse(data):
+    raise Refused("not today", where="the moon", why="it is full", remedy="Wait.")
+
+def fail(data):
+    note("trainer")
+    return 1 / 0
+
+def crash(data):
+    for number in range(100):
+        print("line", number)
+    sys.stdout.flush()
+    ctypes.string_at(0)
+
+def leave(data):
+    os._exit(7)
+
+def hang(data):
+    grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    pathlib.Path(__file__).with_name("grandchild").write_text(str(grandchild.pid))
+    note("trainer")
+    print("about to hang", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Settings:
+    (tmp_path / "training.py").write_text(TRAINING)
+    np.savez(tmp_path / "data.npz", x=np.arange(6.0).reshape(3, 2), y=np.arange(3))
+    return load_settings(tmp_path, {})
+
+
+@pytest.fixture
+def ports(project: Settings) -> Ports:
+    return connect(project)
+
+
+def data_stage(file: str = "data.npz", **options: object) -> Stage:
+    section = FileData(file=file, inputs={"x": "x"}, label="y")
+    return Stage(id="data/test", kind=StageKind.DATA, settings={"section": codec.to_json(section)}, **options)  # type: ignore[arg-type]
+
+
+def train_stage(function: str, **options: object) -> Stage:
+    settings = {"run": f"training:{function}", "with_": {}, "framework": "sklearn"}
+    return Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True, **options)  # type: ignore[arg-type]
+
+
+def gone(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def noted(project: Settings, name: str) -> int:
+    return int((project.root / name).read_text())
+
+
+def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports: Ports) -> None:
+    there = in_child(project, data_stage(), KEY, {})
+    here = execute(data_stage(), KEY, {}, ports)
+    assert there == here
+    assert ports.store.read(there["dataset.npz"])
+
+
+def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
+    with pytest.raises(NotFound) as missing:
+        in_child(project, data_stage("nowhere.npz"), KEY, {})
+    assert missing.value.where.endswith("nowhere.npz")
+    with pytest.raises(Refused) as refused:
+        in_child(project, train_stage("refuse"), KEY, {})
+    said = refused.value
+    assert (said.what, said.where, said.why, said.remedy) == ("not today", "the moon", "it is full", "Wait.")
+    with pytest.raises(UserError):
+        in_child(project, train_stage("nothing"), KEY, {})
+
+
+def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings) -> None:
+    with pytest.raises(StageFailure, match="signal SIGSEGV") as crashed:
+        in_child(project, train_stage("crash"), KEY, {})
+    lines = crashed.value.why.splitlines()
+    assert len(lines) <= LAST_LINES
+    assert "line 99" in lines
+    assert crashed.value.where == "train"
+
+
+def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> None:
+    with pytest.raises(StageFailure, match="exit code 7") as left:
+        in_child(project, train_stage("leave"), KEY, {})
+    assert "printed nothing" in left.value.why
+
+
+def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings) -> None:
+    with pytest.raises(StageFailure, match=r"time-out of 2\.5 s") as stopped:
+        in_child(project, train_stage("hang", timeout=2.5), KEY, {})
+    assert stopped.value.why == "about to hang"
+    for name in ("trainer", "grandchild"):
+        process = noted(project, name)
+        wait_until(lambda process=process: gone(process))  # type: ignore[misc]
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from onnx_ops import codec
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.settings import load_settings
+from onnx_ops.wiring.child import in_child
+
+in_child(load_settings(), codec.loads(sys.argv[1].encode(), Stage), "sha256:0", {})
+"""
+
+
+def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings) -> None:
+    stage = codec.dumps(train_stage("hang")).decode()
+    environ = {**os.environ, **to_environ(project)}
+    with subprocess.Popen([sys.executable, "-c", PARENT, stage], env=environ) as parent:
+        wait_until((project.root / "trainer").exists)
+        trainer = noted(project, "trainer")
+        assert not gone(trainer)
+        parent.send_signal(signal.SIGKILL)
+    wait_until(lambda: gone(trainer))
+    wait_until(lambda: gone(noted(project, "grandchild")))
+
+
+def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, ports: Ports) -> None:
+    performer = Performer(settings=project, ports=ports)
+
+    def process_of(stage: Stage) -> int:
+        with pytest.raises(StageFailure, match="ZeroDivisionError"):
+            performer(stage, Digest(KEY), {})
+        return noted(project, "trainer")
+
+    stage = train_stage("fail")
+    assert process_of(stage) != os.getpid()
+    here = Stage(id="train", kind=StageKind.TRAIN, settings=stage.settings)
+    assert process_of(here) == os.getpid()
+    assert process_of(Stage(id="train", kind=StageKind.TRAIN, settings=stage.settings, timeout=60.0)) != os.getpid()
+    sys.modules.pop("training", None)
+
+
+def test_one_benchmark_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with machine_lock():
+        (path,) = tmp_path.iterdir()
+        with path.open("w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
