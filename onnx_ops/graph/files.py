@@ -51,13 +51,15 @@ def read_model(path: Path) -> onnx.ModelProto:
 def write_model(model: onnx.ModelProto, path: Path) -> None:
     """Write a model, its weights beside it under a fixed name if they are too large for one file.
 
-    Converters import operator sets in the order of a hash table, which is another in every process: they are sorted.
+    Converters import operator sets in the order of a hash table, which is another in every process, and some of them
+    twice, which quantizers refuse: they are sorted, and each stands once.
     """
     import onnx
 
-    imports = sorted(model.opset_import, key=lambda entry: entry.domain)
+    versions = {entry.domain: entry.version for entry in model.opset_import}
     del model.opset_import[:]
-    model.opset_import.extend(imports)
+    for domain in sorted(versions):
+        model.opset_import.add(domain=domain, version=versions[domain])
     size = sum(len(t.raw_data) for t in tensors(model))
     if size > EXTERNAL_LIMIT:
         onnx.save_model(

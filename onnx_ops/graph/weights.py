@@ -121,10 +121,11 @@ def _pair(
     from onnx import numpy_helper
 
     name = stored.weight.removesuffix(SUFFIX)
-    if name not in originals or stored.scale not in tensors:
+    origin = _origin(name, originals)
+    if origin not in originals or stored.scale not in tensors:
         raise MeasurementFailure(f"quantized weight {name} has no original or no scale to compare with", where=where)
-    original = numpy_helper.to_array(originals[name]).astype(np.float64)
-    if stored.transposable and name in turned:
+    original = numpy_helper.to_array(originals[origin]).astype(np.float64)
+    if stored.transposable and origin in turned:
         original = original.T
     levels = numpy_helper.to_array(tensors[stored.weight]).astype(np.float64)
     if original.squeeze().shape != levels.squeeze().shape:
@@ -140,6 +141,12 @@ def _pair(
     return QuantizedWeight(
         name=name, original=original, dequantized=levels * scale, scale=np.maximum(np.abs(scale), spacing)
     )
+
+
+def _origin(name: str, originals: Mapping[str, onnx.TensorProto]) -> str:
+    """The original's name. A bias that several nodes share is copied for each, under its name with a number behind."""
+    digits = len(name) - len(name.rstrip("0123456789"))
+    return next((name[:end] for end in range(len(name), len(name) - digits - 1, -1) if name[:end] in originals), name)
 
 
 def _along(values: Floats, dimensions: int, axis: int) -> Floats:

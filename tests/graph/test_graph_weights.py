@@ -76,6 +76,21 @@ def test_faults_that_no_accuracy_shows_are_seen(source: Path, transposed: bool) 
     assert steps(source, derive(source, transposed=transposed, factor=1.02)) > 1.5
 
 
+def test_a_copy_of_a_shared_weight_is_held_against_the_one_original(source: Path) -> None:
+    """A quantizer copies a bias that several nodes share, and numbers the copies."""
+    derived = derive(source, transposed=False)
+    model = read_model(derived)
+    for tensor in model.graph.initializer:
+        tensor.name = tensor.name.replace("second.weight_", "second.weight12_")
+    for node in model.graph.node:
+        node.input[:] = [name.replace("second.weight_", "second.weight12_") for name in node.input]
+        node.output[:] = [name.replace("second.weight_", "second.weight12_") for name in node.output]
+    write_model(model, derived)
+    (pair,) = quantized_weights(source, derived)
+    assert pair.name == "second.weight12"
+    assert np.abs(pair.original - pair.dequantized).max() <= 0.501 * pair.scale.max()
+
+
 def test_a_weight_without_its_original_is_not_passed_over(source: Path) -> None:
     derived = derive(source, transposed=False)
     model = read_model(derived)

@@ -354,3 +354,15 @@ def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_a
     pair.settle_all()
     assert pair.traffic(PAIR[1]) == {"v2": 100}
     assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
+
+
+def test_a_challenger_that_a_person_set_meanwhile_is_not_swept_away(scene: Scene) -> None:
+    """The deletion that a finished rollout owes is about the version that took part in it."""
+    version = scene.publish("d")
+    scene.world.registry.down = True
+    scene.roll_back()
+    scene.world.registry.down = False
+    scene.set_alias(CHALLENGER, version)
+    scene.settle()
+    assert scene.traffic()["v4"] == 100
+    assert scene.aliases()[CHAMPION] == "4"

@@ -1,0 +1,113 @@
+"""The fakes keep the promises of their ports, by the same suites as the real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.errors import DigestMismatch, ServiceUnavailable, SignatureInvalid
+from onnx_ops.ports import EndpointProvider, Registry
+from onnx_ops.testing.endpoints import EndpointProviderSuite
+from onnx_ops.testing.fakes import FakeModelFiles, FakeProvider, FakeRegistry, FakeSigner, FakeWorld
+from onnx_ops.testing.registries import RegistrySuite, publication
+
+CONFIG = EndpointConfig(
+    endpoint="e", provider="fake", model="m", target="t", target_digest=digest_bytes(b"t"), pipeline="p"
+)
+SCALES = {"blue": 2.0, "green": 3.0}
+
+
+class TestFakeRegistry(RegistrySuite):
+    @pytest.fixture
+    def registry(self) -> Registry:
+        return FakeRegistry()
+
+    def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
+        assert isinstance(registry, FakeRegistry)
+        registry.tamper(record, name)
+
+
+class TestFakeProvider(EndpointProviderSuite):
+    @pytest.fixture
+    def provider(self) -> EndpointProvider:
+        self.fake = FakeProvider()
+        return self.fake
+
+    @pytest.fixture
+    def config(self) -> EndpointConfig:
+        return CONFIG
+
+    @pytest.fixture
+    def deployments(self) -> tuple[Deployment, Deployment]:
+        blue, green = (
+            Deployment(
+                name=name,
+                model="m",
+                version=name,
+                variant="fp32",
+                release=digest_bytes(name.encode()),
+                manifest=digest_bytes(name.encode()),
+                location="memory",
+            )
+            for name in SCALES
+        )
+        return blue, green
+
+    def scale(self, address: str, *, user: str | None = None) -> float:
+        """The fake answers no requests; its state says who would answer most of them."""
+        assert address == "memory:e"
+        assert user is None
+        state = self.fake.observe(CONFIG)
+        assert state is not None
+        weights = state.split.weights
+        return SCALES[max(weights, key=lambda name: weights[name])]
+
+
+def test_a_registry_that_is_down_answers_nothing(tmp_path: Path) -> None:
+    world = FakeWorld()
+    world.registry.publish(publication(tmp_path, model="m", seed="a"))
+    world.registry.down = True
+    for call in (world.registry.aliases, lambda model: world.registry.version(model, "1")):
+        with pytest.raises(ServiceUnavailable):
+            call("m")
+    world.registry.down = False
+    assert world.ports().registry().version("m", "1").variant == "fp32"
+
+
+def test_signers_trust_only_themselves() -> None:
+    mine, other = FakeSigner(b"a"), FakeSigner(b"b")
+    mine.verify(b"data", mine.sign(b"data"), mine.key)
+    for data, signature, key in (
+        (b"other", mine.sign(b"data"), mine.key),
+        (b"data", other.sign(b"data"), other.key),
+        (b"data", other.sign(b"data"), mine.key),
+        (b"data", "no base64!", mine.key),
+    ):
+        with pytest.raises(SignatureInvalid):
+            mine.verify(data, signature, key)
+
+
+def test_model_files_are_verified(tmp_path: Path) -> None:
+    release = publication(tmp_path, model="m", seed="a")
+    files = FakeModelFiles()
+    manifest = release.variants[0].manifest
+    assert files.location(manifest.digest()) is None
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(DigestMismatch):
+        files.admit(folder, manifest)
+    (folder / "model.onnx").write_bytes(release.variants[0].files["model.onnx"].read_bytes())
+    assert files.admit(folder, manifest) == files.location(manifest.digest())
+
+
+def test_processes_of_a_world_share_it_and_see_who_died() -> None:
+    world = FakeWorld()
+    one, two = world.ports("one"), world.ports("two")
+    assert one.ledger is two.ledger
+    assert two.host.alive(one.host.holder())
+    world.dead.add("one")
+    assert not two.host.alive(one.host.holder())
