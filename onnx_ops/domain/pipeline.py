@@ -80,7 +80,8 @@ class Export(Attempts):
     opset: Annotated[int, Ge(7), Le(28), doc("Opset of the default domain.")] = 18
     ir_version: Annotated[int, Ge(3), Le(14), doc("IR version of the file.")] = 10
     dynamic: Annotated[
-        Mapping[str, Mapping[int, str]], doc("Symbolic dimensions: input -> {axis: name}; axis 0 is `batch`.")
+        Mapping[str, Mapping[int, str]],
+        doc("Free axes: input -> {axis: name}; {0: batch} where an input is not named."),
     ] = field(default_factory=dict)
     options: Annotated[Mapping[str, Json], doc("Options of this exporter.")] = field(default_factory=dict)
 

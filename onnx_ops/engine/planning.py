@@ -123,7 +123,9 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
         settings = {"model": brought, "digest": probe.model(brought), "framework": framework}
         needs = []
     tools = probe.tools("exporters", framework)
-    stages.append(_stage(StageKind.TRAIN, "train", pipeline.train, settings, needs=needs, tools=tools))
+    # A user's code may crash, or be edited while this process lives: it runs in a process of its own.
+    own = pipeline.train is not None
+    stages.append(_stage(StageKind.TRAIN, "train", pipeline.train, settings, needs=needs, tools=tools, own_process=own))
     return stages
 
 

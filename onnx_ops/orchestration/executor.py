@@ -109,6 +109,8 @@ def judged(decision: Decision) -> State[Any]:
 
 def _shown(outcome: StageOutcome, decide: Decide) -> State[Any]:
     """The end of a stage that needed no work."""
+    if outcome.status is StageStatus.FAILED:
+        return Failed(message=outcome.reason)
     if outcome.manifest is None or outcome.status is StageStatus.SKIPPED:
         return Completed(name="Skipped", message=outcome.reason)
     decision = decide(outcome.manifest)

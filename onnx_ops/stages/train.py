@@ -51,8 +51,9 @@ def _train(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any
     module_name, _, function_name = reference.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise NotFound(f"cannot import {reference}", where="train.run", why=str(error)) from error
+    except Exception as error:  # a module's own code runs when it is imported
+        why = f"{type(error).__name__}: {error}"
+        raise NotFound(f"cannot import {reference}", where="train.run", why=why) from error
     try:
         return function(data, **parameters)
     except OnnxOpsError:

@@ -104,12 +104,13 @@ def test_a_tuple_gives_numbered_outputs(tmp_path: Path) -> None:
     np.testing.assert_allclose(answers["output_1"], feed["image"].max((1, 2, 3)), rtol=1e-6)
 
 
-def test_without_a_dynamic_axis_the_batch_is_that_of_the_sample(tmp_path: Path) -> None:
-    TorchExporter().export(
-        Convolution(),
-        ExportRequest(section=Export(framework="torch"), samples=images(6), path=tmp_path / "m.onnx"),
-    )
-    assert info(tmp_path / "m.onnx").inputs[0].shape == (2, 1, 8, 8)
+@pytest.mark.parametrize(("dynamic", "batch"), [({}, "batch"), ({"image": {}}, 2), ({"image": {0: "rows"}}, "rows")])
+def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
+    dynamic: dict[str, dict[int, str]], batch: int | str, tmp_path: Path
+) -> None:
+    section = Export(framework="torch", dynamic=dynamic)
+    TorchExporter().export(Convolution(), ExportRequest(section=section, samples=images(6), path=tmp_path / "m.onnx"))
+    assert info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
 def test_a_module_left_in_training_is_exported_and_asked_in_use(tmp_path: Path) -> None:

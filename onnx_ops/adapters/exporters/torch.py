@@ -22,6 +22,9 @@ FILE = "model.pt"
 OUTPUT = "output"
 """Name of a single output; several are `output_0`, `output_1` …, or the keys of a dictionary."""
 
+FREE_BATCH = {0: "batch"}
+"""Free axes of an input that `export.dynamic` says nothing about."""
+
 _KEPT_PROPERTY = "pkg.torch.onnx.name_scopes"
 """Module path of a node. The exporter's other properties hold stack traces with paths of this machine."""
 
@@ -77,7 +80,10 @@ class TorchExporter:
                     input_names=list(rows),
                     output_names=outputs,
                     dynamic_shapes=tuple(
-                        {axis: torch.export.Dim(symbol) for axis, symbol in section.dynamic.get(name, {}).items()}
+                        {
+                            axis: torch.export.Dim(symbol)
+                            for axis, symbol in section.dynamic.get(name, FREE_BATCH).items()
+                        }
                         for name in rows
                     ),
                     verbose=False,

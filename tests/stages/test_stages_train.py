@@ -1,0 +1,43 @@
+"""Training code is the user's: what goes wrong in it is told as such."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure
+from onnx_ops.stages.train import execute
+from onnx_ops.testing.fakes import FakeWorld
+
+
+def train(root: Path, body: str, function: str = "train") -> None:
+    module = f"user_{uuid.uuid4().hex}"
+    (root / f"{module}.py").write_text(body, encoding="utf-8")
+    settings = {"run": f"{module}:{function}", "with_": {"seed": 1}, "framework": "sklearn"}
+    stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings)
+    ports = replace(FakeWorld().ports(root=root), exporter=lambda _: SklearnExporter())
+    execute(stage, digest_bytes(b""), {}, ports)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "told"),
+    [
+        ("import nowhere_at_all\n", NotFound, "nowhere_at_all"),
+        ("undefined\n", NotFound, "NameError"),
+        ("1 / 0\n", NotFound, "ZeroDivisionError"),
+        ("other = 1\n", NotFound, "train"),
+        ("def train(data, seed):\n    raise KeyError('no such column')\n", StageFailure, "no such column"),
+        ("def train(data):\n    return 1\n", StageFailure, "seed"),
+    ],
+)
+def test_a_fault_in_user_code_is_told_in_its_own_words(
+    tmp_path: Path, body: str, kind: type[OnnxOpsError], told: str
+) -> None:
+    with pytest.raises(kind, match=told):
+        train(tmp_path, body)
