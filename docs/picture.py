@@ -1,6 +1,6 @@
 """Draws the picture of the README: the end of `make demo`, as it looked on the terminal.
 
-    python docs/picture.py
+python docs/picture.py
 """
 
 from __future__ import annotations
