@@ -11,6 +11,7 @@ from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Pipeline, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.engine import RunResult
+from onnx_ops.errors import UserError
 from onnx_ops.ports import Ports
 
 
@@ -27,6 +28,8 @@ class Summary:
     awaiting: tuple[str, ...]
     exit_code: int
 
+
+_RELEASE = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
 
 _ORDER = (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE)
 """Which verdict names the exit code when several targets have no choice."""
@@ -84,14 +87,15 @@ def _registration(outcomes: Mapping[str, StageOutcome], ports: Ports) -> Registr
 
 
 def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
-    """A wrong input first, then a target without a choice, then whatever else failed."""
-    codes = [error.exit_code for error in result.errors.values()]
-    if 2 in codes:
-        return 2
+    """With a choice for every target only its release can fail; else a wrong input comes first, then the verdicts."""
     missing = [c.verdict for c in choices if c.variant is None]
+    if choices and not missing:
+        release = {stage.id for stage in result.plan.stages if stage.kind in _RELEASE}
+        return max((error.exit_code for stage, error in result.errors.items() if stage in release), default=0)
+    codes = [error.exit_code for error in result.errors.values()]
+    if UserError.exit_code in codes:
+        return UserError.exit_code
     for verdict in _ORDER:
         if verdict in missing:
             return verdict.exit_code
-    tail = {stage.id for stage in result.plan.stages if stage.kind.value in ("register", "promote", "deploy")}
-    release = [error.exit_code for stage, error in result.errors.items() if stage in tail or not choices]
-    return max(release, default=0)
+    return max(codes, default=0)
