@@ -77,6 +77,10 @@ def make_project(folder: Path) -> Project:
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.is_file():
             shutil.copyfile(source, folder / name)
+    for pipeline in (folder / "configs" / "pipelines").glob("*.yaml"):
+        # Tests share their machine with each other; where latency is the subject, a test sets the limit itself.
+        text = pipeline.read_text(encoding="utf-8")
+        pipeline.write_text(text.replace("max_regression: 5%", "max_regression: 100%"), encoding="utf-8")
     (folder / "onnx-ops.toml").write_text("# settings of the tests' project\n", encoding="utf-8")
     return Project(folder)
 

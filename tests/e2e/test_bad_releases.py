@@ -12,6 +12,7 @@ pytestmark = pytest.mark.services
 
 FAULTY = {"PYTHONPATH": str(Path(__file__).parent / "plugins")}
 ONLY_FP32 = "quantize=[]"
+SLOW = ("train.with.hidden=[1024, 1024]", "gates[5].max=20 MB", "gates[3].max_regression=5%")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_an_export_with_a_swapped_row_fails_parity_and_moves_nothing(released: P
 
 def test_a_release_slower_than_the_champion_fails_and_moves_nothing(released: Project) -> None:
     before = state_of(released)
-    document = released.run(ONLY_FP32, "train.with.hidden=[1024, 1024]", "gates[5].max=20 MB", code=1)
+    document = released.run(ONLY_FP32, *SLOW, code=1)
     (result,) = [r for r in failing(document, "fp32") if r["gate"] == "latency"]
     assert "champion" in result["metric"]
     assert result["low"] > 1.05
@@ -59,9 +60,8 @@ def test_a_release_slower_than_the_champion_fails_and_moves_nothing(released: Pr
 
 
 def test_the_reason_on_the_terminal_names_gate_figure_and_limit(released: Project) -> None:
-    done = released.command(
-        "run", MLP, "--set", ONLY_FP32, "--set", "train.with.hidden=[1024, 1024]", "--set", "gates[5].max=20 MB"
-    )
+    sets = [part for override in (ONLY_FP32, *SLOW) for part in ("--set", override)]
+    done = released.command("run", MLP, *sets)
     assert done.returncode == 1
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL cpu-1t")]
     assert "latency" in done.stdout
