@@ -12,6 +12,10 @@ KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints")
 """Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
 
 
+_EXTRAS = {"sklearn": "sklearn", "skl2onnx": "sklearn", "torch": "torch", "onnxscript": "torch", "uvicorn": "serve"}
+"""Extras that bring a package, by the name it is imported under."""
+
+
 def names(kind: str) -> tuple[str, ...]:
     """Names of the installed plugins of a kind."""
     return tuple(sorted({point.name for point in entry_points(group=f"onnx_ops.{kind}")}))
@@ -32,7 +36,7 @@ def load(kind: str, name: str, *arguments: object) -> Any:
         raise MissingPackage(
             f"package {package} is not installed",
             where=f"{kind} plugin {name}",
-            remedy=_install_hint(point, package),
+            remedy=install_hint(package),
         ) from error
 
 
@@ -51,9 +55,8 @@ def find(kind: str, name: str) -> EntryPoint:
     raise NotFound(f"no {kind} plugin is called {name!r}", remedy=hint)
 
 
-def _install_hint(point: EntryPoint, package: str) -> str:
-    distribution = point.dist.name if point.dist else ""
-    extras = {"sklearn": "sklearn", "skl2onnx": "sklearn", "torch": "torch", "onnxscript": "torch", "uvicorn": "serve"}
-    if distribution == "onnx-ops" and package in extras:
-        return f"Install it with: pip install 'onnx-ops[{extras[package]}]'"
-    return f"Install it with: pip install {package}"
+def install_hint(package: str) -> str:
+    """What to type to get a package that is missing: an extra of onnx-ops where there is one."""
+    extra = _EXTRAS.get(package)
+    wanted = f"'onnx-ops[{extra}]'" if extra else package
+    return f"Install it with: pip install {wanted}"

@@ -54,7 +54,7 @@ def test_a_missing_extra_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, point.module, None)
     with pytest.raises(MissingPackage):
         plugins.load("exporters", "sklearn")
-    assert plugins._install_hint(point, "skl2onnx") == "Install it with: pip install 'onnx-ops[sklearn]'"
+    assert plugins.install_hint("skl2onnx") == "Install it with: pip install 'onnx-ops[sklearn]'"
 
 
 @pytest.mark.parametrize("kind", plugins.KINDS)

@@ -25,9 +25,8 @@ def choose(decisions: Sequence[Decision]) -> Choice:
     target = targets.pop()
     passing = [d for d in decisions if d.verdict is Verdict.PASS]
     if not passing:
-        ordered = sorted(decisions, key=lambda d: d.variant != EXPORT)
-        reason = "; ".join(f"{d.variant} {d.verdict.value}: {d.reason}" for d in ordered)
-        return Choice(target=target, variant=None, verdict=combine(d.verdict for d in decisions), reason=reason)
+        verdict = combine(d.verdict for d in decisions)
+        return Choice(target=target, variant=None, verdict=verdict, reason=_blame(decisions))
     export = next((d for d in passing if d.variant == EXPORT), None)
     rivals = [d for d in passing if d.variant != EXPORT and (export is None or d.faster_than_export is True)]
     if not rivals:
@@ -35,6 +34,14 @@ def choose(decisions: Sequence[Decision]) -> Choice:
         return Choice(target=target, variant=EXPORT, verdict=Verdict.PASS, reason=reason)
     best = min(rivals, key=lambda d: math.inf if d.latency_ratio is None else d.latency_ratio)
     return Choice(target=target, variant=best.variant, verdict=Verdict.PASS, reason=_praise(best, export))
+
+
+def _blame(decisions: Sequence[Decision]) -> str:
+    """Why no variant passes, the export first; variants that share a reason are named together."""
+    shared: dict[tuple[Verdict, str], list[str]] = {}
+    for decision in sorted(decisions, key=lambda d: d.variant != EXPORT):
+        shared.setdefault((decision.verdict, decision.reason), []).append(decision.variant)
+    return "; ".join(f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in shared.items())
 
 
 def _praise(best: Decision, export: Decision | None) -> str:

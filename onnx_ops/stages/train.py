@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure
+from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure
 from onnx_ops.ports import Ports
 from onnx_ops.stages.files import TRAINED, get_dataset, put_folder, scratch
 
@@ -51,6 +52,13 @@ def _train(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any
     module_name, _, function_name = reference.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
+    except ModuleNotFoundError as error:
+        package = (error.name or module_name).partition(".")[0]
+        raise MissingPackage(
+            f"cannot import {reference}: there is no module {error.name}",
+            where="train.run",
+            remedy=plugins.install_hint(package),
+        ) from error
     except Exception as error:  # a module's own code runs when it is imported
         why = f"{type(error).__name__}: {error}"
         raise NotFound(f"cannot import {reference}", where="train.run", why=why) from error

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure
+from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure
 from onnx_ops.stages.train import execute
 from onnx_ops.testing.fakes import FakeWorld
 
@@ -28,7 +28,7 @@ def train(root: Path, body: str, function: str = "train") -> None:
 @pytest.mark.parametrize(
     ("body", "kind", "told"),
     [
-        ("import nowhere_at_all\n", NotFound, "nowhere_at_all"),
+        ("import nowhere_at_all\n", MissingPackage, "pip install nowhere_at_all"),
         ("undefined\n", NotFound, "NameError"),
         ("1 / 0\n", NotFound, "ZeroDivisionError"),
         ("other = 1\n", NotFound, "train"),
