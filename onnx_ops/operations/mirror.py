@@ -48,7 +48,10 @@ def write_owed_aliases(journal: Journal) -> str:
             if name in found and spent(journal, found[name]):
                 registry.delete_alias(config.model, name)
         elif found.get(name) != version and not (name == champion and moved_by_a_person(state, name, found.get(name))):
-            registry.set_alias(config.model, name, version)
+            try:
+                registry.set_alias(config.model, name, version)
+            except NotFound:  # somebody deleted that version: the registry can say no more than it does
+                owed[name] = found.get(name)
     journal.append(Mirrored(aliases=owed))
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())
 

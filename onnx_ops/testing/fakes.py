@@ -158,6 +158,13 @@ class FakeRegistry:
         """What a forger would do: the version says from now on what `record` says."""
         self._version(record.model, record.version).record = record
 
+    def delete_version(self, model: str, version: str) -> None:
+        """What a person may do in the registry: the version goes, and its aliases with it."""
+        self._version(model, version)
+        kept = self._models[model]
+        del kept.versions[version]
+        kept.aliases = {alias: number for alias, number in kept.aliases.items() if number != version}
+
     def tamper(self, record: VersionRecord, name: str) -> None:
         """Change a stored file behind the registry's back."""
         files = self._version(record.model, record.version).files
@@ -169,7 +176,7 @@ class FakeRegistry:
         kept = next(known, None)
         record = VersionRecord(
             model=publication.model,
-            version=kept.record.version if kept is not None else str(len(model.versions) + 1),
+            version=kept.record.version if kept is not None else str(max(map(int, model.versions), default=0) + 1),
             release=publication.lineage.release,
             variant=variant.variant,
             manifest=variant.manifest.digest(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from release_parts import AT_ONCE, CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of, effects
+from release_parts import AT_ONCE, CANARY, CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of, effects
 
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
@@ -117,6 +117,17 @@ def test_it_needs_no_registry(scene: Scene) -> None:
     scene.settle()
     assert scene.aliases()[CHAMPION] == "2"
     assert scene.traffic()["v2"] == 100
+
+
+def test_a_version_that_was_deleted_in_the_registry_does_not_stop_the_reconciler(scene: Scene) -> None:
+    scene.world.registry.delete_version(MODEL, "2")
+    scene.roll_back()
+    scene.settle()
+    assert scene.traffic()["v2"] == 100
+    assert scene.state().pending_aliases == {}
+    assert scene.aliases()[CHAMPION] == "3"
+    scene.serve(scene.publish("d"))
+    assert scene.aliases()[CHAMPION] == "4"
 
 
 def test_a_person_who_moves_the_alias_later_outranks_it(scene: Scene) -> None:
