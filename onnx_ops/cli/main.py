@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from onnx_ops.cli import machine, pipelines, releases
+from onnx_ops.cli import machine, pipelines, releases, tools
 
 app = typer.Typer(
     name="onnx-ops",
@@ -19,7 +19,7 @@ app = typer.Typer(
     epilog="Start with: onnx-ops check FILE, onnx-ops plan FILE, onnx-ops run FILE.",
 )
 
-PIPELINES, RELEASES, MACHINE = "Pipelines", "Releases", "Machine"
+PIPELINES, RELEASES, TOOLS, MACHINE = "Pipelines", "Releases", "Tools", "Machine"
 
 _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (PIPELINES, pipelines.check),
@@ -32,6 +32,9 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (RELEASES, releases.reconcile),
     (RELEASES, releases.status),
     (RELEASES, releases.history),
+    (TOOLS, tools.inspect),
+    (TOOLS, tools.compare),
+    (TOOLS, tools.bench),
     (MACHINE, machine.serve),
     (MACHINE, machine.doctor),
 ]

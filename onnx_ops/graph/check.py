@@ -23,9 +23,10 @@ def full_check(path: Path) -> None:
     import onnx
 
     read_structure(path)
+    inference = onnx.shape_inference.InferenceError
     try:
         onnx.checker.check_model(str(path), full_check=True)
-    except (onnx.checker.ValidationError, RuntimeError, ValueError) as error:  # errors of inference are of both
+    except (onnx.checker.ValidationError, inference, RuntimeError, ValueError) as error:  # inference raises all three
         raise UserError("it is not valid ONNX", where=path.name, why=_first_line(error)) from error
 
 

@@ -124,6 +124,14 @@ def test_an_invalid_graph_is_refused_with_its_reason(path: Path) -> None:
         full_check(path)
 
 
+def test_shapes_that_do_not_fit_are_refused_with_their_reason(path: Path) -> None:
+    model = onnx.load(path)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = FEATURES + 1
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="not valid ONNX"):
+        full_check(path)
+
+
 @pytest.mark.parametrize(("opset", "ir_version", "word"), [(18, 10, ""), (21, 10, "opset"), (18, 11, "IR version")])
 def test_a_target_has_a_ceiling(tmp_path: Path, opset: int, ir_version: int, word: str) -> None:
     path = tmp_path / "model.onnx"

@@ -29,8 +29,8 @@ _LEVELS = {
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
-_QUIET = 3
-"""Errors only: warnings of the runtime would be taken for those of onnx-ops."""
+_QUIET = 4
+"""Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
 
 
 class OnnxRuntime:

@@ -1,0 +1,194 @@
+"""What the tools for single files print, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from onnx_ops import codec
+from onnx_ops.cli.tables import console
+from onnx_ops.domain.artifact import TensorSpec, short
+from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.graph.survey import Survey
+from onnx_ops.reporting.figures import format_figure, format_interval, number
+from onnx_ops.reporting.textplot import ratio_plot
+from onnx_ops.stages.bench import Alone, Figure, Paired
+from onnx_ops.stages.compare import RULE, Difference, Parity
+
+_COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
+
+
+def survey_document(path: Path, found: Survey, targets: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "tool": "inspect",
+        "path": str(path),
+        **codec.to_json(found),
+        "valid": not found.problem,
+        "targets": {name: {"accepts": not reason, "reason": reason} for name, reason in targets.items()},
+        "exit_code": 2 if found.problem else 0,
+    }
+
+
+def survey_report(path: Path, found: Survey, targets: Mapping[str, str]) -> None:
+    out, info = console(), found.info
+    opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
+    beside = f", weights in {', '.join(found.external)}" if found.external else ""
+    lines = {
+        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short(found.file)}",
+        "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
+        "producer": found.producer or "not told",
+        "inputs": _tensors(info.inputs),
+        "outputs": _tensors(info.outputs),
+        "nodes": f"{sum(found.operators.values())}: {_counts(found.operators)}",
+        "weights": _counts(found.parameters) or "none",
+        "metadata": "\n".join(f"{name} = {value}" for name, value in found.metadata.items()) or "none",
+        "targets": "\n".join(f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()),
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in lines.items():
+        table.add_row(name, escape(text))
+    out.print(table)
+    if found.problem:
+        out.print(f"[red]not valid ONNX[/red]: {escape(found.problem)}")
+    else:
+        out.print("[green]valid ONNX[/green]")
+
+
+def parity_document(found: Parity, a: Path, b: Path, target: str, source: str) -> dict[str, Any]:
+    return {
+        "tool": "compare",
+        "a": {"path": str(a), "digest": found.a},
+        "b": {"path": str(b), "digest": found.b},
+        "target": target,
+        "inputs": source,
+        "rule": RULE,
+        "verdict": found.verdict.value,
+        "reason": found.reason,
+        "differences": [codec.to_json(d) for d in found.differences],
+        "notes": list(found.notes),
+        "exit_code": found.verdict.exit_code,
+    }
+
+
+def parity_report(found: Parity, a: Path, b: Path, target: str, source: str) -> None:
+    out = console()
+    title = f"{b.name} on {target} against {a.name}, {source}"
+    table = Table(title=escape(title), title_justify="left")
+    for name in ("output", "inputs", "rows", "largest error", "limit", "verdict"):
+        table.add_column(name, justify="right" if name in ("rows", "largest error", "limit") else "left")
+    last = ""
+    for one in found.differences:
+        if last not in (one.output, ""):
+            table.add_section()
+        shown = one.output if one.output != last else ""
+        table.add_row(escape(shown), escape(one.group), str(one.rows), *_figures(one), _coloured(one.verdict))
+        last = one.output
+    out.print(table)
+    out.print(f"{escape(RULE)}.", style="dim")
+    for note in found.notes:
+        out.print(f"[yellow]note[/yellow] {escape(note)}")
+    out.print(f"{_coloured(found.verdict)} {escape(found.reason)}")
+
+
+def alone_document(found: Alone, model: Path, target: str) -> dict[str, Any]:
+    document = codec.to_json(found)
+    return {"tool": "bench", "a": str(model), "target": target, **document, "exit_code": 0}
+
+
+def alone_report(found: Alone, model: Path, target: str) -> None:
+    out = console()
+    rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
+    table = Table(title=escape(f"{model.name} on {target}, {rows} a request"), title_justify="left")
+    for name in ("figure", "value", "interval", "n", "of"):
+        table.add_column(name, justify="right" if name in ("value", "n") else "left")
+    for name, figure in found.quantiles.items():
+        table.add_row(name, *_cells(figure), "single runs that kept their core; 95 % bounds")
+    table.add_section()
+    table.add_row("load", *_cells(found.load), "fresh sessions, file in memory; median, least and most")
+    table.add_row("first run", *_cells(found.first), "fresh sessions; median, least and most")
+    out.print(table)
+    share = found.preempted / found.runs if found.runs else 0.0
+    out.print(f"{found.preempted} of {found.runs} runs were preempted ({100 * share:.2g}%) and left out.")
+    out.print(escape(_machine(found.hardware, found.facts, found.conditions)), style="dim")
+
+
+def paired_document(found: Paired, a: Path, b: Path) -> dict[str, Any]:
+    evidence = found.evidence
+    return {
+        "tool": "bench",
+        "a": {"path": str(a), "median_s": found.medians[0]},
+        "b": {"path": str(b), "median_s": found.medians[1]},
+        "target": evidence.target,
+        "batch": found.batch,
+        "verdict": found.verdict.value,
+        "reason": found.decision.reason if found.verdict is not Verdict.PASS else found.decision.results[0].reason,
+        "ratio": {"estimate": found.ratio, "low": found.low, "high": found.high, "limit": found.limit},
+        "faster": found.faster,
+        "session_pairs": len(found.ratios),
+        "session_pair_ratios": list(found.ratios),
+        "noise": found.noise,
+        "evidence": codec.to_json(evidence),
+        "exit_code": found.verdict.exit_code,
+    }
+
+
+def paired_report(found: Paired, a: Path, b: Path) -> None:
+    out = console()
+    comparison = found.evidence.comparisons[0]
+    rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
+    out.print(escape(f"{b.name} (B) against {a.name} (A) on {found.evidence.target}, {rows} a request"), style="bold")
+    for row in ratio_plot(found.ratios, estimate=found.ratio, low=found.low, high=found.high, limit=found.limit):
+        out.print(escape(row), soft_wrap=True)
+    times = ", ".join(f"{side} {format_figure(s, 's')}" for side, s in zip("AB", found.medians, strict=True))
+    interval = format_interval(found.low, found.high, "x", near=found.ratio)
+    out.print(f"median {times}; B takes {format_figure(found.ratio, 'x')} {escape(interval)} the time of A")
+    noise = f"±{100 * found.noise:.2g}%" if found.noise is not None else "unknown"
+    lost = 100 * comparison.preempted / max(1, comparison.runs)
+    out.print(f"A against itself {noise}; {comparison.runs} runs, {lost:.3g}% preempted and left out")
+    facts = found.evidence.runtime
+    if facts is not None:
+        out.print(escape(_machine(found.evidence.hardware, facts, found.evidence.conditions)), style="dim")
+    for result in found.decision.results:
+        out.print(f"{_coloured(result.verdict)} {escape(result.reason)}", soft_wrap=True)
+    if found.faster:
+        out.print("B is faster than A with confidence.")
+    elif found.verdict is Verdict.PASS:
+        out.print("B keeps the limit; that it is faster than A is not shown.")
+
+
+def _figures(one: Difference) -> tuple[str, str]:
+    if one.mismatch:
+        return "mismatch", "none"
+    if one.labels:
+        return f"{format_figure(one.error, '1')} of rows", "0%"
+    return number(one.error), number(one.limit)
+
+
+def _cells(figure: Figure) -> tuple[str, str, str]:
+    interval = format_interval(figure.low, figure.high, "s", near=figure.seconds)
+    return format_figure(figure.seconds, "s"), escape(interval), str(figure.n)
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> str:
+    lines = [f"{spec.name}: {spec.dtype} {' × '.join(map(str, spec.shape)) or 'scalar'}" for spec in specs]
+    return "\n".join(lines) or "none"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+
+
+def _machine(hardware: HardwareFingerprint, facts: RuntimeFacts, conditions: Mapping[str, str]) -> str:
+    nodes = ", ".join(f"{name} {count} nodes" for name, count in facts.nodes.items()) or ", ".join(facts.used)
+    load = f", load {conditions['load']}" if "load" in conditions else ""
+    return f"{hardware.cpu_model}, {hardware.cores} cores{load}; {facts.runtime} {facts.version}: {nodes}"
+
+
+def _coloured(verdict: Verdict) -> str:
+    return f"[{_COLOURS[verdict]}]{verdict.value.upper()}[/{_COLOURS[verdict]}]"

@@ -1,0 +1,86 @@
+"""A model file at a glance, for a person who has just been handed one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnx_ops.domain.artifact import Digest, ModelInfo, digest_file
+from onnx_ops.errors import UserError
+from onnx_ops.graph.check import full_check
+from onnx_ops.graph.files import external_files, nodes, read_structure
+from onnx_ops.graph.inspect import info
+
+if TYPE_CHECKING:
+    import onnx
+
+_DEFAULT_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What stands in a file.
+
+    `operators` counts nodes, those of subgraphs and functions too; outside the default domain with the domain in
+    front. `parameters` counts the elements of the graph's constants by their type. `problem` is what the ONNX checker
+    has against the file; empty if nothing.
+    """
+
+    file: Digest
+    info: ModelInfo
+    producer: str
+    operators: Mapping[str, int]
+    parameters: Mapping[str, int]
+    external: tuple[str, ...]
+    metadata: Mapping[str, str]
+    problem: str
+
+
+def survey(path: Path) -> Survey:
+    """Look a file over; weights beside it are not loaded.
+
+    Raises:
+        NotFound: there is no such file.
+        UserError: it is not ONNX.
+        Refused: it names external data outside its folder.
+    """
+    model = read_structure(path)
+    operators = Counter(_operator(node) for node in nodes(model))
+    return Survey(
+        file=digest_file(path),
+        info=info(path),
+        producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
+        operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        parameters=_parameters(model),
+        external=tuple(str(file.relative_to(path.parent)) for file in external_files(model, path.parent)),
+        metadata={prop.key: prop.value for prop in model.metadata_props},
+        problem=_problem(path),
+    )
+
+
+def _operator(node: onnx.NodeProto) -> str:
+    return node.op_type if node.domain in _DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
+
+
+def _parameters(model: onnx.ModelProto) -> dict[str, int]:
+    from onnx import TensorProto
+
+    counts: Counter[str] = Counter()
+    for tensor in model.graph.initializer:
+        elements = 1
+        for size in tensor.dims:
+            elements *= size
+        known = tensor.data_type in TensorProto.DataType.values()
+        counts[TensorProto.DataType.Name(tensor.data_type).lower() if known else "undefined"] += elements
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _problem(path: Path) -> str:
+    try:
+        full_check(path)
+    except UserError as error:
+        return error.why or error.what
+    return ""

@@ -1,0 +1,246 @@
+"""Compare: does one ONNX file compute what another does? Without a pipeline, from the two files alone.
+
+There is no source in float64 here, so that rounding noise cannot be measured. A's answers without graph optimisations
+are the reference, and fixed tolerances take the noise's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_ops.analysis.parity import REAL, measure, with_pooled_noise
+from onnx_ops.domain.artifact import Digest, digest_file
+from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.gate import ParityGate, Verdict, combine
+from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.graph.check import full_check
+from onnx_ops.graph.files import nodes, read_structure
+from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.stages.probing import Group, Samples, groups_of, shared_inputs
+
+REFERENCE = Target(
+    name="reference",
+    description="One CPU thread, the graph as it stands in the file.",
+    session=SessionSettings(graph_level="disabled"),
+)
+
+RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
+
+NO_ROWS_ABORT = frozenset({"GRU", "LSTM"})
+"""Operators that, given no rows, let ONNX Runtime 1.31 abort the process."""
+
+QUANTIZED = frozenset(
+    {"ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
+)
+"""Operators of which a float model has none."""
+
+QUANTIZED_NOTE = "B is quantized: it differs from A by design, and only a task metric tells whether that is too much"
+
+Tell = Callable[[str], None]
+Answers = Mapping[str, Tensors | MeasurementFailure]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One output on one group of inputs.
+
+    `error` is the largest |B - A|; where `labels` is set (integers, booleans, texts) the share of rows that differ.
+    `limit` is what `error` may be at the value that is worst off; `ratio` is error / limit. `mismatch` names a
+    difference that no figure tells.
+    """
+
+    output: str
+    group: str
+    rows: int
+    error: float
+    limit: float
+    ratio: float
+    labels: bool
+    mismatch: str
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """What B is to A. `notes` say what was not compared, and why."""
+
+    a: Digest
+    b: Digest
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        return combine(d.verdict for d in self.differences)
+
+    @property
+    def worst(self) -> Difference:
+        """The first of those that are worst off."""
+        return max(self.differences, key=lambda d: (d.verdict.rank, bool(d.mismatch), d.ratio, d.error))
+
+    @property
+    def reason(self) -> str:
+        worst = f"output {self.worst.output!r}, inputs {self.worst.group!r}: {self.worst.reason}"
+        if self.verdict is not Verdict.PASS:
+            return worst
+        groups = f"{len({d.group for d in self.differences})} groups of inputs"
+        if self.worst.error == 0:
+            return f"the very same answers on {groups}"
+        return f"within tolerance on {groups}; nearest to its limit is {worst}"
+
+
+def compare(
+    runtime: Runtime, target: Target, a: Path, b: Path, samples: Samples, tell: Tell = lambda _: None
+) -> Parity:
+    """Parity of B, run on the target, against A.
+
+    Raises:
+        UserError: a file is not a valid model, or the two do not take the same inputs.
+        MeasurementFailure: a model does not run here, or A does not give the same answer twice.
+    """
+    shared_inputs(a, b)
+    groups = groups_of(samples, empty=not _aborts(a, b))
+    tell(f"running {a.name} on {len(groups)} groups of inputs")
+    expected = _answers(runtime, REFERENCE, a, groups)
+    tell(f"running {b.name} on {len(groups)} groups of inputs")
+    found = _answers(runtime, target, b, groups)
+    _check_repeats(runtime, a, groups[0])
+    measured: list[ParityMeasurement] = []
+    notes = [QUANTIZED_NOTE] if _has(b, QUANTIZED) and not _has(a, QUANTIZED) else []
+    notes += ["one row is large: edges and large batches were left out"] if samples.large else []
+    for group in groups:
+        reference, answer = expected[group.name], found[group.name]
+        if isinstance(reference, MeasurementFailure):
+            notes.append(f"inputs {group.name!r} were left out: A refuses them ({_short(reference)})")
+        elif isinstance(answer, MeasurementFailure):
+            measured.append(_refused(group.name, answer))
+        else:
+            measured += _measured(group.name, reference, answer)
+    if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
+        notes.append(f"B has outputs that A has not: {', '.join(extra)}")
+    labels = {name for name, array in _tensors(expected[REAL]).items() if array.dtype.kind != "f"}
+    order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}
+    measured = sorted(with_pooled_noise(measured), key=lambda m: order[m.output])
+    differences = tuple(_judged(m, labels=m.output in labels) for m in measured)
+    return Parity(a=digest_file(a), b=digest_file(b), differences=differences, notes=tuple(notes))
+
+
+def _aborts(*models: Path) -> bool:
+    return any(_has(model, NO_ROWS_ABORT) for model in models)
+
+
+def _has(model: Path, operators: frozenset[str]) -> bool:
+    return any(node.op_type in operators for node in nodes(read_structure(model)))
+
+
+def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Group]) -> Answers:
+    """By group; one that the model refuses holds the reason. Refusing the plain rows is refusing to run."""
+    try:
+        answers = iter(runtime.run(model, target, tuple(feed for group in groups for feed in group.runs)))
+        return {group.name: _joined([next(answers) for _ in group.runs]) for group in groups}
+    except MeasurementFailure:
+        pass
+    found: dict[str, Tensors | MeasurementFailure] = {}
+    for group in groups:
+        try:
+            found[group.name] = _joined(runtime.run(model, target, group.runs))
+        except MeasurementFailure as error:
+            if group.name == REAL:
+                full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
+                raise
+            found[group.name] = error
+    return found
+
+
+def _joined(answers: Sequence[Tensors]) -> Tensors:
+    for name, array in answers[0].items():
+        if not isinstance(array, np.ndarray):  # a runtime gives lists for sequences and maps
+            raise UserError(f"output {name!r} is no tensor", remedy="Export with plain outputs, e.g. without ZipMap.")
+    if len(answers) == 1:
+        return answers[0]
+    return {name: np.concatenate([np.atleast_1d(a[name]) for a in answers]) for name in answers[0]}
+
+
+def _check_repeats(runtime: Runtime, a: Path, group: Group) -> None:
+    """Twice in one session: a fresh session draws the same random numbers again."""
+    first, second = runtime.run(a, REFERENCE, (group.runs[0], group.runs[0]))
+    for name, array in first.items():
+        if not _same(array, second[name]):
+            raise MeasurementFailure(
+                f"output {name!r} is another one each time",
+                where=a.name,
+                why="the model draws random numbers, so that there is no answer to compare with",
+                remedy="Export it for inference, without dropout and sampling.",
+            )
+
+
+def _same(first: Any, second: Any) -> bool:
+    if first.dtype.kind == "f":
+        return bool(np.array_equal(first, second, equal_nan=True))
+    return bool(np.array_equal(first, second))
+
+
+def _tensors(answer: Tensors | MeasurementFailure) -> Tensors:
+    return {} if isinstance(answer, MeasurementFailure) else answer
+
+
+def _names(answer: Tensors | MeasurementFailure) -> tuple[str, ...]:
+    return tuple(_tensors(answer))
+
+
+def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMeasurement]:
+    found = []
+    for name, expected in reference.items():
+        if name not in answer:
+            found.append(_mismatch(name, group, "B lacks this output"))
+        else:
+            found.append(measure(group=group, output=name, onnx=answer[name], single=expected, double=None))
+    return found
+
+
+def _refused(group: str, error: MeasurementFailure) -> ParityMeasurement:
+    return _mismatch("*", group, f"B refuses these inputs, A does not: {_short(error)}")
+
+
+def _short(error: MeasurementFailure) -> str:
+    """What ONNX Runtime says at the end of a long line."""
+    return (error.why or error.what).rpartition("Status Message: ")[2]
+
+
+def _mismatch(output: str, group: str, text: str) -> ParityMeasurement:
+    return ParityMeasurement(output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text)
+
+
+def _judged(m: ParityMeasurement, *, labels: bool) -> Difference:
+    factor = ParityGate().noise_factor
+    limit = m.noise * factor
+    good = not m.mismatch and m.ratio <= factor
+    if m.mismatch:
+        reason = m.mismatch.replace("the source gives", "A gives")
+    elif labels:
+        reason = f"answers differ in {100 * m.error:.3g}% of {_rows(m)}, limit 0%"
+    else:
+        reason = f"error {m.error:.3g}, limit {limit:.3g}, {_rows(m)}"
+    return Difference(
+        output=m.output,
+        group=m.group,
+        rows=m.rows,
+        error=m.error,
+        limit=limit,
+        ratio=m.ratio / factor,
+        labels=labels,
+        mismatch=m.mismatch,
+        verdict=Verdict.PASS if good else Verdict.FAIL,
+        reason=reason,
+    )
+
+
+def _rows(m: ParityMeasurement) -> str:
+    return "1 row" if m.rows == 1 else f"{m.rows} rows"

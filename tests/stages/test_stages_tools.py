@@ -1,0 +1,372 @@
+"""compare and bench as use cases, on real sessions of ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.analysis.rules.parity import judge_parity
+from onnx_ops.domain.artifact import Digest, TensorSpec
+from onnx_ops.domain.evidence import Evidence, ParityMeasurement
+from onnx_ops.domain.gate import ParityGate, Verdict
+from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.ports import PairSamples, PairSchedule, RunSamples
+from onnx_ops.spec.builtin import BUILTIN, find_target
+from onnx_ops.spec.targets import load_target, target_names
+from onnx_ops.stages.bench import COLD_STARTS, bench, bench_pair
+from onnx_ops.stages.compare import Parity, compare
+from onnx_ops.stages.probing import brought, groups_of, made_up, shared_inputs
+from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = BUILTIN["cpu-1t"]
+RUNTIME = OnnxRuntime()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path)
+    return path
+
+
+def changed(model: Path, name: str, tensor: str, change: Any) -> Path:
+    """A copy with one weight changed."""
+    proto = onnx.load(model)
+    for weight in proto.graph.initializer:
+        if weight.name == tensor:
+            weight.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(weight)), tensor))
+    path = model.with_name(name)
+    onnx.save(proto, path)
+    return path
+
+
+def graph(path: Path, nodes: Sequence[onnx.NodeProto], inputs: dict[str, Any], outputs: dict[str, Any]) -> Path:
+    """A file of nodes without weights; inputs and outputs are (type, shape)."""
+    made = helper.make_graph(
+        nodes,
+        "made",
+        [helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()],
+        [helper.make_tensor_value_info(name, *kind) for name, kind in outputs.items()],
+    )
+    proto = helper.make_model(made, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+def compared(a: Path, b: Path, **keywords: Any) -> Parity:
+    samples = made_up(shared_inputs(a, b), count=keywords.get("count", 64), dims=keywords.get("dims", {}))
+    return compare(RUNTIME, CPU, a, b, samples)
+
+
+class TestTargets:
+    def test_the_built_in_targets_are_those_of_the_files(self) -> None:
+        for name, target in BUILTIN.items():
+            assert load_target(name, root=ROOT) == target
+
+    def test_a_projects_file_comes_first(self, tmp_path: Path) -> None:
+        folder = tmp_path / "configs" / "targets"
+        folder.mkdir(parents=True)
+        (folder / "cpu-1t.yaml").write_text("name: cpu-1t\nsession: {intra_op_threads: 2}\n", encoding="utf-8")
+        assert target_names(tmp_path) == ("cpu-1t",)
+        assert find_target("cpu-1t", root=tmp_path).session.intra_op_threads == 2
+        assert find_target("cpu-all", root=tmp_path) == BUILTIN["cpu-all"]
+
+
+class TestProbing:
+    def test_random_rows_are_the_same_every_time_and_fit_the_model(self, model: Path) -> None:
+        first, second = (made_up(shared_inputs(model), count=10, dims={}, seed=3) for _ in range(2))
+        np.testing.assert_array_equal(first.rows["x"], second.rows["x"])
+        assert first.rows["x"].shape == (10, FEATURES)
+        assert first.rows["x"].dtype == np.float32
+
+    def test_a_fixed_batch_is_kept_in_every_run(self, tmp_path: Path) -> None:
+        path = tmp_path / "fixed.onnx"
+        write_perceptron(path, batch=5)
+        samples = made_up(shared_inputs(path), count=32, dims={})
+        found = groups_of(samples)
+        assert {len(feed["x"]) for group in found for feed in group.runs} == {5}
+        assert {group.name for group in found} >= {"real", "constants", "x1e5", "nonfinite"}
+        assert len(samples.feed(1)["x"]) == 5
+
+    def test_what_one_model_fixes_is_fixed_for_both(self, model: Path, tmp_path: Path) -> None:
+        fixed = tmp_path / "fixed.onnx"
+        write_perceptron(fixed, batch=4)
+        assert shared_inputs(model, fixed)[0].shape == shared_inputs(fixed, model)[0].shape == (4, FEATURES)
+        assert compared(model, fixed).verdict is Verdict.PASS
+
+    def test_other_symbolic_dimensions_have_the_size_asked_for(self) -> None:
+        spec = TensorSpec(name="x", dtype="float32", shape=("batch", 3, "height", "?"))
+        assert made_up([spec], count=2, dims={"height": 20}).rows["x"].shape == (2, 3, 20, 8)
+        with pytest.raises(UserError, match="Named ones: batch, height"):
+            made_up([spec], count=2, dims={"hieght": 20})
+
+    @pytest.mark.parametrize("dtype", ["float16", "float64", "int64", "int8", "uint8", "bool", "string"])
+    def test_every_type_of_tensor_can_be_made_up_and_probed(self, dtype: str) -> None:
+        samples = made_up([TensorSpec(name="x", dtype=dtype, shape=("n", 2))], count=40, dims={})
+        kinds = {feed["x"].dtype for group in groups_of(samples) for feed in group.runs}
+        assert kinds == {samples.rows["x"].dtype}
+        assert {array.shape[1] for group in groups_of(samples) for feed in group.runs for array in feed.values()} == {2}
+
+    @pytest.mark.parametrize("dtype", ["undefined", "float8e4m3fn", "complex64", "object", "nonsense"])
+    def test_another_type_is_refused(self, dtype: str) -> None:
+        with pytest.raises(UserError, match="is of type"):
+            made_up([TensorSpec(name="x", dtype=dtype, shape=("n",))], count=4, dims={})
+
+    def test_sizes_that_no_machine_holds_are_refused(self) -> None:
+        with pytest.raises(UserError, match="one row of the model's inputs takes"):
+            made_up([TensorSpec(name="x", dtype="float32", shape=("n", 1 << 40, 1 << 40))], count=4, dims={})
+
+    def test_large_rows_are_fewer_in_small_runs_and_without_edges(self) -> None:
+        samples = made_up([TensorSpec(name="x", dtype="uint8", shape=("n", 1 << 22))], count=500, dims={})
+        found = groups_of(samples)
+        assert (len(samples), samples.large) == (16, True)
+        assert [group.name for group in found] == ["real", "batch-0", "batch-1", "batch-2", "batch-3"]
+        assert max(len(feed["x"]) for group in found for feed in group.runs) == 4
+
+    def test_inputs_that_begin_with_different_dimensions_are_refused(self) -> None:
+        specs = [TensorSpec(name=name, dtype="float32", shape=(size, 2)) for name, size in (("x", 1), ("h", 4))]
+        with pytest.raises(UserError, match="different dimensions"):
+            made_up(specs, count=4, dims={})
+
+    @pytest.mark.parametrize(
+        ("arrays", "told"),
+        [
+            ({"z": np.zeros((4, FEATURES))}, "has no array 'x'"),
+            ({"x": np.zeros((4, FEATURES + 1))}, "has shape"),
+            ({"x": np.zeros(4)}, "has shape"),
+            ({"x": np.zeros((4, FEATURES), dtype=complex)}, "is of type complex128"),
+            ({"x": np.full((4, FEATURES), "text")}, "is of type <U4"),
+        ],
+    )
+    def test_rows_that_do_not_fit_are_refused(self, model: Path, arrays: dict[str, Any], told: str) -> None:
+        with pytest.raises(UserError, match=told):
+            brought(shared_inputs(model), arrays, where="rows.npz", limit=10)
+
+    def test_rows_of_another_precision_are_cast_and_what_else_is_there_is_left_alone(self, model: Path) -> None:
+        found = brought(
+            shared_inputs(model), {"x": np.zeros((40, FEATURES)), "y": np.zeros(40)}, where="rows.npz", limit=10
+        )
+        assert found.rows["x"].dtype == np.float32
+        assert (set(found.rows), len(found)) == ({"x"}, 10)
+
+
+class TestCompare:
+    def test_a_model_is_itself_whatever_the_optimisations(self, model: Path) -> None:
+        found = compared(model, model)
+        assert found.verdict is Verdict.PASS
+        assert {d.group for d in found.differences} >= {"real", "spikes", "nonfinite", "batch-0", "batch-257"}
+        assert "same answers on 16 groups" in found.reason or "within tolerance on 16 groups" in found.reason
+        assert not found.notes
+
+    @pytest.mark.parametrize(
+        ("tensor", "change"),
+        [
+            ("second.bias", lambda w: w + 0.1),
+            ("second.weight", lambda w: w[::-1].copy()),
+            ("third.weight", lambda w: w * np.float32(1.02)),
+            ("third.bias", np.zeros_like),
+        ],
+    )
+    def test_a_changed_weight_is_told(self, model: Path, tensor: str, change: Any) -> None:
+        found = compared(model, changed(model, "wrong.onnx", tensor, change))
+        assert found.verdict is Verdict.FAIL
+        assert "output 'scores'" in found.reason
+        assert found.worst.error > found.worst.limit
+
+    def test_the_verdict_is_that_of_the_pipelines_judge(self, model: Path) -> None:
+        for other in (model, changed(model, "wrong.onnx", "third.bias", np.zeros_like)):
+            found = compared(model, other)
+            factor = ParityGate().noise_factor
+            measured = tuple(
+                ParityMeasurement(
+                    output=d.output, group=d.group, rows=d.rows, error=d.error, noise=d.limit / factor,
+                    ratio=d.ratio * factor, mismatch="",
+                )
+                for d in found.differences
+            )  # fmt: skip
+            assert [r.verdict for r in judge_parity(ParityGate(), evidence(measured))] == [found.verdict]
+
+    def test_labels_are_counted_by_rows_and_a_quantized_model_is_told(self, tmp_path: Path) -> None:
+        kind, whole = (TensorProto.FLOAT, ["n", 3]), (TensorProto.INT64, ["n"])
+        best = helper.make_node("ArgMax", ["x"], ["label"], axis=1, keepdims=0)
+        a = graph(tmp_path / "a.onnx", [best], {"x": kind}, {"label": whole})
+        zero, step = (
+            helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value))
+            for name, value in (("zero", np.array(0, dtype=np.int8)), ("step", np.array(2, dtype=np.float32)))
+        )
+        quantize = helper.make_node("QuantizeLinear", ["x", "step", "zero"], ["q"])
+        back = helper.make_node("DequantizeLinear", ["q", "step", "zero"], ["r"])
+        coarse = helper.make_node("ArgMax", ["r"], ["label"], axis=1, keepdims=0)
+        b = graph(tmp_path / "b.onnx", [zero, step, quantize, back, coarse], {"x": kind}, {"label": whole})
+        found = compared(a, b)
+        assert found.verdict is Verdict.FAIL
+        assert found.worst.labels
+        assert "answers differ in" in found.reason
+        assert "B is quantized" in found.notes[0]
+
+    def test_a_missing_output_and_inputs_that_only_b_refuses_fail(self, tmp_path: Path) -> None:
+        kind = (TensorProto.FLOAT, ["n", 2])
+        relu = helper.make_node("Relu", ["x"], ["y"])
+        a = graph(
+            tmp_path / "a.onnx",
+            [relu, helper.make_node("Neg", ["x"], ["z"])],
+            {"x": kind},
+            {"y": kind, "z": kind},
+        )
+        b = graph(tmp_path / "b.onnx", [relu], {"x": kind}, {"y": kind})
+        missing = compared(a, b)
+        assert missing.verdict is Verdict.FAIL
+        assert "output 'z'" in missing.reason
+        assert "B lacks this output" in missing.reason
+        assert compared(b, a).notes == ("B has outputs that A has not: z",)
+        picky = graph(
+            tmp_path / "picky.onnx",
+            [
+                helper.make_node("Constant", [], ["shape"], value=numpy_helper.from_array(np.array([-1, 4]))),
+                helper.make_node("Reshape", ["x", "shape"], ["pairs"]),
+                helper.make_node("Shape", ["x"], ["old"]),
+                helper.make_node("Reshape", ["pairs", "old"], ["same"]),
+                helper.make_node("Relu", ["same"], ["y"]),
+            ],
+            {"x": kind},
+            {"y": kind},
+        )
+        found = compared(b, picky)
+        assert found.verdict is Verdict.FAIL
+        assert "B refuses these inputs, A does not" in found.reason
+        assert {d.group for d in found.differences if d.verdict is Verdict.FAIL} >= {"batch-1", "batch-3"}
+        assert any("A refuses them" in note for note in compared(picky, b).notes)
+
+    def test_a_model_that_draws_random_numbers_cannot_be_compared(self, tmp_path: Path) -> None:
+        kind = (TensorProto.FLOAT, ["n", 2])
+        path = graph(
+            tmp_path / "r.onnx", [helper.make_node("RandomNormalLike", ["x"], ["y"])], {"x": kind}, {"y": kind}
+        )
+        with pytest.raises(MeasurementFailure, match="another one each time"):
+            compared(path, path)
+
+    def test_models_of_other_inputs_are_refused(self, model: Path, tmp_path: Path) -> None:
+        other = tmp_path / "other.onnx"
+        write_convolution(other)
+        with pytest.raises(UserError, match="do not take the same inputs"):
+            compared(model, other)
+
+    def test_a_file_that_breaks_the_rules_is_the_users_and_an_unknown_operator_is_not_measured(
+        self, model: Path, tmp_path: Path
+    ) -> None:
+        kind = (TensorProto.FLOAT, ["n", 2])
+        broken = graph(tmp_path / "b.onnx", [helper.make_node("Relu", ["nowhere"], ["y"])], {"x": kind}, {"y": kind})
+        with pytest.raises(UserError, match="not valid ONNX"):
+            compared(broken, broken)
+        own = graph(
+            tmp_path / "o.onnx", [helper.make_node("Mine", ["x"], ["y"], domain="my")], {"x": kind}, {"y": kind}
+        )
+        proto = onnx.load(own)
+        proto.opset_import.add(domain="my", version=1)
+        onnx.save(proto, own)
+        with pytest.raises(MeasurementFailure, match="cannot run the model"):
+            compared(own, own)
+
+
+class TestBench:
+    def test_alone_every_figure_has_its_n(self, model: Path) -> None:
+        found = bench(RUNTIME, CPU, model, rows(4), runs=40, conditions=lambda: {"load": "0"})
+        assert (found.batch, found.runs, found.facts.used) == (4, 40, ("CPUExecutionProvider",))
+        assert found.load.n == found.first.n == COLD_STARTS
+        assert 0 < found.quantiles["p50"].low <= found.quantiles["p50"].seconds
+        assert found.quantiles["p99"].high is None, "40 runs bound no 99th percentile"
+        assert found.quantiles["p50"].n == 40 - found.preempted or found.preempted == 40
+
+    @pytest.mark.parametrize(
+        ("slower", "verdict", "quick"),
+        [(1.0, Verdict.PASS, False), (0.5, Verdict.PASS, True), (1.2, Verdict.FAIL, False)],
+    )
+    def test_the_verdict_follows_the_times(self, model: Path, slower: float, verdict: Verdict, quick: bool) -> None:
+        other = changed(model, "other.onnx", "third.bias", np.zeros_like)
+        found = bench_pair(
+            Scripted({model: 1.0, other: slower}), CPU, model, other, rows(1), max_regression=0.05, conditions=dict
+        )
+        assert found.verdict is verdict
+        assert found.faster is quick
+        assert found.ratio == pytest.approx(slower, rel=0.02)
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low < found.ratio < found.high
+        assert found.medians[1] / found.medians[0] == pytest.approx(slower, rel=0.02)
+        assert len(found.ratios) == 5
+
+    def test_a_noisy_machine_is_inconclusive_after_all_looks(self, model: Path) -> None:
+        told: list[str] = []
+        found = bench_pair(
+            Scripted({model: 1.0}, noise=0.4),
+            CPU,
+            model,
+            model,
+            rows(1),
+            max_regression=0.05,
+            conditions=dict,
+            tell=told.append,
+        )
+        assert found.verdict is Verdict.INCONCLUSIVE
+        assert "noisy host" in found.decision.reason
+        assert len(found.ratios) == 20
+        assert len(told) == 6
+
+    def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
+        runtime = Scripted({model: 1.0}, used=("OtherProvider",))
+        with pytest.raises(MeasurementFailure, match="CPUExecutionProvider was asked for, OtherProvider ran"):
+            bench_pair(runtime, CPU, model, model, rows(1), max_regression=0.05, conditions=dict)
+
+    def test_a_model_too_new_for_the_target_is_refused(self, model: Path) -> None:
+        with pytest.raises(UserError, match="accepts opset <= 9, the model has 18"):
+            bench(RUNTIME, replace(CPU, max_opset=9), model, rows(1), runs=20, conditions=dict)
+
+
+class Scripted(OnnxRuntime):
+    """The real runtime, with times that follow a script: `cost` units for each model, and noise between sessions."""
+
+    def __init__(self, cost: dict[Path, float], *, noise: float = 0.005, used: tuple[str, ...] = ()) -> None:
+        self._cost, self._noise, self._used = cost, noise, used
+        self._draw = np.random.default_rng(5)
+
+    def facts(self, model: Path, target: Any) -> Any:
+        found = super().facts(model, target)
+        return replace(found, used=self._used, nodes=dict.fromkeys(self._used, 3)) if self._used else found
+
+    def sample(self, model: Path, target: Any, feed: Any, *, runs: int, warmup: int) -> RunSamples:
+        raise AssertionError("a pair needs no run alone")
+
+    def pair(self, baseline: Path, candidate: Path, target: Any, feed: Any, schedule: PairSchedule) -> PairSamples:
+        shape = (schedule.pairs, schedule.blocks, 2, schedule.runs)
+        cost = np.array([self._cost[baseline], self._cost[candidate]]).reshape(1, 1, 2, 1)
+        session = np.exp(self._noise * self._draw.standard_normal((schedule.pairs, 1, 2, 1)))
+        times = 1e6 * cost * session * np.exp(0.01 * self._draw.standard_normal(shape))
+        return PairSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
+
+
+def evidence(measured: tuple[ParityMeasurement, ...]) -> Evidence:
+    return Evidence(
+        pipeline="p",
+        variant="fp32",
+        target="cpu-1t",
+        quantized=False,
+        release=Digest("r"),
+        manifest=Digest("m"),
+        target_digest=Digest("t"),
+        dedicated=False,
+        size_bytes=1,
+        hardware=HardwareFingerprint(
+            machine="m", cpu_model="c", cpu_flags=(), cores=1, memory_bytes=1, runtime="r", runtime_version="1"
+        ),
+        parity=measured,
+    )
