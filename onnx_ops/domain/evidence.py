@@ -30,6 +30,36 @@ class ParityMeasurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchInvariance:
+    """One output of real rows asked in one batch, against the same rows asked one by one.
+
+    `error` is max |f(batch)[i] - f(row i)|; `ratio` is error in units of the source's noise. `changed` is the share
+    of rows whose class (arg max, or label) differs.
+    """
+
+    output: str
+    rows: int
+    error: float
+    ratio: float
+    changed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Where an export that fails parity first departs from its source.
+
+    `ratio` is error / noise of the value that `node` computes; `scope` is the source's module path. Without a node,
+    `note` says why none could be named.
+    """
+
+    node: str = ""
+    op_type: str = ""
+    scope: str = ""
+    ratio: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMeasurement:
     """Largest distance of a quantized weight from its float original, in quantization steps."""
 
@@ -102,7 +132,7 @@ class Evidence:
     """Everything measured about one variant on one target.
 
     `failure` says why a measurement is missing; it blames the environment, never the model. `raw` is the digest of
-    the samples (`.npz`).
+    the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -121,6 +151,8 @@ class Evidence:
     baseline: str = ""
     parity: tuple[ParityMeasurement, ...] = ()
     export_parity: tuple[ParityMeasurement, ...] = ()
+    batch_invariance: tuple[BatchInvariance, ...] = ()
+    divergence: Divergence | None = None
     weights: tuple[WeightMeasurement, ...] = ()
     metrics: tuple[PairedCounts, ...] = ()
     comparisons: tuple[LatencyComparison, ...] = ()

@@ -13,7 +13,7 @@ from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Pl
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 
-REVISIONS: Mapping[StageKind, int] = dict.fromkeys(StageKind, 1)
+REVISIONS: Mapping[StageKind, int] = {**dict.fromkeys(StageKind, 1), StageKind.VALIDATE: 2, StageKind.BENCHMARK: 2}
 """Raised by one when the code of a stage changes what it produces from the same inputs."""
 
 
@@ -139,7 +139,7 @@ def _models(pipeline: Pipeline, probe: Probe) -> list[Stage]:
         "data": samples.data,
         "pipeline": pipeline.pipeline,
     }
-    validate: dict[str, Json] = {"section": _section(pipeline.validate)}
+    validate: dict[str, Json] = {"section": _section(pipeline.validate), "export": _section(pipeline.export)}
     return [
         _stage(
             StageKind.EXPORT,
@@ -155,7 +155,7 @@ def _models(pipeline: Pipeline, probe: Probe) -> list[Stage]:
             "validate",
             pipeline.validate,
             validate,
-            needs=["export"],
+            needs=["export", "train"],
             tools=probe.tools("runtimes", "onnxruntime"),
             variant=EXPORT,
         ),

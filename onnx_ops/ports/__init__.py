@@ -14,6 +14,8 @@ from onnx_ops.ports.models import (
     RunSamples,
     Runtime,
     Tensors,
+    Tracer,
+    TracingExporter,
 )
 from onnx_ops.ports.release import EndpointProvider, Ledger, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
@@ -43,6 +45,8 @@ __all__ = [
     "Signer",
     "Store",
     "Tensors",
+    "Tracer",
+    "TracingExporter",
     "Verifier",
     "Work",
 ]

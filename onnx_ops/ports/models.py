@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.pipeline import DataSection, Export, Quantize
@@ -98,6 +98,26 @@ class Exporter(Protocol):
         """The source model's outputs under the ONNX output names, computed in that precision.
 
         None if the source cannot be run in that precision; parity then falls back on fixed tolerances.
+        """
+        ...
+
+
+Tracer = Callable[[Tensors, Collection[str]], tuple[Tensors, Tensors | None]]
+"""Runs the source on inputs and gives those of the named values that it has, in float32 and, if it can, in float64.
+
+Raises ValueError if the source refuses the inputs.
+"""
+
+
+@runtime_checkable
+class TracingExporter(Exporter, Protocol):
+    """An exporter that can also look inside its source."""
+
+    def tracer(self, model: object, request: ExportRequest) -> Tracer:
+        """The source's intermediate values under the names they have in the export; writes no file.
+
+        Raises:
+            UserError, StageFailure: as for `export`.
         """
         ...
 

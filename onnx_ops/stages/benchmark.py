@@ -10,7 +10,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.evidence import Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.target import Target
@@ -21,6 +21,7 @@ from onnx_ops.ports import Dataset, Ports, Runtime
 from onnx_ops.stages.champion import Champion, champion_of
 from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
+from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.parity import measure_parity
 from onnx_ops.stages.reference import get_reference
 from onnx_ops.stages.scoring import correct_rows, paired
@@ -82,6 +83,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             baseline="champion" if bench.champion else ("" if is_export else EXPORT),
             parity=() if quantized else measure_parity(bench.runtime, bench.candidate, target, reference),
             export_parity=_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
+            batch_invariance=measure_invariance(bench.runtime, bench.candidate, target, data.inputs, reference),
+            divergence=next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None),
             weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
             metrics=_metrics(bench, is_export),
             comparisons=timing.comparisons,

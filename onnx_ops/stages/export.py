@@ -51,9 +51,14 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                 **put_folder(ports.store, exported, MODEL),
                 "info.json": put_document(ports.store, info(path)),
                 "lineage.json": put_document(ports.store, lineage),
-                "reference.npz": put_reference(ports.store, _answers(exporter, model, _probes(path, dataset.inputs))),
+                "reference.npz": put_reference(ports.store, reference_groups(exporter, model, path, dataset.inputs)),
             }
         )
+
+
+def reference_groups(exporter: Exporter, model: object, path: Path, samples: Tensors) -> list[ReferenceGroup]:
+    """The source's answers on every group of inputs that the export at `path` takes, made from the samples."""
+    return _answers(exporter, model, _probes(path, samples))
 
 
 def _properties(lineage: Lineage) -> dict[str, str]:

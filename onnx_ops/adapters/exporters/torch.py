@@ -8,7 +8,7 @@ import importlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import graphs, nodes, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS
-from onnx_ops.ports.models import Array, ExportRequest, Tensors
+from onnx_ops.ports.models import Array, ExportRequest, Tensors, Tracer
 
 FILE = "model.pt"
 OUTPUT = "output"
@@ -58,50 +58,26 @@ class TorchExporter:
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
-        torch = importlib.import_module("torch")
-        if not isinstance(model, torch.nn.Module):
-            raise UserError(
-                f"{type(model).__name__} is no torch.nn.Module",
-                where="export",
-                remedy="`train.run` must return a module.",
-            )
         section = request.section
-        check_section(section, request.samples)
-        module: Any = model.eval()
-        rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
-        outputs = _output_names(_try_out(torch, module, rows))
-        try:
-            with _quiet():
-                program = torch.onnx.export(
-                    module,
-                    tuple(rows.values()),
-                    dynamo=True,
-                    opset_version=section.opset,
-                    input_names=list(rows),
-                    output_names=outputs,
-                    dynamic_shapes=tuple(
-                        {
-                            axis: torch.export.Dim(symbol)
-                            for axis, symbol in section.dynamic.get(name, FREE_BATCH).items()
-                        }
-                        for name in rows
-                    ),
-                    verbose=False,
-                )
-        except Exception as error:  # the exporter raises whatever its parts raise
-            cause = error.__cause__ or error  # the outer one only says which step failed
-            lines = str(cause).strip().splitlines()
-            raise StageFailure(
-                "torch.onnx.export cannot export the module",
-                where="export",
-                why=f"{type(cause).__name__}: {lines[0][:300] if lines else ''}",
-                remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
-            ) from error
+        program = _export(importlib.import_module("torch"), model, request)
         proto = program.model_proto
         proto.ir_version = section.ir_version
         _check_opset(proto, section.opset)
         _strip(proto)
         write_model(proto, request.path)
+
+    def tracer(self, model: object, request: ExportRequest) -> Tracer:
+        """Values of the exported program, whose names the file keeps; its outputs under the file's names."""
+        torch = importlib.import_module("torch")
+        program = _export(torch, model, request).exported_program
+
+        def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
+            single = _traced(torch, program, inputs, names, None)
+            with contextlib.suppress(ValueError):
+                return single, _traced(torch, program, inputs, names, torch.float64)
+            return single, None
+
+        return trace
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
@@ -122,6 +98,67 @@ class TorchExporter:
         except ValueError:
             _answers(torch, module, single)
             return None
+
+
+def _export(torch: Any, model: object, request: ExportRequest) -> Any:
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(
+            f"{type(model).__name__} is no torch.nn.Module",
+            where="export",
+            remedy="`train.run` must return a module.",
+        )
+    section = request.section
+    check_section(section, request.samples)
+    module: Any = model.eval()
+    rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
+    outputs = _output_names(_try_out(torch, module, rows))
+    try:
+        with _quiet():
+            return torch.onnx.export(
+                module,
+                tuple(rows.values()),
+                dynamo=True,
+                opset_version=section.opset,
+                input_names=list(rows),
+                output_names=outputs,
+                dynamic_shapes=tuple(
+                    {axis: torch.export.Dim(symbol) for axis, symbol in section.dynamic.get(name, FREE_BATCH).items()}
+                    for name in rows
+                ),
+                verbose=False,
+            )
+    except Exception as error:  # the exporter raises whatever its parts raise
+        cause = error.__cause__ or error  # the outer one only says which step failed
+        lines = str(cause).strip().splitlines()
+        raise StageFailure(
+            "torch.onnx.export cannot export the module",
+            where="export",
+            why=f"{type(cause).__name__}: {lines[0][:300] if lines else ''}",
+            remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
+        ) from error
+
+
+def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any) -> dict[str, Array]:
+    """Named values of one run; what is not asked for is let go as soon as nothing needs it."""
+    kept: dict[str, Array] = {}
+
+    class Watcher(torch.fx.Interpreter):  # type: ignore[misc,name-defined,unused-ignore]
+        def run_node(self, n: Any) -> Any:
+            value = super().run_node(n)
+            if n.name in names and isinstance(value, torch.Tensor):
+                kept[n.name] = value.detach().numpy().copy()
+            return value
+
+    rows = [_tensor(torch, array, dtype) for array in inputs.values()]
+    try:
+        with _quiet():
+            module = copy.deepcopy(program.module())  # the program shares its weights with the model
+        with torch.no_grad():
+            answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
+    except (RuntimeError, AssertionError, IndexError, TypeError) as error:
+        raise ValueError(f"the program refuses these inputs: {error}") from error
+    pairs = zip(_output_names(answer), _values(answer), strict=True)
+    return kept | {name: value.detach().numpy() for name, value in pairs if name in names}
 
 
 def _tensor(torch: Any, array: Any, dtype: Any) -> Any:

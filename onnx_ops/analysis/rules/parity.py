@@ -6,20 +6,24 @@ from collections.abc import Iterator, Sequence
 
 from onnx_ops.analysis.parity import with_pooled_noise
 from onnx_ops.analysis.rules.common import not_measured, one_line
-from onnx_ops.domain.evidence import Evidence, ParityMeasurement
+from onnx_ops.analysis.rules.invariance import judge_invariance
+from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 
 
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """A float variant by its outputs; a quantized one by those of the export it stems from, and by its weights."""
     if not evidence.quantized:
-        yield _judge_outputs("outputs", gate, evidence.parity)
-        return
-    yield _judge_outputs("export", gate, evidence.export_parity)
-    yield _judge_weights(gate, evidence)
+        yield _judge_outputs("outputs", gate, evidence.parity, evidence.divergence)
+    else:
+        yield _judge_outputs("export", gate, evidence.export_parity, evidence.divergence)
+        yield _judge_weights(gate, evidence)
+    yield from judge_invariance(gate, evidence)
 
 
-def _judge_outputs(metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement]) -> GateResult:
+def _judge_outputs(
+    metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
+) -> GateResult:
     limit = f"error ≤ {gate.noise_factor:.4g}x noise"
     if not any(m.rows > 0 or m.mismatch for m in measurements):
         return not_measured("parity", metric, limit)
@@ -38,6 +42,8 @@ def _judge_outputs(metric: str, gate: ParityGate, measurements: Sequence[ParityM
         figures = f"error {worst.error:.3g} is {worst.ratio:.3g}x the source's noise {worst.noise:.3g}"
         reason = f"{where}: {figures}, limit {gate.noise_factor:.4g}x, {rows} rows"
     good = not worst.mismatch and worst.ratio <= gate.noise_factor
+    if divergence is not None and not good:
+        reason += f"; first diverging node: {_place(divergence)}"
     return GateResult(
         gate="parity",
         metric=metric,
@@ -48,6 +54,13 @@ def _judge_outputs(metric: str, gate: ParityGate, measurements: Sequence[ParityM
         unit="x",
         n=rows,
     )
+
+
+def _place(divergence: Divergence) -> str:
+    if not divergence.node:
+        return one_line(f"not located ({divergence.note})")
+    module = f" in module {divergence.scope}" if divergence.scope else ""
+    return one_line(f"{divergence.node} ({divergence.op_type}){module}")
 
 
 def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
