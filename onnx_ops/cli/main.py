@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from onnx_ops.cli import machine, pipelines, releases, tools
+from onnx_ops.cli import machine, pipelines, releases, report, tools
 
 app = typer.Typer(
     name="onnx-ops",
@@ -26,6 +26,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (PIPELINES, pipelines.plan),
     (PIPELINES, pipelines.run),
     (RELEASES, releases.explain),
+    (RELEASES, report.report),
     (RELEASES, releases.promote),
     (RELEASES, releases.rollout),
     (RELEASES, releases.rollback),

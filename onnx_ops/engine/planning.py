@@ -13,7 +13,12 @@ from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Pl
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 
-REVISIONS: Mapping[StageKind, int] = {**dict.fromkeys(StageKind, 1), StageKind.VALIDATE: 2, StageKind.BENCHMARK: 2}
+REVISIONS: Mapping[StageKind, int] = {
+    **dict.fromkeys(StageKind, 1),
+    StageKind.VALIDATE: 2,
+    StageKind.BENCHMARK: 2,
+    StageKind.REGISTER: 2,
+}
 """Raised by one when the code of a stage changes what it produces from the same inputs."""
 
 

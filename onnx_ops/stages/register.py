@@ -16,7 +16,11 @@ from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
 from onnx_ops.ports import Ports
 from onnx_ops.reporting.description import version_description
+from onnx_ops.reporting.html import release_report
 from onnx_ops.stages.files import MODEL, put_document
+
+REPORT = "report.html"
+"""Path of the release's report among the evidence of each version."""
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -28,8 +32,10 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         parameters=settings["parameters"],
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
     )
+    chosen = choices(settings["targets"], decisions(inputs, ports))
+    report = _report(inputs, ports, lineage, chosen)
     records = tuple(
-        _variant(entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage)
+        _variant(entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, report)
         for entry in settings["variants"]
         if entry["stage"] in inputs
     )
@@ -40,7 +46,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         model=settings["model"],
         release=lineage.release,
         versions=versions,
-        choices=choices(settings["targets"], decisions(inputs, ports)),
+        choices=chosen,
         where=registry.where(settings["model"]),
     )
     return Manifest(files={"registration.json": put_document(ports.store, registration)})
@@ -67,6 +73,17 @@ def choices(targets: list[str], judged: tuple[Decision, ...]) -> tuple[Choice, .
     return tuple(found)
 
 
+def _report(inputs: Mapping[str, Manifest], ports: Ports, lineage: Lineage, chosen: tuple[Choice, ...]) -> Digest:
+    """One page about the whole release, the same for each of its versions; their numbers are not known yet."""
+    stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
+    evidence = {digest: codec.loads(ports.store.read(digest), Evidence) for digest in stored}
+    digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
+    page = release_report(
+        decisions(inputs, ports), tuple(evidence.values()), chosen, lineage, versions={}, digests=digests
+    )
+    return ports.store.put_bytes(page.encode("utf-8"))
+
+
 def _variant(
     name: str,
     manifest: Manifest,
@@ -74,10 +91,11 @@ def _variant(
     inputs: Mapping[str, Manifest],
     ports: Ports,
     lineage: Lineage,
+    report: Digest,
 ) -> VariantRecord:
     model = manifest.subset(MODEL)
     store = ports.store
-    evidence: dict[str, Path] = {}
+    evidence: dict[str, Path] = {REPORT: store.path(report)}
     judged: dict[str, Decision] = {}
     signed: dict[str, SignedDecision] = {}
     metrics: dict[str, float] = {}

@@ -12,9 +12,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
 HEAVY = {"prefect", "mlflow", "torch", "onnxruntime", "onnx", "sklearn", "scipy", "numpy", "pydantic", "uvicorn"}
-COMMANDS = (
-    "check plan run explain promote rollout rollback reconcile status history serve doctor".split()  # noqa: SIM905
-)
+COMMANDS = [
+    "check",
+    "plan",
+    "run",
+    "explain",
+    "report",
+    "inspect",
+    "compare",
+    "bench",
+    "promote",
+    "rollout",
+    "rollback",
+    "reconcile",
+    "status",
+    "history",
+    "serve",
+    "doctor",
+]
 
 WRONG = """\
 schema: 1

@@ -1,0 +1,133 @@
+"""The gate table of the HTML report: every result with limit, figure, interval, n, noise, reason and evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from onnx_ops.analysis.latency import compare
+from onnx_ops.domain.artifact import Digest, short
+from onnx_ops.domain.evidence import Evidence, LatencyComparison
+from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.reporting.figures import NOTHING, format_figure, format_interval
+
+_HEADS = ("gate", "metric", "limit", "estimate", "interval", "verdict", "n", "noise", "reason")
+_MARKS = {Verdict.PASS: "✓", Verdict.INCONCLUSIVE: "?", Verdict.ERROR: "!", Verdict.FAIL: "✗"}
+
+
+def chip(verdict: Verdict) -> str:
+    """A verdict in its colour, with a sign for those who do not see colours."""
+    return f'<span class="verdict {verdict.value}">{_MARKS[verdict]} {verdict.value.upper()}</span>'
+
+
+def table(heads: Sequence[str], rows: str) -> str:
+    """A table that scrolls inside its own box. `rows` is markup."""
+    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
+    return (
+        '<div class="scroll" tabindex="0" role="group" aria-label="table">'
+        f"<table><thead><tr>{names}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def gate_table(
+    decisions: Sequence[Decision],
+    evidence: Mapping[tuple[str, str], Evidence],
+    digests: Mapping[tuple[str, str], Digest],
+) -> str:
+    """The results of each decision below its heading, in the order given.
+
+    Args:
+        decisions: what to show.
+        evidence: by variant and target.
+        digests: of the stored evidence, by variant and target.
+    """
+    rows = []
+    for decision in decisions:
+        place = (decision.variant, decision.target)
+        rows += _rows(decision, evidence.get(place), digests.get(place))
+    return table(_HEADS, "".join(rows))
+
+
+def _rows(decision: Decision, evidence: Evidence | None, digest: Digest | None) -> list[str]:
+    """A heading that tells what was measured where, and a row for each result."""
+    stored = f'evidence <code title="{escape(digest)}">{escape(short(digest))}</code>' if digest else "no evidence"
+    place = "" if evidence is None else f" · {escape(_place(evidence))}"
+    name = f"{escape(decision.variant)} on {escape(decision.target)}"
+    heading = f"<span>{chip(decision.verdict)} {name} <small>{place} · {stored}</small></span>"
+    rows = [f'<tr class="group"><th scope="rowgroup" colspan="{len(_HEADS)}">{heading}</th></tr>']
+    if not decision.results:
+        nothing = f'<td colspan="5">no gate applied</td><td>{chip(decision.verdict)}</td><td colspan="2"></td>'
+        rows.append(f'<tr>{nothing}<td class="reason">{escape(decision.reason)}</td></tr>')
+    for result in decision.results:
+        style = ' class="advisory"' if result.advisory else ""
+        rows.append(f"<tr{style}>{_cells(result, evidence)}</tr>")
+    return rows
+
+
+def _place(evidence: Evidence) -> str:
+    """The CPU and the provider really used."""
+    facts, hardware = evidence.runtime, evidence.hardware
+    if facts is None:
+        used = "provider not recorded"
+    else:
+        counted = (f"{name} ({nodes} nodes)" for name, nodes in sorted(facts.nodes.items()))
+        used = ", ".join(counted) or ", ".join(facts.used) or "no provider"
+    return f"{hardware.cpu_model}, {hardware.cores} cores · {used}"
+
+
+def _cells(result: GateResult, evidence: Evidence | None) -> str:
+    advisory = "<br><small>advisory</small>" if result.advisory else ""
+    interval = format_interval(result.low, result.high, result.unit, near=result.estimate)
+    words = (result.gate, result.metric or NOTHING, result.limit or NOTHING)
+    figures = (format_figure(result.estimate, result.unit), interval or NOTHING)
+    return (
+        "".join(f'<td class="words">{escape(text)}</td>' for text in words)
+        + "".join(f'<td class="figure">{escape(text)}</td>' for text in figures)
+        + f"<td>{chip(result.verdict)}{advisory}</td>"
+        + f'<td class="figure">{_count(result, evidence)}</td>'
+        + f'<td class="figure">{_noise(result, evidence)}</td>'
+        + f'<td class="reason">{escape(result.reason)}</td>'
+    )
+
+
+def _count(result: GateResult, evidence: Evidence | None) -> str:
+    """n with what it counts."""
+    if not result.n:
+        return NOTHING
+    comparison = _comparison(result, evidence)
+    if comparison is not None:
+        return f"{result.n} session pairs<br>{comparison.runs} runs"
+    if result.gate == "latency":
+        return f"{result.n} runs<br>1 session"
+    if result.gate == "parity" and result.metric == "weights":
+        return f"{result.n} elements"
+    if result.gate in ("parity", "metric"):
+        return f"{result.n} rows"
+    return f"{result.n} model" if result.gate == "size" else str(result.n)
+
+
+def _noise(result: GateResult, evidence: Evidence | None) -> str:
+    """How well this host knows a model against itself, and how many runs lost their core."""
+    comparison = _comparison(result, evidence)
+    if comparison is not None:
+        selves = [pair for pair in comparison.self_log_ratios if pair]
+        against = f"A/A {_half_width(selves)}" if selves else "A/A not measured"
+        return f"{escape(against)}<br>{_preempted(comparison.preempted, comparison.runs)}"
+    if result.gate == "latency" and evidence is not None and evidence.latency is not None and result.n:
+        return _preempted(evidence.latency.preempted, evidence.latency.runs)
+    return NOTHING
+
+
+def _half_width(log_ratios: Sequence[Sequence[float]]) -> str:
+    found = compare(log_ratios, tolerance=0.0)
+    return f"±{format_figure((found.high - found.low) / 2, '1')}"
+
+
+def _preempted(part: int, whole: int) -> str:
+    return f"{format_figure(part / whole if whole > 0 else 0.0, '1')} preempted"
+
+
+def _comparison(result: GateResult, evidence: Evidence | None) -> LatencyComparison | None:
+    if result.gate != "latency" or evidence is None:
+        return None
+    return next((c for c in evidence.comparisons if result.metric == f"ratio vs {c.against}"), None)

@@ -1,0 +1,251 @@
+"""The report of a release: one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, digest_bytes, short
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Decision, Verdict, combine
+from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.release import Choice, Lineage
+from onnx_ops.reporting.figures import format_figure
+from onnx_ops.reporting.gate_table import chip, gate_table, table
+from onnx_ops.reporting.plots import (
+    SERIES,
+    Figure,
+    accuracy,
+    latency_figure,
+    latency_ratio,
+    median_latency,
+    pareto_figure,
+    parity_figure,
+    ratio_figure,
+    weights_figure,
+)
+from onnx_ops.reporting.style import STYLE
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_MEANING = {
+    Verdict.PASS: "surely within the limit",
+    Verdict.INCONCLUSIVE: "the measurements do not decide it; nothing is promoted on it",
+    Verdict.ERROR: "it could not be measured; that is not the model's fault",
+    Verdict.FAIL: "surely beyond the limit",
+}
+
+
+def release_report(
+    decisions: Sequence[Decision],
+    evidence: Sequence[Evidence],
+    choices: Sequence[Choice],
+    lineage: Lineage | None,
+    versions: Mapping[str, str],
+    *,
+    digests: Mapping[tuple[str, str], Digest] | None = None,
+) -> str:
+    """The page: the choice of each target, every gate with its figures, the plots, how it was measured.
+
+    The same arguments always give the same text. Nothing in it refers to a network.
+
+    Args:
+        decisions: of every variant on every target, in the order of the pipeline file.
+        evidence: what they rest on; decisions without evidence are shown without plots.
+        choices: one for each target.
+        lineage: where the release comes from, if known.
+        versions: registered version by variant; empty before registration.
+        digests: of the stored evidence by variant and target; by default of its canonical text.
+    """
+    known = {(e.variant, e.target): e for e in evidence}
+    stored = dict(digests or {})
+    stored |= {place: digest_bytes(codec.dumps(e)) for place, e in known.items() if place not in stored}
+    name = lineage.pipeline if lineage is not None else next((e.pipeline for e in evidence), "release")
+    release = lineage.release if lineage is not None else next((e.release for e in evidence), None)
+    title = f"{name}, release {short(release)}" if release is not None else name
+    body = [
+        f"<header><h1>{escape(title)}</h1>{_summary(choices)}</header>",
+        "<main>",
+        *(_card(choice, decisions, versions) for choice in choices),
+        "<h2>Variants</h2>",
+        _overview(decisions, known, choices, versions),
+        "<h2>Gates</h2>",
+        gate_table(decisions, known, stored),
+        _meaning(),
+        *_plots(decisions, evidence, choices),
+        "<h2>How it was measured</h2>",
+        *(_conditions(e, stored[e.variant, e.target]) for e in evidence),
+        *_origin(lineage),
+        "</main>",
+    ]
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+    )
+    return head + "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+
+
+def _summary(choices: Sequence[Choice]) -> str:
+    served = sum(1 for c in choices if c.variant is not None)
+    verdict = combine(c.verdict for c in choices)
+    return f'<p class="soft">{chip(verdict)} {served} of {len(choices)} targets have a variant to serve.</p>'
+
+
+def _card(choice: Choice, decisions: Sequence[Decision], versions: Mapping[str, str]) -> str:
+    """Which variant a target gets and why; below it why the others are not chosen."""
+    if choice.variant is None:
+        said = f"no variant is chosen, because {choice.reason}."
+    else:
+        version = f" (version {versions[choice.variant]})" if choice.variant in versions else ""
+        said = f"{choice.variant}{version} is chosen, because {choice.reason}."
+    lines = [
+        f"<li>{chip(d.verdict)} {escape(d.variant)}: {escape(_not_chosen(d))}</li>"
+        for d in decisions
+        if d.target == choice.target and d.variant != choice.variant
+    ]
+    others = f"<ul>{''.join(lines)}</ul>" if lines else ""
+    first = f"<p>{chip(choice.verdict)} <strong>{escape(choice.target)}</strong>: {escape(said)}</p>"
+    return f'<section class="card {choice.verdict.value}">{first}{others}</section>'
+
+
+def _not_chosen(decision: Decision) -> str:
+    """Why a variant is not the choice: its worst result, or that another one is faster."""
+    if decision.verdict is not Verdict.PASS or decision.latency_ratio is None:
+        return decision.reason
+    slower = f", not faster than {EXPORT} with confidence" if decision.faster_than_export is False else ""
+    return f"{decision.reason}; {decision.latency_ratio:.3g}x the latency of {EXPORT}{slower}"
+
+
+def _overview(
+    decisions: Sequence[Decision],
+    known: Mapping[tuple[str, str], Evidence],
+    choices: Sequence[Choice],
+    versions: Mapping[str, str],
+) -> str:
+    chosen = {(c.variant, c.target) for c in choices}
+    rows = []
+    for d in decisions:
+        e = known.get((d.variant, d.target))
+        mark = " · chosen" if (d.variant, d.target) in chosen else ""
+        version = f"<br><small>version {escape(versions[d.variant])}</small>" if d.variant in versions else ""
+        cells = _plain_figures(e) if e is not None else ["–"] * 4
+        rows.append(
+            f'<tr><th scope="row">{escape(d.variant)}{version}</th><td>{escape(d.target)}</td>'
+            f'<td class="figure {d.verdict.value}">{chip(d.verdict)}{mark}</td>'
+            + "".join(f'<td class="figure">{cell}</td>' for cell in cells)
+            + "</tr>"
+        )
+    heads = ("variant", "target", "verdict", "size", "median latency", "latency ratio", "accuracy")
+    return table(heads, "".join(rows))
+
+
+def _plain_figures(e: Evidence) -> list[str]:
+    """Size, latency, ratio and accuracy, each with its interval and n."""
+    ratios = [(c.against, latency_ratio(c)) for c in e.comparisons]
+    told = [f"{_cell(r.text())}<br><small>against {escape(against)}</small>" for against, r in ratios if r]
+    middle, right = median_latency(e.latency), accuracy(e)
+    return [
+        escape(format_figure(float(e.size_bytes), "B") if e.size_bytes > 0 else "not measured"),
+        _cell(middle.text()) if middle else "not measured",
+        "<br>".join(told) or "–",
+        _cell(right.text()) if right else "not measured",
+    ]
+
+
+def _cell(text: str) -> str:
+    """The count on a line of its own."""
+    figure, _, n = text.partition(" (")
+    return escape(figure) + (f"<br><small>{escape(n.removesuffix(')'))}</small>" if n else "")
+
+
+def _meaning() -> str:
+    told = "; ".join(f"{chip(verdict)} {escape(text)}" for verdict, text in _MEANING.items())
+    return (
+        f"<p><small>{told}. Advisory results are shown and enter no verdict. Intervals: each bound errs in at most "
+        "one case of twenty.</small></p>"
+    )
+
+
+def _plots(decisions: Sequence[Decision], evidence: Sequence[Evidence], choices: Sequence[Choice]) -> Iterator[str]:
+    judged = {(d.variant, d.target): d for d in decisions}
+    chosen = {c.target: c.variant for c in choices}
+    for target in dict.fromkeys(e.target for e in evidence):
+        here = [e for e in evidence if e.target == target]
+        verdicts = {d.variant: d.verdict for d in decisions if d.target == target}
+        figures = [
+            pareto_figure(target, here, verdicts, chosen.get(target)),
+            latency_figure(target, here),
+            *(ratio_figure(e, c, judged.get((e.variant, target))) for e in here for c in e.comparisons),
+            *_parity(here, judged),
+            *_weights(here, judged),
+        ]
+        shown = [_figure(f) for f in figures if f is not None]
+        if shown:
+            yield f'<h2>Plots of {escape(target)}</h2><div class="figures">{"".join(shown)}</div>'
+
+
+def _parity(here: Sequence[Evidence], judged: Mapping[tuple[str, str], Decision]) -> Iterator[Figure | None]:
+    """Each float variant by itself; the export behind all quantized ones once, since it is the same."""
+    for e in here:
+        if e.parity:
+            what = f"{e.variant} on {e.target}"
+            yield parity_figure(what, e.parity, judged.get((e.variant, e.target)), "outputs")
+    seen = [e.parity for e in here]
+    for e in here:
+        if e.quantized and e.export_parity and e.export_parity not in seen:
+            seen.append(e.export_parity)
+            yield parity_figure(
+                "the export behind the quantized variants",
+                e.export_parity,
+                judged.get((e.variant, e.target)),
+                "export",
+            )
+
+
+def _weights(here: Sequence[Evidence], judged: Mapping[tuple[str, str], Decision]) -> Iterator[Figure | None]:
+    for e in here:
+        yield weights_figure(e.variant, e, judged.get((e.variant, e.target)))
+
+
+def _figure(figure: Figure) -> str:
+    keys = "".join(f'<li class="s{key.series % SERIES}">{escape(key.text)}</li>' for key in figure.keys)
+    legend = f'<ul class="keys">{keys}</ul>' if keys else ""
+    caption = f"<figcaption>{escape(figure.caption)}</figcaption>"
+    return f"<figure><h3>{escape(figure.title)}</h3>{figure.svg}{legend}{caption}</figure>"
+
+
+def _conditions(e: Evidence, digest: Digest) -> str:
+    hardware, facts = e.hardware, e.runtime
+    cpu = f"{hardware.cpu_model}, {hardware.machine}, {hardware.cores} cores"
+    entries = {
+        "machine": f"{cpu}, {format_figure(float(hardware.memory_bytes), 'B')} memory"
+        + (", dedicated" if e.dedicated else ", shared: absolute latency limits are advisory"),
+        "CPU features": ", ".join(hardware.cpu_flags) or "none recorded",
+        "runtime": f"{hardware.runtime} {hardware.runtime_version}" + (f"; {facts.build}" if facts else ""),
+        "providers asked for": ", ".join(facts.asked) if facts else "not recorded",
+        "providers used": ", ".join(f"{name} ({n} nodes)" for name, n in sorted(facts.nodes.items()))
+        or ", ".join(facts.used)
+        if facts
+        else "not recorded",
+        "conditions": ", ".join(f"{name} {value}" for name, value in sorted(e.conditions.items())) or "not recorded",
+        "compared with": e.baseline or "nothing: the first export is its own baseline",
+        "model manifest": e.manifest,
+        "evidence": f"{digest} (schema {e.schema})",
+        "raw samples": e.raw or "none",
+    } | ({"failure": e.failure} if e.failure else {})
+    return f"<details><summary>{escape(e.variant)} on {escape(e.target)}</summary>{_list(entries)}</details>"
+
+
+def _origin(lineage: Lineage | None) -> Iterator[str]:
+    if lineage is None:
+        return
+    entries = {"pipeline": lineage.pipeline, "release": lineage.release, "commit": lineage.git_sha or "not recorded"}
+    entries |= {f"{name} data": digest for name, digest in sorted(lineage.data.items())}
+    entries |= dict(sorted(lineage.parameters.items()))
+    yield f"<h2>Where it comes from</h2>{_list(entries)}"
+
+
+def _list(entries: Mapping[str, str]) -> str:
+    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in entries.items())}</dl>"

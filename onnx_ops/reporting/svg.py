@@ -1,0 +1,233 @@
+"""Plots as inline SVG: axes, ticks and marks. Colours and fonts are the page's, by class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+WIDTH = 480.0
+"""Width of every plot in its own units; the page scales it."""
+
+_NEAR = 1e-9
+_MANTISSAS: tuple[tuple[int, ...], ...] = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 6, 7, 8, 9))
+_FEWEST = 3
+_CHARACTER = 7.2
+"""Mean width of a character at the plots' font size."""
+
+
+def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
+    """Between 2 and `count` + 1 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
+
+    Raises:
+        ValueError: `low` is not below `high`, or one is not finite.
+    """
+    _check(low, high)
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next((m * power for m in (1.0, 2.0, 2.5, 5.0) if m * power >= raw * (1 - _NEAR)), 10 * power)
+    first, last = math.ceil(low / step - _NEAR), math.floor(high / step + _NEAR)
+    return tuple(min(max(k * step, low), high) for k in range(first, last + 1))
+
+
+def log_ticks(low: float, high: float, count: int = 6) -> tuple[float, ...]:
+    """Round values from `low` to `high` for a logarithmic axis: powers of ten, and what is between if those are few.
+
+    Raises:
+        ValueError: the bounds are not 0 < low < high, or one is not finite.
+    """
+    _check(low, high)
+    if low <= 0:
+        raise ValueError(f"a logarithmic axis cannot start at {low}")
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    stride = max(1, math.ceil((last - first) / count))
+    for mantissas in _MANTISSAS:
+        values = (m * 10.0**power for power in range(first, last + 1, stride) for m in mantissas)
+        ticks = tuple(v for v in values if low <= v <= high)
+        if len(ticks) >= _FEWEST:
+            return ticks
+    return linear_ticks(low, high)
+
+
+def tick_texts(ticks: Sequence[float], *, even: bool = True) -> tuple[str, ...]:
+    """Ticks with as many digits as tell them apart: `even` gives all of them the same number of decimals."""
+    texts: tuple[str, ...] = ()
+    for digits in range(17):
+        texts = tuple(_even(tick, digits) if even else _plain(tick, digits + 1) for tick in ticks)
+        if all(math.isclose(float(text), tick, rel_tol=1e-6) for text, tick in zip(texts, ticks, strict=True)):
+            break
+    return texts
+
+
+def _even(value: float, places: int) -> str:
+    return f"{value:.{places}f}" if value == 0 or 1e-4 <= abs(value) < 1e6 else _plain(value, places + 1)
+
+
+def _plain(value: float, digits: int) -> str:
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e6:
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa}e{int(power)}"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{places}f}"
+
+
+def _check(low: float, high: float) -> None:
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"an axis cannot go from {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """From `low` to `high`, with the name and unit of its values. `marks` takes the place of ticks found by itself."""
+
+    low: float
+    high: float
+    label: str
+    log: bool = False
+    marks: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self.low, self.high)
+
+    def place(self, value: float) -> float:
+        """0 at the low end, 1 at the high one; what lies outside is drawn at the edge."""
+        inside = min(max(value, self.low), self.high)
+        if self.log:
+            return math.log(inside / self.low) / math.log(self.high / self.low)
+        return (inside - self.low) / (self.high - self.low)
+
+    def ticks(self) -> tuple[float, ...]:
+        if self.marks:
+            return self.marks
+        return log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
+
+
+def axis_around(values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06) -> Axis:
+    """An axis that holds all values with some room at both ends.
+
+    Args:
+        values: finite, at least one; above 0 for a logarithmic axis.
+        label: name and unit.
+        log: whether it is logarithmic.
+        room: share of the extent to add at each end.
+    """
+    low, high = min(values), max(values)
+    if log:
+        factor = max((high / low) ** room, 1.05)
+        return Axis(low=low / factor, high=high * factor, label=label, log=True)
+    extra = room * (high - low) or 0.05 * abs(high) or 1.0
+    return Axis(low=low - extra, high=high + extra, label=label)
+
+
+@dataclass(slots=True, kw_only=True)
+class Chart:
+    """A plot to draw on in the units of its axes. Text is escaped here; `style` names classes of the page's CSS."""
+
+    x: Axis
+    y: Axis
+    height: float = 280.0
+    left: float = 58.0
+    right: float = 14.0
+    top: float = 12.0
+    bottom: float = 42.0
+    y_ticks: bool = True
+    _marks: list[str] = field(default_factory=list)
+
+    def path(self, points: Sequence[tuple[float, float]], style: str) -> None:
+        steps = " ".join(f"{_px(self._left_of(x))},{_px(self._top_of(y))}" for x, y in points)
+        self._marks.append(f'<polyline class="{style}" points="{steps}"/>')
+
+    def dot(self, x: float, y: float, style: str, title: str, radius: float = 4.0) -> None:
+        at = f'cx="{_px(self._left_of(x))}" cy="{_px(self._top_of(y))}" r="{_px(radius)}"'
+        self._marks.append(f'<circle class="{style}" {at}><title>{escape(title)}</title></circle>')
+
+    def across(self, y: float, style: str, text: str = "") -> None:
+        """A horizontal line over the whole width, with its name at the right end."""
+        self.path([(self.x.low, y), (self.x.high, y)], style)
+        if text:
+            self._text(WIDTH - self.right - 2, self._top_of(y) - 4, text, "end")
+
+    def upright(self, x: float, style: str, text: str = "") -> None:
+        """A vertical line over the whole height, with its name at the top, on the side that has room."""
+        self.path([(x, self.y.low), (x, self.y.high)], style)
+        left = self._left_of(x)
+        if text:
+            room = left + 4 + len(text) * _CHARACTER < WIDTH
+            self._text(left + (4 if room else -4), self.top + 8, text, "start" if room else "end")
+
+    def bar(self, start: tuple[float, float], end: tuple[float, float], style: str) -> None:
+        """An interval, as a line from one point to another."""
+        self.path([start, end], style)
+
+    def band(self, low: float, high: float, style: str) -> None:
+        """The range between two values of y, over the whole width."""
+        top, bottom = self._top_of(high), self._top_of(low)
+        box = f'x="{_px(self.left)}" y="{_px(top)}" width="{_px(WIDTH - self.left - self.right)}"'
+        self._marks.append(f'<rect class="{style}" {box} height="{_px(max(bottom - top, 1.0))}"/>')
+
+    def note(self, x: float, y: float, text: str, *, above: bool = True) -> None:
+        """Text beside a point, on the side that has room."""
+        left, top = self._left_of(x), self._top_of(y)
+        room = left + 8 + len(text) * _CHARACTER < WIDTH
+        self._text(left + (8 if room else -8), top + (-6 if above else 14), text, "start" if room else "end")
+
+    def row(self, y: float, name: str, value: str) -> None:
+        """Name and value of a horizontal row, left and right of the drawing; long names are cut."""
+        most = int((self.left - 8) / _CHARACTER)
+        shown = name if len(name) <= most else name[: most - 1] + "…"
+        self._text(self.left - 6, self._top_of(y) + 4, shown, "end", title=name)
+        self._text(WIDTH - self.right + 6, self._top_of(y) + 4, value, "start")
+
+    def render(self, title: str) -> str:
+        """The plot; `title` is what a screen reader says."""
+        frame = "".join((*self._grid(), *self._marks))
+        box = f'viewBox="0 0 {_px(WIDTH)} {_px(self.height)}" role="img" aria-label="{escape(title)}"'
+        return f"<svg {box}>{frame}</svg>"
+
+    def _grid(self) -> list[str]:
+        low, bottom = self.y.low, self.height - self.bottom
+        parts = []
+        ticks = self.x.ticks()
+        for tick, text in zip(ticks, tick_texts(ticks, even=not self.x.log), strict=True):
+            left = self._left_of(tick)
+            parts.append(_line(left, self.top, left, bottom, "grid"))
+            parts.append(_label(left, bottom + 15, text, "middle"))
+        if self.y_ticks:
+            ticks = self.y.ticks()
+            for tick, text in zip(ticks, tick_texts(ticks, even=not self.y.log), strict=True):
+                top = self._top_of(tick)
+                parts.append(_line(self.left, top, WIDTH - self.right, top, "grid"))
+                parts.append(_label(self.left - 6, top + 4, text, "end"))
+            middle = (self.top + bottom) / 2
+            turned = f' transform="rotate(-90 12 {_px(middle)})"'
+            parts.append(_label(12, middle, self.y.label, "middle", more=turned))
+        parts.append(_line(self.left, self._top_of(low), WIDTH - self.right, self._top_of(low), "axis"))
+        parts.append(_line(self.left, self.top, self.left, bottom, "axis"))
+        parts.append(_label((self.left + WIDTH - self.right) / 2, self.height - 6, self.x.label, "middle"))
+        return parts
+
+    def _left_of(self, x: float) -> float:
+        return self.left + self.x.place(x) * (WIDTH - self.left - self.right)
+
+    def _top_of(self, y: float) -> float:
+        return self.height - self.bottom - self.y.place(y) * (self.height - self.bottom - self.top)
+
+    def _text(self, left: float, top: float, text: str, anchor: str, title: str = "") -> None:
+        self._marks.append(_label(left, top, text, anchor, title=title))
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+    return f'<line class="{style}" x1="{_px(x1)}" y1="{_px(y1)}" x2="{_px(x2)}" y2="{_px(y2)}"/>'
+
+
+def _label(left: float, top: float, text: str, anchor: str, *, title: str = "", more: str = "") -> str:
+    hint = f"<title>{escape(title)}</title>" if title and title != text else ""
+    at = f'x="{_px(left)}" y="{_px(top)}" text-anchor="{anchor}"{more}'
+    return f"<text {at}>{escape(text)}{hint}</text>"
+
+
+def _px(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,298 @@
+"""The HTML report of a release."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from html import unescape
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.analysis.choice import choose
+from onnx_ops.analysis.judge import judge
+from onnx_ops.analysis.parity import LARGEST
+from onnx_ops.domain.artifact import digest_bytes, short
+from onnx_ops.domain.evidence import (
+    Divergence,
+    Evidence,
+    LatencyComparison,
+    LatencySamples,
+    PairedCounts,
+    ParityMeasurement,
+    RuntimeFacts,
+    WeightMeasurement,
+)
+from onnx_ops.domain.gate import Decision, Gate, GateResult, LatencyGate, MetricGate, ParityGate, SizeGate, Verdict
+from onnx_ops.domain.release import Choice, Lineage
+from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.reporting.html import release_report
+
+GATES: tuple[Gate, ...] = (
+    ParityGate(),
+    MetricGate(max_drop=0.02, min=0.9),
+    LatencyGate(max_regression=0.05, p99=0.005),
+    SizeGate(max=2_000_000),
+)
+LINEAGE = Lineage(
+    pipeline="digits", release=digest_bytes(b"release"), git_sha="0123abcd", data={"test": digest_bytes(b"t")}
+)
+VOID = {"meta", "br"}
+TARGETS = ("cpu-1t", "cpu-4t")
+
+
+def parity(ratio: float, *, mismatch: str = "") -> tuple[ParityMeasurement, ...]:
+    return tuple(
+        ParityMeasurement(
+            output="y", group=group, rows=512, error=r * 1e-7, noise=1e-7, ratio=r, mismatch=mismatch if i == 0 else ""
+        )
+        for i, (group, r) in enumerate((("real", ratio), ("zeros", 0.0), ("spikes", ratio / 2)))
+    )
+
+
+def evidence_of(variant: str = "fp32", target: str = "cpu-1t", **changes: Any) -> Evidence:
+    quantized = variant != "fp32"
+    shift = -0.3 if quantized else 0.0
+    sorted_ns = tuple(int((10_000 + 20 * i) * math.exp(shift)) for i in range(800))
+    found = Evidence(
+        pipeline="digits",
+        variant=variant,
+        target=target,
+        quantized=quantized,
+        release=LINEAGE.release,
+        manifest=digest_bytes(variant.encode()),
+        target_digest=digest_bytes(target.encode()),
+        dedicated=False,
+        size_bytes=10_000 if quantized else 40_000,
+        hardware=HardwareFingerprint(
+            machine="x86_64",
+            cpu_model="Example CPU",
+            cpu_flags=("avx2",),
+            cores=4,
+            memory_bytes=8_000_000_000,
+            runtime="onnxruntime",
+            runtime_version="1.31.1",
+        ),
+        conditions={"load": "0.5"},
+        runtime=RuntimeFacts(
+            runtime="onnxruntime",
+            version="1.31.1",
+            asked=("CPUExecutionProvider",),
+            used=("CPUExecutionProvider",),
+            nodes={"CPUExecutionProvider": 12},
+        ),
+        baseline="fp32" if quantized else "",
+        parity=() if quantized else parity(1.5),
+        export_parity=parity(1.5),
+        weights=(WeightMeasurement(tensor="w", steps=0.5, elements=64),) if quantized else (),
+        metrics=(
+            PairedCounts(metric="accuracy", against="", n=2000, both=1960, only_baseline=0, only_candidate=0),
+            *(
+                (PairedCounts(metric="accuracy", against="fp32", n=2000, both=1955, only_baseline=5, only_candidate=5),)
+                if quantized
+                else ()
+            ),
+        ),
+        comparisons=(comparison(shift),) if quantized else (),
+        latency=LatencySamples(
+            batch=1, runs=810, preempted=10, quantiles_ns={"p50": float(sorted_ns[400])}, sorted_ns=sorted_ns
+        ),
+    )
+    return replace(found, **changes)
+
+
+def comparison(shift: float, against: str = "fp32") -> LatencyComparison:
+    wobble = (-0.004, 0.003, 0.0, 0.005, -0.002)
+    return LatencyComparison(
+        against=against,
+        baseline=digest_bytes(b"fp32"),
+        log_ratios=tuple((shift + w, shift + 2 * w) for w in wobble),
+        self_log_ratios=tuple((w, w / 2) for w in wobble),
+        runs=400,
+        preempted=8,
+    )
+
+
+def page_of(evidence: list[Evidence], gates: tuple[Gate, ...] = GATES, versions: dict[str, str] | None = None) -> str:
+    decisions = [judge(gates, e) for e in evidence]
+    targets = dict.fromkeys(e.target for e in evidence)
+    choices = [choose([d for d in decisions if d.target == target]) for target in targets]
+    return release_report(decisions, evidence, choices, LINEAGE, versions or {})
+
+
+def release() -> list[Evidence]:
+    return [evidence_of(variant, target) for target in TARGETS for variant in ("fp32", "int8-static")]
+
+
+class Page(HTMLParser):
+    """Text, tables, and whether every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def test_the_verdict_of_each_target_comes_first_in_one_sentence() -> None:
+    text = Page(page_of(release(), versions={"fp32": "1", "int8-static": "2"})).text
+    for target in TARGETS:
+        assert f"PASS {target} : int8-static (version 2) is chosen, because int8-static passes, 0.74" in text
+        assert text.index(f"{target} : int8-static") < text.index("Gates")
+    assert "2 of 2 targets have a variant to serve" in text
+
+
+def test_every_figure_has_unit_interval_and_n() -> None:
+    text = Page(page_of(release())).text
+    assert "0.741× [0.736, 0.747]× ✓ PASS 5 session pairs 400 runs A/A ±0." in text
+    assert "2% preempted" in text
+    assert "98% [97.4, 98.5]% ✓ PASS 2000 rows" in text
+    assert "0.5 steps – ✓ PASS 64 elements" in text
+    assert "1.5× – ✓ PASS 1536 rows" in text
+    assert "✓ PASS advisory 800 runs 1 session 1.23% preempted" in text
+    assert "Example CPU, 4 cores · CPUExecutionProvider (12 nodes)" in text
+
+
+def test_every_verdict_and_reason_is_shown() -> None:
+    evidence = [
+        evidence_of(
+            parity=parity(300.0), divergence=Divergence(node="conv1", op_type="Conv", scope="body.0", ratio=77.0)
+        ),
+        evidence_of("int8-static", comparisons=()),
+        evidence_of("int8-late", failure="the provider is missing", latency=None, comparisons=(), metrics=()),
+        evidence_of("int8-good"),
+    ]
+    page = page_of(evidence)
+    text = Page(page).text
+    for verdict in Verdict:
+        assert f'class="verdict {verdict.value}"' in page
+    for one in evidence:
+        decision = judge(GATES, one)
+        assert decision.results
+        for result in decision.results:
+            assert " ".join(result.reason.split()) in text
+    assert "first diverging node: conv1 (Conv)" in text
+    assert "int8-good is chosen" in text
+
+
+def test_without_a_choice_the_page_says_why() -> None:
+    page = release_report(
+        [], [], [Choice(target="gpu", variant=None, verdict=Verdict.ERROR, reason="no GPU")], None, {}
+    )
+    assert "! ERROR gpu : no variant is chosen, because no GPU." in Page(page).text
+    nothing = release_report([Decision(variant="fp32", target="gpu", results=())], [], [], None, {})
+    assert "no gate applied" in nothing
+    assert "INCONCLUSIVE" in nothing
+
+
+def test_the_page_needs_no_network_and_runs_no_script() -> None:
+    page = page_of(release())
+    assert "//" not in page.partition("<body>")[0].replace("<!doctype html>", "")
+    for word in ("http:", "https:", "url(", "@import", "<script", "<link", "<img", "<iframe", "javascript:"):
+        assert word not in page
+    for tag, attributes in Page(page).tags:
+        assert not {"src", "href", "srcset", "data", "action"} & set(attributes), tag
+    assert "default-src 'none'" in unescape(page)
+
+
+def test_text_from_data_is_escaped() -> None:
+    evil = "</svg><script>alert('x')</script>\"&"
+    one = evidence_of(
+        evil,
+        evil,
+        conditions={evil: evil},
+        weights=(WeightMeasurement(tensor=evil, steps=0.5, elements=3),),
+        comparisons=(comparison(-0.2, evil),),
+        baseline=evil,
+        export_parity=(ParityMeasurement(output=evil, group=evil, rows=3, error=0, noise=1, ratio=0, mismatch=evil),),
+        divergence=Divergence(note=evil),
+        failure="",
+    )
+    lineage = Lineage(pipeline=evil, release=LINEAGE.release, git_sha=evil, parameters={evil: evil})
+    choice = Choice(target=evil, variant=evil, verdict=Verdict.PASS, reason=evil)
+    result = GateResult(gate=evil, metric=evil, limit=evil, verdict=Verdict.FAIL, reason=evil, estimate=1, unit=evil)
+    decisions = [judge(GATES, one), Decision(variant=evil, target=evil, results=(result,))]
+    page = release_report(decisions, [one], [choice], lineage, {evil: evil})
+    assert "<script" not in page
+    assert "alert('x')" not in page
+    parsed = Page(page)
+    assert parsed.open == []
+    assert evil in parsed.text
+
+
+def test_one_release_gives_the_same_bytes_and_well_formed_markup() -> None:
+    page = page_of(release())
+    again = [codec.loads(codec.dumps(e), Evidence) for e in release()]
+    assert page_of(again) == page
+    assert Page(page).open == []
+
+
+def test_the_digest_is_that_of_the_stored_evidence() -> None:
+    one = evidence_of()
+    page = page_of([one])
+    assert short(digest_bytes(codec.dumps(one))) in page
+    stored = digest_bytes(b"as an older version wrote it")
+    page = release_report([judge(GATES, one)], [one], [], LINEAGE, {}, digests={("fp32", "cpu-1t"): stored})
+    assert stored in page
+    assert short(digest_bytes(codec.dumps(one))) not in page
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parity": parity(LARGEST)},
+        {"parity": parity(1.0, mismatch="shape (1,), the source gives (2,)")},
+        {"parity": parity(math.nan)},
+        {"latency": None},
+        {"latency": LatencySamples(batch=1, runs=1, preempted=1, quantiles_ns={}, sorted_ns=(0,))},
+        {"latency": LatencySamples(batch=1, runs=1, preempted=0, quantiles_ns={}, sorted_ns=(5,))},
+        {"comparisons": (replace(comparison(0.0), log_ratios=((0.1,),), self_log_ratios=()),)},
+        {"comparisons": (replace(comparison(0.0), log_ratios=((1e3, 1e3), (-1e3,)), runs=0),)},
+        {"comparisons": (replace(comparison(0.0), log_ratios=((math.nan,),)),)},
+        {"comparisons": (replace(comparison(0.0), log_ratios=((), ())),)},
+        {"weights": (WeightMeasurement(tensor="w", steps=LARGEST, elements=1),)},
+        {"weights": tuple(WeightMeasurement(tensor=f"w{i}", steps=0.0, elements=0) for i in range(40))},
+        {"metrics": (PairedCounts(metric="accuracy", against="", n=3, both=5, only_baseline=0, only_candidate=0),)},
+        {"runtime": None, "size_bytes": 0},
+    ],
+)
+def test_odd_evidence_still_gives_a_page(changes: dict[str, Any]) -> None:
+    one = evidence_of("int8-static", **changes) if "parity" not in changes else evidence_of(**changes)
+    decision = judge(GATES, one)
+    digests = {(one.variant, one.target): digest_bytes(b"evidence")}
+    page = release_report([decision], [one], [], LINEAGE, {}, digests=digests)
+    assert Page(page).open == []
+    assert "nan" not in "".join(str(a) for tag, a in Page(page).tags if tag in ("polyline", "circle"))
+
+
+def test_plots_show_what_was_measured() -> None:
+    text = Page(page_of(release())).text
+    for target in TARGETS:
+        assert f"Size, latency and accuracy on {target}" in text
+        assert f"Latency ratio: int8-static against fp32 on {target}" in text
+        assert f"Same function? fp32 on {target}" in text
+    assert text.count("Quantization error: int8-static") == 2
+    assert "limit 1.05×" in text
+    assert "All 1 weights, n = 64 elements. Dashed: limit 0.51 steps" in text

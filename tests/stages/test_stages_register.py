@@ -1,0 +1,98 @@
+"""The register stage: what it stores with each version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Manifest, digest_bytes
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Decision, GateResult, ParityGate, Verdict
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.release import Lineage, Registration
+from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.stages.files import put_document
+from onnx_ops.stages.register import execute
+from onnx_ops.testing.fakes import FakeWorld
+
+RELEASE = digest_bytes(b"release")
+VARIANTS = ("fp32", "int8-static")
+
+
+def decision_of(variant: str) -> Decision:
+    verdict = Verdict.PASS if variant == "fp32" else Verdict.FAIL
+    result = GateResult(
+        gate="parity", metric="outputs", limit="error ≤ 10x noise", verdict=verdict, reason="as measured"
+    )
+    return Decision(variant=variant, target="cpu-1t", results=(result,))
+
+
+def evidence_of(variant: str) -> Evidence:
+    return Evidence(
+        pipeline="p",
+        variant=variant,
+        target="cpu-1t",
+        quantized=False,
+        release=RELEASE,
+        manifest=digest_bytes(variant.encode()),
+        target_digest=digest_bytes(b"target"),
+        dedicated=False,
+        size_bytes=1000,
+        hardware=HardwareFingerprint(
+            machine="x86_64",
+            cpu_model="Example CPU",
+            cpu_flags=(),
+            cores=2,
+            memory_bytes=10**9,
+            runtime="onnxruntime",
+            runtime_version="1",
+        ),
+    )
+
+
+def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> None:
+    world = FakeWorld()
+    ports = world.ports(root=tmp_path)
+    store = ports.store
+    inputs = {
+        "export": Manifest(
+            files={
+                "onnx/model.onnx": store.put_bytes(b"float"),
+                "lineage.json": put_document(store, Lineage(pipeline="p", release=RELEASE)),
+            }
+        ),
+        "quantize/int8-static": Manifest(files={"onnx/model.onnx": store.put_bytes(b"integers")}),
+    }
+    for variant in VARIANTS:
+        inputs[f"benchmark/{variant}@cpu-1t"] = Manifest(
+            files={
+                "evidence.json": put_document(store, evidence_of(variant)),
+                "raw.npz": store.put_bytes(b"raw"),
+            }
+        )
+        inputs[f"gate/{variant}@cpu-1t"] = Manifest(
+            files={
+                "decision.json": put_document(store, decision_of(variant)),
+                "gates.json": put_document(store, (ParityGate(),)),
+            }
+        )
+    stage = Stage(
+        id="register",
+        kind=StageKind.REGISTER,
+        settings={
+            "model": "m",
+            "targets": ["cpu-1t"],
+            "parameters": {},
+            "variants": [{"name": "fp32", "stage": "export"}, {"name": "int8-static", "stage": "quantize/int8-static"}],
+        },
+    )
+    result = execute(stage, digest_bytes(b"key"), inputs, ports)
+    registration = codec.loads(store.read(result["registration.json"]), Registration)
+    assert [(c.target, c.variant) for c in registration.choices] == [("cpu-1t", "fp32")]
+    records = [world.registry.version("m", registration.versions[variant]) for variant in VARIANTS]
+    pages = [world.registry.document(record, "report.html").decode() for record in records]
+    assert pages[0] == pages[1]
+    assert pages[0].startswith("<!doctype html>")
+    for variant in VARIANTS:
+        assert f"{variant} on cpu-1t" in pages[0]
+        assert inputs[f"benchmark/{variant}@cpu-1t"]["evidence.json"] in pages[0]
