@@ -15,7 +15,9 @@ from onnx_ops.domain.target import Target
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
+    StageKind.EXPORT: 2,
     StageKind.VALIDATE: 2,
+    StageKind.QUANTIZE: 2,
     StageKind.BENCHMARK: 2,
     StageKind.REGISTER: 2,
 }

@@ -21,13 +21,19 @@ Floats = npt.NDArray[np.float64]
 SUFFIX = "_quantized"
 """ONNX Runtime's quantizers name a quantized tensor after its original, with this at the end."""
 
+_FLOAT = 1
+
+_KEPT_SPACINGS = 8
+"""A constant that stays in float may move by about half of so many float32 spacings of its largest value."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
     """One weight or bias. `scale` is the quantization step, of a shape that broadcasts against the other two.
 
     A step is never taken as finer than the spacing of float32 at the original's own values, which is all that an
-    int32 bias with a tiny scale could resolve.
+    int32 bias with a tiny scale could resolve. A constant that stayed in float has a step of 8 such spacings at its
+    largest value. For an activation the values are what its levels stand for, as written and as read.
     """
 
     name: str
@@ -68,6 +74,21 @@ def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...
     return tuple(
         _pair(found[name], originals, tensors, turned, derived.name) for name in sorted(found) if tensors[name].dims
     )
+
+
+def other_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
+    """What `quantized_weights` leaves out: float constants that both files have, and the round trip of activations.
+
+    Here a dropped bias of a dynamically quantized model shows itself, and an activation that DequantizeLinear reads
+    with another scale or zero point than QuantizeLinear wrote it with. Only round trips that do not share the two
+    by name are listed.
+
+    Raises:
+        NotFound, UserError, Refused: as for reading the files.
+    """
+    before, after = read_model(source), read_model(derived)
+    tensors = constants(after)
+    return (*_kept(after, constants(before), tensors, _turned(before)), *_activations(after, tensors))
 
 
 def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
@@ -141,6 +162,58 @@ def _pair(
     return QuantizedWeight(
         name=name, original=original, dequantized=levels * scale, scale=np.maximum(np.abs(scale), spacing)
     )
+
+
+def _kept(
+    model: onnx.ModelProto,
+    originals: Mapping[str, onnx.TensorProto],
+    tensors: Mapping[str, onnx.TensorProto],
+    turned: frozenset[str],
+) -> Iterator[QuantizedWeight]:
+    """Constants that are float on both sides: a dropped bias of a model quantized dynamically is among them."""
+    from onnx import numpy_helper
+
+    multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
+    for name in sorted(tensors):
+        before, after = originals.get(name), tensors[name]
+        if before is None or before.data_type != _FLOAT or after.data_type != _FLOAT:
+            continue
+        original = numpy_helper.to_array(before).astype(np.float64)
+        if name in multiplied & turned:
+            original = original.T
+        found = numpy_helper.to_array(after).astype(np.float64)
+        if original.size != found.size or not found.size:
+            continue
+        largest = np.float32(np.abs(original).max())
+        step = np.asarray(_KEPT_SPACINGS * np.spacing(largest), dtype=np.float64)
+        yield QuantizedWeight(name=name, original=original.reshape(found.shape), dequantized=found, scale=step)
+
+
+def _activations(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[QuantizedWeight]:
+    """What each level of an activation stands for, as QuantizeLinear means it and as DequantizeLinear reads it."""
+    writers = {node.output[0]: node for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    for node in model.graph.node:
+        writer = writers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if writer is None or list(writer.input[1:]) == list(node.input[1:]):
+            continue
+        written, read = (_meaning(one, tensors) for one in (writer, node))
+        if written is not None and read is not None and len(written) == len(read):
+            step = np.abs(np.diff(written[:2]))
+            yield QuantizedWeight(name=node.input[0], original=written, dequantized=read, scale=step)
+
+
+def _meaning(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> Floats | None:
+    """The value of every level, lowest first; None for scales that are no constants, or one for each channel."""
+    from onnx import numpy_helper
+
+    if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(tensors):
+        return None
+    scale, zero = (numpy_helper.to_array(tensors[name]) for name in node.input[1:3])
+    if scale.size != 1 or zero.size != 1 or zero.dtype.kind not in "iu" or zero.dtype.itemsize > 2:
+        return None
+    limits = np.iinfo(zero.dtype)
+    levels = np.arange(int(limits.min), int(limits.max) + 1, dtype=np.float64)
+    return np.asarray((levels - float(zero.item())) * float(scale.item()), dtype=np.float64)
 
 
 def _origin(name: str, originals: Mapping[str, onnx.TensorProto]) -> str:

@@ -16,6 +16,7 @@ from onnx_ops.domain.release import Lineage
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
+from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, scratch
 from onnx_ops.stages.reference import ReferenceGroup, put_reference
@@ -75,6 +76,8 @@ def _probes(path: Path, samples: Tensors) -> dict[str, Tensors]:
     probes = {REAL: samples, **edge_inputs(samples)}
     with contextlib.suppress(ValueError):  # no input is of floats
         probes["nonfinite"] = nonfinite_inputs(samples)
+    if (splits := split_probes(path, samples)) is not None:
+        probes["splits"] = splits
     if fixed:
         return {name: _in_batch(tensors, fixed) for name, tensors in probes.items()}
     probes |= batch_inputs(samples)

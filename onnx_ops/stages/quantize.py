@@ -13,7 +13,7 @@ from onnx_ops.domain.evidence import WeightMeasurement
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
-from onnx_ops.graph.weights import quantized_weights
+from onnx_ops.graph.weights import other_weights, quantized_weights
 from onnx_ops.ports import OptimizeRequest, Ports
 from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder, scratch
@@ -40,17 +40,22 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             files={
                 **put_folder(ports.store, derived, MODEL),
                 "info.json": put_document(ports.store, info(path)),
-                "weights.json": put_document(ports.store, _weights(source, path)),
+                "weights.json": put_document(ports.store, measure_weights(source, path)),
             }
         )
 
 
-def _weights(source: Path, derived: Path) -> tuple[WeightMeasurement, ...]:
+def measure_weights(source: Path, derived: Path) -> tuple[WeightMeasurement, ...]:
+    """Distance of every constant of a quantized variant from its original, and of activations from what was meant.
+
+    Raises:
+        MeasurementFailure: a quantized weight cannot be compared.
+    """
     return tuple(
         WeightMeasurement(
             tensor=pair.name,
             steps=weight_error(pair.original, pair.dequantized, pair.scale),
             elements=int(pair.original.size),
         )
-        for pair in quantized_weights(source, derived)
+        for pair in (*quantized_weights(source, derived), *other_weights(source, derived))
     )

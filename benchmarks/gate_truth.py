@@ -1,0 +1,37 @@
+"""Do the gates keep their promises? Injected faults and known truths against the product's own code.
+
+    python benchmarks/gate_truth.py [--quick] [--only latency|parity|quantization|metric] [--trials N]
+
+Ends 1 if a promised bound does not hold. The full run takes minutes; `--quick` has fewer trials and seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+
+from truth.claims import Claim, summary
+
+GATES = ("metric", "parity", "quantization", "latency")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few trials: shows gross breaks, not rates")
+    parser.add_argument("--only", choices=GATES, help="one gate")
+    parser.add_argument("--trials", type=int, help="latency trials of each slow-down (300, quick 20)")
+    options = parser.parse_args()
+    claims: list[Claim] = []
+    for gate in [options.only] if options.only else GATES:
+        begun = time.perf_counter()
+        extra = {"trials": options.trials} if gate == "latency" else {}
+        claims += importlib.import_module(f"truth.{gate}").prove(quick=options.quick, **extra)
+        print(f"  ({gate}: {time.perf_counter() - begun:.0f} s)", flush=True)
+    summary(claims)
+    return 0 if all(claim.held for claim in claims) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

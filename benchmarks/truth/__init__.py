@@ -1,0 +1,1 @@
+"""Whether the gates keep what they promise, one module a gate."""

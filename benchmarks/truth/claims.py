@@ -1,0 +1,66 @@
+"""A promised bound beside what was counted, and tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnx_ops.analysis.agreement import clopper_pearson
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One promise. `bound` and `figure` are told in one unit, in words; `held` is the outcome."""
+
+    gate: str
+    what: str
+    bound: str
+    figure: str
+    held: bool
+
+    @property
+    def outcome(self) -> str:
+        return "held" if self.held else "MISSED"
+
+
+def at_most(gate: str, what: str, events: int, trials: int, bound: float, *, quick: bool) -> Claim:
+    """A rate that may not exceed `bound`.
+
+    A full run holds the counted rate against the bound. A quick one has too few trials for that (one event in
+    twenty is 5 %): it is missed where even the lower end of the 98 % interval lies above the bound.
+    """
+    return _rate(gate, what, events, trials, f"≤ {100 * bound:g} %", _exceeds(events, trials, bound, quick))
+
+
+def at_least(gate: str, what: str, events: int, trials: int, bound: float, *, quick: bool) -> Claim:
+    """A rate that may not fall below `bound`; as `at_most` of what did not happen."""
+    missed = _exceeds(trials - events, trials, 1 - bound, quick)
+    return _rate(gate, what, events, trials, f"≥ {100 * bound:g} %", missed)
+
+
+def _exceeds(events: int, trials: int, bound: float, quick: bool) -> bool:
+    if not trials:
+        return True
+    rate = clopper_pearson(events, trials, 0.98)[1] if quick else events / trials
+    return rate > bound + 1e-12
+
+
+def _rate(gate: str, what: str, events: int, trials: int, bound: str, missed: bool) -> Claim:
+    if not trials:
+        return Claim(gate=gate, what=what, bound=bound, figure="nothing was tried", held=False)
+    rate, low, high = clopper_pearson(events, trials, 0.95)
+    figure = f"{100 * rate:.2f} % [{100 * low:.2f}, {100 * high:.2f}], {events} of {trials}"
+    return Claim(gate=gate, what=what, bound=bound, figure=figure, held=not missed)
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print left-aligned columns under a title."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    print(f"\n{title}")
+    for row in (head, *rows):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)
+
+
+def summary(claims: Sequence[Claim]) -> None:
+    rows = [(c.outcome, c.gate, c.what, c.bound, c.figure) for c in claims]
+    table("promises", ("", "gate", "what", "bound", "measured (95 % interval)"), rows)

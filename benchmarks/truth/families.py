@@ -1,0 +1,150 @@
+"""The families of models that faults are injected into, each exported by the product's own exporter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.exporters.torch import TorchExporter
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.ports import Exporter, ExportRequest, Tensors
+from onnx_ops.stages.export import reference_groups
+from onnx_ops.stages.reference import ReferenceGroup
+
+ROWS = 256
+"""Real rows that the export is validated on."""
+
+TOKENS, WIDTH, CLASSES = 12, 32, 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A correct export, the source's answers, and rows that neither of them has seen."""
+
+    family: str
+    seed: int
+    path: Path
+    groups: list[ReferenceGroup]
+    samples: Tensors
+    unseen: Tensors
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.second(torch.relu(self.first(x)))))
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.last = nn.Conv2d(8, 16, 3, padding=1), nn.Linear(16 * 4, CLASSES)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        wide = torch.max_pool2d(torch.relu(self.norm(self.first(image))), 2)
+        deep = torch.nn.functional.avg_pool2d(torch.relu(self.second(wide)), 2)
+        return self.last(torch.flatten(deep, 1))
+
+
+class Transformer(nn.Module):
+    """One block over float tokens: positions, attention of two heads, and a GELU layer, both with residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.place = nn.Linear(8, WIDTH), nn.Parameter(torch.randn(TOKENS, WIDTH))
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down, self.last = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.enter(tokens) + self.place
+        y = self.norm1(x)
+        q, k, v = (self._heads(part(y)) for part in (self.q, self.k, self.v))
+        weights = torch.softmax(q @ k.transpose(-1, -2) / (WIDTH // 2) ** 0.5, dim=-1)
+        x = x + self.o((weights @ v).transpose(1, 2).flatten(2))
+        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+        return torch.softmax(self.last(x.mean(dim=1)), dim=-1)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+
+
+def exports(folder: Path, seeds: int) -> Iterator[Exported]:
+    """Every family with every seed."""
+    for seed in range(seeds):
+        for family, make in FAMILIES.items():
+            yield make(family, folder / f"{family}-{seed}.onnx", seed)
+
+
+def trained(module: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps: int) -> nn.Module:
+    """The module after a few steps of Adam on all rows."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    module.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(inputs), labels).backward()
+        optimizer.step()
+    return module.eval()
+
+
+def _torch(kind: type[nn.Module], name: str, shape: tuple[int, ...]) -> Callable[[str, Path, int], Exported]:
+    def make(family: str, path: Path, seed: int) -> Exported:
+        torch.manual_seed(seed)
+        draw = np.random.default_rng(seed)
+        rows = draw.standard_normal((2 * ROWS, *shape)).astype(np.float32)
+        labels = torch.from_numpy(draw.integers(0, CLASSES, len(rows)))
+        module = trained(kind(), torch.from_numpy(rows), labels, steps=20)
+        return _exported(family, path, seed, TorchExporter(), module, name, rows)
+
+    return make
+
+
+def _sklearn(estimator: Callable[[int], Any]) -> Callable[[str, Path, int], Exported]:
+    def make(family: str, path: Path, seed: int) -> Exported:
+        features, labels = load_digits(return_X_y=True)
+        order = np.random.default_rng(seed).permutation(len(features))
+        noisy = features + np.random.default_rng(seed).normal(0, 0.5, features.shape)
+        rows = noisy[order].astype(np.float32)
+        model = estimator(seed).fit(rows[2 * ROWS :], labels[order][2 * ROWS :])
+        return _exported(family, path, seed, SklearnExporter(), model, "x", rows[: 2 * ROWS])
+
+    return make
+
+
+def _exported(family: str, path: Path, seed: int, exporter: Exporter, model: object, name: str, rows: Any) -> Exported:
+    samples, unseen = {name: rows[:ROWS]}, {name: rows[ROWS:]}
+    framework = "torch" if isinstance(model, nn.Module) else "sklearn"
+    section = Export(framework=framework, dynamic={name: {0: "batch"}})
+    exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
+    groups = reference_groups(exporter, model, path, samples)
+    return Exported(family=family, seed=seed, path=path, groups=groups, samples=samples, unseen=unseen)
+
+
+FAMILIES: dict[str, Callable[[str, Path, int], Exported]] = {
+    "mlp": _torch(Mlp, "x", (64,)),
+    "cnn": _torch(Cnn, "image", (1, 8, 8)),
+    "transformer": _torch(Transformer, "tokens", (TOKENS, 8)),
+    "trees": _sklearn(lambda seed: RandomForestClassifier(n_estimators=12, max_depth=7, random_state=seed)),
+    "scaler+linear": _sklearn(lambda seed: make_pipeline(StandardScaler(), LogisticRegression(max_iter=300))),
+    "scaler+trees": _sklearn(
+        lambda seed: make_pipeline(
+            StandardScaler(), RandomForestClassifier(n_estimators=12, max_depth=7, random_state=seed)
+        )
+    ),
+}
