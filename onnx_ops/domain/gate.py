@@ -93,8 +93,8 @@ Gate = ParityGate | MetricGate | LatencyGate | SizeGate
 class GateResult:
     """One line of the gate table.
 
-    `estimate`, `low` and `high` are in `unit`; `n` counts what they rest on. An advisory result is shown
-    and never enters a verdict.
+    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts what they rest on. An
+    advisory result is shown and never enters a verdict.
     """
 
     gate: str
@@ -105,6 +105,7 @@ class GateResult:
     estimate: float | None = None
     low: float | None = None
     high: float | None = None
+    bound: float | None = None
     unit: str = ""
     n: int = 0
     advisory: bool = False

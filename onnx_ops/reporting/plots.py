@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,6 @@ _ROWS = 16
 _NAMED = 4
 _CLIPPED = 1e6
 _LARGEST_LOG = 50.0
-_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +87,9 @@ def latency_ratio(comparison: LatencyComparison) -> Measured | None:
 
 
 def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
-    """The number in the limit of a gate's result: a decision keeps limits as text for people."""
-    for result in decision.results if decision is not None else ():
-        found = _NUMBER.search(result.limit)
-        if result.gate == gate and result.metric == metric and found:
-            return float(found.group())
-    return None
+    """The number behind the limit of a gate's result."""
+    results = decision.results if decision is not None else ()
+    return next((r.bound for r in results if r.gate == gate and r.metric == metric), None)
 
 
 def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:

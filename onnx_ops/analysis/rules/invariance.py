@@ -48,6 +48,7 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
             else f"answers do not depend on the batch's composition: {figures}"
         ),
         estimate=worst.ratio,
+        bound=gate.noise_factor,
         unit="x",
         n=rows,
         advisory=True,

@@ -43,6 +43,7 @@ def _judge_regression(max_regression: float, comparison: LatencyComparison) -> G
         estimate=finite(found.ratio),
         low=finite(found.low),
         high=finite(found.high),
+        bound=1 + max_regression,
         unit="x",
         n=found.pairs,
     )
@@ -69,6 +70,7 @@ def _judge_quantile(name: str, q: float, limit_s: float, evidence: Evidence) -> 
         estimate=finite(found.quantile),
         low=finite(found.low),
         high=finite(found.high),
+        bound=limit_s,
         unit="s",
         n=found.runs,
         advisory=advisory,

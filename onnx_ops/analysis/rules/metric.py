@@ -46,6 +46,7 @@ def _judge_drop(name: str, max_drop: float, counts: PairedCounts) -> GateResult:
         estimate=found.estimate,
         low=found.low,
         high=found.high,
+        bound=-max_drop,
         unit="1",
         n=counts.n,
     )
@@ -78,6 +79,7 @@ def _judge_value(name: str, minimum: float, limit: str, counts: PairedCounts) ->
         estimate=found.estimate,
         low=found.low,
         high=found.high,
+        bound=minimum,
         unit="1",
         n=counts.n,
     )

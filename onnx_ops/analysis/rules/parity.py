@@ -51,6 +51,7 @@ def _judge_outputs(
         verdict=Verdict.PASS if good else Verdict.FAIL,
         reason=reason,
         estimate=None if worst.mismatch else worst.ratio,
+        bound=gate.noise_factor,
         unit="x",
         n=rows,
     )
@@ -78,6 +79,7 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
             f"limit {gate.weight_steps:.4g}, {len(evidence.weights)} weights"
         ),
         estimate=worst.steps,
+        bound=gate.weight_steps,
         unit="steps",
         n=sum(w.elements for w in evidence.weights),
     )

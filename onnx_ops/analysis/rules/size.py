@@ -22,6 +22,7 @@ def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
         verdict=Verdict.PASS if fits else Verdict.FAIL,
         reason=f"{size_text(evidence.size_bytes)} on disk, limit {size_text(gate.max)}",
         estimate=float(evidence.size_bytes),
+        bound=float(gate.max),
         unit="B",
         n=1,
     )
