@@ -19,7 +19,8 @@ FILE = "onnx-ops.toml"
 class Settings:
     """Where state lives and how services are reached. Every default is below `state`.
 
-    `store` and `ledger` are paths or fsspec URLs; `tracking_uri` is MLflow's. `signing` is `auto` (the key file is
+    `store` and `ledger` are paths or fsspec URLs; `tracking_uri` is MLflow's, and `mlflow_url` where people open its
+    pages if that is another address. `signing` is `auto` (the key file is
     made on first use), `required` (it must exist) or `off` (runs stop at the gates). `trusted_keys` is a folder of
     public keys; the signer's own is always trusted where signing is on.
     """
@@ -30,6 +31,7 @@ class Settings:
     store: str
     ledger: str
     tracking_uri: str
+    mlflow_url: str
     artifacts: str
     signing: str
     signing_key: Path
@@ -48,7 +50,17 @@ class Settings:
         return self.root / "configs" / "targets"
 
 
-_KEYS = ("state", "store", "ledger", "tracking_uri", "artifacts", "signing", "signing_key", "trusted_keys")
+_KEYS = (
+    "state",
+    "store",
+    "ledger",
+    "tracking_uri",
+    "mlflow_url",
+    "artifacts",
+    "signing",
+    "signing_key",
+    "trusted_keys",
+)
 _SIGNING = ("auto", "required", "off")
 
 
@@ -126,6 +138,7 @@ def _complete(root: Path, profile: str, values: Mapping[str, str]) -> Settings:
         store=_place(root, values.get("store"), state / "store"),
         ledger=_place(root, values.get("ledger"), state / "ledger"),
         tracking_uri=values.get("tracking_uri") or f"sqlite:///{state / 'mlflow.db'}",
+        mlflow_url=values.get("mlflow_url", ""),
         artifacts=_place(root, values.get("artifacts"), state / "mlartifacts"),
         signing=signing,
         signing_key=key,

@@ -110,6 +110,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
             f"Awaiting promotion on {escape(target)}: set alias challenger-{escape(target)}, or: {escape(command)}"
         )
     from onnx_ops.operations.journal import siblings
+    from onnx_ops.wiring.summary import where_to_read
 
     for target in dict.fromkeys(c.target for c in summary.choices):
         for state in siblings(project.ports, registration.model, target):
@@ -119,6 +120,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
                 continue
             told = f"{stable.name} ({stable.variant}) at {address}/v2/models/{registration.model}"
             out.print(f"Endpoint [bold]{escape(state.endpoint)}[/bold] serves {escape(told)}", soft_wrap=True)
+    out.print(f"Report: {escape(where_to_read(registration))}", soft_wrap=True)
     out.print(f"Evidence: {escape(registration.where)}", soft_wrap=True)
 
 

@@ -75,7 +75,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What the register stage did: version by variant, and the choice of each target. `run` is the stage's key."""
+    """What the register stage did: version by variant, and the choice of each target.
+
+    `run` is the stage's key; `report` the address of the release's report, if the registry has pages.
+    """
 
     run: Digest
     model: str
@@ -83,3 +86,4 @@ class Registration:
     versions: Mapping[str, str]
     choices: tuple[Choice, ...]
     where: str
+    report: str = ""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from onnx_ops.domain.release import Choice
 from onnx_ops.reporting.description import ResultRow, result_table
-from onnx_ops.wiring.summary import Summary
+from onnx_ops.wiring.summary import Summary, where_to_read
 
 
 def publish_tables(summary: Summary) -> None:
-    """`<pipeline>-gates`: variant × target × gate with verdict and figure; `<pipeline>-choices`: one row a target.
+    """`<pipeline>-gates`: variant × target × gate with verdict and figure; `<pipeline>-choices`: one row a target;
+    `<pipeline>-report`: where the release's report can be read.
 
     Nothing is published for a run that judged nothing.
     """
@@ -24,6 +25,14 @@ def publish_tables(summary: Summary) -> None:
     create_table_artifact(
         choices, key=f"{summary.pipeline}-choices", description=f"What {summary.pipeline} serves on each target."
     )
+
+    if summary.registration is not None:
+        place = where_to_read(summary.registration)
+        create_markdown_artifact(
+            f"[Report of the release]({place})" if "://" in place else f"Write the report out: `{place}`",
+            key=f"{summary.pipeline}-report",
+            description=f"What was measured about the last release of {summary.pipeline}, and why it was decided so.",
+        )
 
 
 def _gate_row(row: ResultRow) -> dict[str, str]:

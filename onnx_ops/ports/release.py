@@ -63,6 +63,15 @@ class Registry(Protocol):
         """How a person opens this registry."""
         ...
 
+    def page(self, model: str, version: str, name: str) -> str:
+        """Address at which a person reads that evidence document of the version; empty if there are no such pages.
+
+        Raises:
+            NotFound: there is no such version.
+            ServiceUnavailable: the registry does not answer.
+        """
+        ...
+
 
 class Ledger(Protocol):
     """Append-only logs, one per endpoint. Two writers that follow the same entry cannot both win."""

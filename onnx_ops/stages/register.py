@@ -48,6 +48,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         versions=versions,
         choices=chosen,
         where=registry.where(settings["model"]),
+        report=registry.page(settings["model"], next(iter(versions.values())), REPORT),
     )
     return Manifest(files={"registration.json": put_document(ports.store, registration)})
 

@@ -154,6 +154,10 @@ class FakeRegistry:
     def where(self, model: str) -> str:
         return f"memory:{model}"
 
+    def page(self, model: str, version: str, name: str) -> str:
+        self._version(model, version)
+        return ""
+
     def replace_record(self, record: VersionRecord) -> None:
         """What a forger would do: the version says from now on what `record` says."""
         self._version(record.model, record.version).record = record

@@ -226,6 +226,13 @@ class RegistrySuite:
     def test_a_person_is_told_where_to_look(self, registry: Registry) -> None:
         assert registry.where(_unique())
 
+    def test_a_page_is_an_address_or_nothing(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        registry.publish(publication(tmp_path, model=model, seed="a"))
+        page = registry.page(model, "1", "report.html")
+        assert page == "" or (page.startswith(("http://", "https://")) and page.endswith("report.html"))
+        _assert_raises(NotFound, registry.page, model, "2", "report.html")
+
 
 def _unique() -> str:
     return f"linear-{uuid.uuid4().hex[:12]}"

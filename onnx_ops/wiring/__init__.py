@@ -64,7 +64,11 @@ def _registry(settings: Settings) -> Registry:
     from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
     direct = "://" in settings.tracking_uri and not settings.tracking_uri.startswith(("http://", "https://"))
-    return MlflowRegistry(settings.tracking_uri, artifact_root=settings.artifacts if direct else None)
+    return MlflowRegistry(
+        settings.tracking_uri,
+        artifact_root=settings.artifacts if direct else None,
+        public_url=settings.mlflow_url or None,
+    )
 
 
 def _signer(settings: Settings) -> Signer | None:

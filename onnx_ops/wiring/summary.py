@@ -35,6 +35,12 @@ _ORDER = (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE)
 """Which verdict names the exit code when several targets have no choice."""
 
 
+def where_to_read(registration: Registration) -> str:
+    """Address of the release's report, or the command that writes it out where the registry has no pages."""
+    version = next(iter(registration.versions.values()))
+    return registration.report or f"onnx-ops report {registration.model}/{version}"
+
+
 def summarise(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
     """Everything a person or a machine wants to know about a finished run."""
     gates = [stage for stage in result.plan.stages if stage.kind is StageKind.GATE]

@@ -108,6 +108,20 @@ class TestOnAServer(RegistrySuite):
     def test_the_page_of_the_model(self, registry: MlflowRegistry, mlflow_server: tuple[str, Path]) -> None:
         assert registry.where("digits mlp") == f"{mlflow_server[0]}/#/models/digits%20mlp"
 
+    def test_the_description_links_the_report(
+        self, registry: MlflowRegistry, mlflow_server: tuple[str, Path], tmp_path: Path
+    ) -> None:
+        release = publication(tmp_path, model="reported", seed="a")
+        (tmp_path / "report.html").write_text("<p>all gates passed</p>")
+        record = dataclasses.replace(release.variants[0], evidence={"report.html": tmp_path / "report.html"})
+        version = registry.publish(dataclasses.replace(release, variants=(record,)))["fp32"]
+        page = registry.page("reported", version, "report.html")
+        assert page.startswith(f"{mlflow_server[0]}/#/experiments/")
+        client = registry._mlflow._client
+        assert f"[Report]({page.removeprefix(mlflow_server[0] + '/')})" in (
+            client.get_model_version("reported", version).description
+        )
+
 
 class Killed(BaseException):
     """What `kill -9` looks like from inside: nothing of the program runs afterwards that handles errors."""

@@ -180,7 +180,7 @@ def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
     wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(tables())]))
     with get_client(sync_client=True) as client:
         found = {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=wanted)}
-    assert set(found) == {"digits-mlp-gates", "digits-mlp-choices"}
+    assert set(found) == {"digits-mlp-gates", "digits-mlp-choices", "digits-mlp-report"}
     gates = yaml.safe_load(str(found["digits-mlp-gates"].data))
     assert [(row["variant"], row["gate"], row["verdict"]) for row in gates] == [
         ("int8", "latency", "PASS"),
@@ -190,6 +190,7 @@ def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
     assert gates[0]["figure"] == "0.8× [0.78, 0.82]×"
     (choice,) = yaml.safe_load(str(found["digits-mlp-choices"].data))
     assert (choice["variant"], choice["version"]) == ("int8", "5")
+    assert "`onnx-ops report digits-mlp/4`" in str(found["digits-mlp-report"].data)
 
 
 def test_a_run_that_judged_nothing_leaves_no_tables(prefect_server: None) -> None:

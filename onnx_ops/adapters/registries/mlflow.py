@@ -180,8 +180,8 @@ class MlflowRegistry:
 
     def where(self, model: str) -> str:
         """The page of the model, or the command that opens MLflow on this database."""
-        if self._public_url or not self._mlflow.is_database:
-            return f"{self._public_url or self._mlflow.shown.rstrip('/')}/#/models/{quote(model, safe='')}"
+        if pages := self._pages():
+            return f"{pages}/#/models/{quote(model, safe='')}"
         path = self._mlflow.sqlite_path()
         command = [
             _program(),
@@ -196,6 +196,18 @@ class MlflowRegistry:
             "5000",
         ]
         return shlex.join(command)
+
+    def page(self, model: str, version: str, name: str) -> str:
+        """The document among the artifacts of the version's run; empty on a database without `public_url`."""
+        run_id = self._version(model, version).run_id
+        if not (pages := self._pages()):
+            return ""
+        with self._mlflow.session(f"{model} version {version}") as client:
+            experiment = client.get_run(run_id).info.experiment_id
+        return f"{pages}/#/experiments/{experiment}/runs/{run_id}/artifacts/{quote(name)}"
+
+    def _pages(self) -> str:
+        return self._public_url or ("" if self._mlflow.is_database else self._mlflow.shown.rstrip("/"))
 
     def _root(self, given: str | None) -> str:
         if given is not None:

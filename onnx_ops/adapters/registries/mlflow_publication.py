@@ -280,7 +280,9 @@ class Publisher:
         return {key: value for key, value in tags.items() if value}
 
     def _description(self, record: VariantRecord, run_id: str) -> str:
-        link = f"\n\n[Evidence run]({self._pages}#/experiments/{self._experiment}/runs/{run_id}/artifacts)"
+        run = f"{self._pages}#/experiments/{self._experiment}/runs/{run_id}/artifacts"
+        reports = [f"[Report]({run}/{name}) · " for name in sorted(record.evidence) if name.endswith(".html")]
+        link = f"\n\n{''.join(reports)}[Evidence run]({run})"
         note = "\n\nCut here; the evidence holds the whole."
         text = record.description
         if len(text) + len(link) > DESCRIPTION_LIMIT:
