@@ -17,11 +17,17 @@ from onnx_ops.errors import MeasurementFailure
 
 Floats = npt.NDArray[np.float64]
 
-LOOKS = (5, 10, 20)
+LOOKS = (5, 10, 20, 40)
 """Session pairs after which the samples may be looked at. Each look spends an equal share of the error rate."""
 
 ALPHA = 0.05
 """One-sided error rate of a whole comparison."""
+
+BLOCKS = (8, 32)
+"""Fewest and most pairs of blocks in a session pair."""
+
+_SESSION_NOISE = 0.012
+"""Standard deviation of log ratios between pairs of sessions of one model, however long they are timed."""
 
 _EXACT_UP_TO = 50
 _FEWEST_RUNS = 3
@@ -145,7 +151,7 @@ def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: flo
 def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: float = ALPHA) -> Comparison:
     """PASS if B is surely less than `1 + tolerance` times as slow as A, FAIL if it surely is more.
 
-    Each look is entitled to alpha / 3 a side, so that three looks together stay below alpha (Bonferroni).
+    Each look is entitled to an equal share of alpha a side, so that all together stay below it (Bonferroni).
 
     Args:
         log_ratios: `block_log_ratios`, one sequence for each session pair; at least one.
@@ -213,6 +219,20 @@ def needs_more(
 def next_look(pairs: int) -> int:
     """Session pairs at the look that follows `pairs`; the last look if none does."""
     return LOOKS[min(bisect.bisect_right(LOOKS, pairs), len(LOOKS) - 1)]
+
+
+def blocks_needed(self_log_ratios: Sequence[Sequence[float]]) -> int:
+    """Pairs of blocks after which the noise between blocks adds no more than that between sessions does.
+
+    A machine whose speed changes from one millisecond to the next is averaged over more blocks of the same sessions,
+    which cost less than new sessions. The noise is read from the baseline against itself, so that what a candidate
+    measures has no part in how long it is measured.
+    """
+    spreads = [float(np.std(pair, ddof=1)) for pair in self_log_ratios if len(pair) > 1]
+    if not spreads:
+        return BLOCKS[0]
+    median_noise = math.sqrt(math.pi / 2) * float(np.median(spreads))
+    return min(max(BLOCKS[0], math.ceil((median_noise / _SESSION_NOISE) ** 2)), BLOCKS[1])
 
 
 def quantile_gate(

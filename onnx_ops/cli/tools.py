@@ -118,7 +118,7 @@ def bench(
 ) -> None:
     """Time A alone, or tell by a paired comparison whether B is slower than A.
 
-    With B both models are timed now, side by side, in 5 to 20 pairs of fresh sessions, and A against itself for the
+    With B both models are timed now, side by side, in 5 to 40 pairs of fresh sessions, and A against itself for the
     noise of this machine. Alone: quantiles of single runs, load time and first run of fresh sessions.
 
     Exit code: 0 within the limit, 1 slower, 2 wrong input, 3 inconclusive (a noisy machine), 4 not measured.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -187,8 +188,7 @@ def bench_pair(
     )
     comparison = timing.comparisons[0]
     evidence = _evidence(runtime, target, b, facts, comparison, conditions())
-    times, lost = (timing.raw[f"{A}/{kind}"] for kind in ("nanoseconds", "preempted"))
-    return _paired(evidence, comparison, max_regression, _side_medians(times, lost), _rows(feed))
+    return _paired(evidence, comparison, max_regression, _side_medians(timing.raw), _rows(feed))
 
 
 def _evidence(
@@ -281,11 +281,15 @@ def _quantile(nanoseconds: Array, q: float) -> Figure:
     return Figure(seconds=found.quantile, low=found.low, high=high, n=found.runs)
 
 
-def _side_medians(times: Array, lost: Array) -> tuple[float, float]:
-    """Seconds of A and B over all blocks, without the runs that were preempted."""
+def _side_medians(raw: Mapping[str, Array]) -> tuple[float, float]:
+    """Seconds of A and B over all blocks of all looks, without the runs that were preempted."""
+    looks = [name.removesuffix("/nanoseconds") for name in raw if re.fullmatch(rf"{A}/look-\d+/nanoseconds", name)]
     sides = []
     for side in (0, 1):
-        ns, gone = times[:, :, side].ravel(), lost[:, :, side].ravel().astype(bool)
+        ns, gone = (
+            np.concatenate([raw[f"{look}/{kind}"][:, :, side].ravel() for look in looks])
+            for kind in ("nanoseconds", "preempted")
+        )
         sides.append(float(np.median(ns if gone.all() else ns[~gone])) / 1e9)
     return sides[0], sides[1]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.analysis.latency import LOOKS, block_log_ratios, needs_more, next_look
+from onnx_ops.analysis.latency import LOOKS, block_log_ratios, blocks_needed, needs_more, next_look
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
 from onnx_ops.domain.target import Target
@@ -81,36 +81,32 @@ def time_against(timing: Timing, race: Race, against: str) -> Timing:
     measured = 0
     while measured < LOOKS[-1]:
         goal = next_look(measured)
-        schedule = PairSchedule(pairs=goal - measured, seed=race.seed + measured)
+        schedule = PairSchedule(pairs=goal - measured, blocks=blocks_needed(_ratios(selves)), seed=race.seed + measured)
         pairs.append(race.runtime.pair(race.baseline, race.candidate, race.target, race.feed, schedule))
         selves.append(race.runtime.pair(race.baseline, race.baseline, race.target, race.feed, schedule))
         measured = goal
         if not needs_more(_ratios(pairs), _ratios(selves), race.tolerances):
             break
-    times, lost = _joined(pairs)
-    self_times, self_lost = _joined(selves)
     comparison = LatencyComparison(
         against=against,
         baseline=digest_file(race.baseline),
         log_ratios=_ratios(pairs),
         self_log_ratios=_ratios(selves),
-        runs=int(times.size),
-        preempted=int(lost.sum()),
+        runs=sum(int(s.nanoseconds.size) for s in pairs),
+        preempted=sum(int(s.preempted.sum()) for s in pairs),
     )
     raw = {
-        f"{against}/nanoseconds": times,
-        f"{against}/preempted": lost,
-        f"{against}/self/nanoseconds": self_times,
-        f"{against}/self/preempted": self_lost,
+        f"{against}{side}/look-{look}/{name}": array
+        for side, measured_pairs in (("", pairs), ("/self", selves))
+        for look, samples in enumerate(measured_pairs, start=1)
+        for name, array in (("nanoseconds", samples.nanoseconds), ("preempted", samples.preempted.astype(bool)))
     }
     return replace(timing, comparisons=(*timing.comparisons, comparison), raw={**timing.raw, **raw})
 
 
-def _joined(samples: Sequence[PairSamples]) -> tuple[Any, Any]:
-    times = np.concatenate([s.nanoseconds for s in samples])
-    return times, np.concatenate([s.preempted for s in samples]).astype(bool)
-
-
 def _ratios(samples: Sequence[PairSamples]) -> tuple[tuple[float, ...], ...]:
-    times, lost = _joined(samples)
-    return tuple(tuple(float(x) for x in pair) for pair in block_log_ratios(times, lost))
+    return tuple(
+        tuple(float(x) for x in pair)
+        for look in samples
+        for pair in block_log_ratios(look.nanoseconds, look.preempted.astype(bool))
+    )

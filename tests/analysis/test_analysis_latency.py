@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from onnx_ops.analysis.latency import (
+    BLOCKS,
     LOOKS,
     block_log_ratios,
+    blocks_needed,
     compare,
     faster,
     hodges_lehmann,
@@ -33,17 +35,26 @@ Blocks = npt.NDArray[np.float64]
 SESSION_SD = 0.012
 RUN_SD = 0.05
 PREEMPTED_SHARE, PREEMPTED_COST = 0.05, 29.0
+SLOW_SPELL, SPELL_CHANGES = 2.0, 0.4
 
 
-def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> Blocks:
-    """Block log ratios of shape (trials, pairs, blocks), made from raw runs on a noisy host."""
+def simulate(
+    trials: int, ratio: float, seed: int, *, flagged: float = 1.0, blocks: int = BLOCKS[0], spells: bool = False
+) -> Blocks:
+    """Block log ratios of shape (trials, pairs, blocks), made from raw runs on a noisy host.
+
+    With `spells` the host halves its speed for a few blocks at a time, as one does whose cores are shared.
+    """
     rng = np.random.default_rng(seed)
-    shape = (trials * LOOKS[-1], 4, 2, 10)
+    shape = (trials * LOOKS[-1], blocks, 2, 10)
     nanoseconds = 1e5 * np.exp(rng.normal(0, RUN_SD, shape))
+    if spells:
+        turns = (rng.random((shape[0], blocks * 2)) < SPELL_CHANGES).cumsum(axis=1) + rng.integers(0, 2, (shape[0], 1))
+        nanoseconds *= np.where(turns % 2, SLOW_SPELL, 1.0).reshape(shape[0], blocks, 2, 1)
     slow = rng.random(shape) < PREEMPTED_SHARE
     nanoseconds[slow] *= PREEMPTED_COST
     nanoseconds[:, :, 1] *= ratio * np.exp(rng.normal(0, SESSION_SD, (shape[0], 1, 1)))
-    return block_log_ratios(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], 4)
+    return block_log_ratios(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], blocks)
 
 
 def decide(candidate: Blocks, itself: Blocks, tolerance: float) -> tuple[Verdict, int]:
@@ -139,6 +150,34 @@ class TestErrorRates:
         assert np.mean(pairs) < 10
 
 
+class TestUnsteadyHost:
+    """A host whose speed doubles and halves between blocks."""
+
+    @staticmethod
+    def rates(ratio: float, blocks: int, seed: int, *, trials: int = 200) -> dict[Verdict, float]:
+        itself = simulate(trials, 1.0, seed, blocks=blocks, spells=True)
+        candidates = simulate(trials, ratio, seed + 1, blocks=blocks, spells=True)
+        verdicts = [decide(c, a, 0.05)[0] for c, a in zip(candidates, itself, strict=True)]
+        return {verdict: verdicts.count(verdict) / trials for verdict in Verdict}
+
+    def test_asks_for_more_blocks_where_speed_changes_between_them(self) -> None:
+        steady, unsteady = (simulate(1, 1.0, 11, spells=spells)[0, :5].tolist() for spells in (False, True))
+        assert BLOCKS[0] <= blocks_needed(steady) < BLOCKS[1]
+        assert blocks_needed(unsteady) == BLOCKS[1]
+
+    def test_nothing_measured_asks_for_the_fewest(self) -> None:
+        assert blocks_needed([]) == blocks_needed([[0.1]]) == BLOCKS[0]
+
+    def test_more_blocks_decide_what_few_leave_open(self) -> None:
+        few, many = (self.rates(1.10, blocks, 12) for blocks in (4, BLOCKS[1]))
+        assert few[Verdict.FAIL] < 0.5
+        assert many[Verdict.FAIL] >= 0.99
+
+    def test_equal_models_do_not_fail(self) -> None:
+        assert self.rates(1.0, BLOCKS[0], 14)[Verdict.FAIL] <= 0.01
+        assert self.rates(1.02, BLOCKS[1], 16)[Verdict.FAIL] <= 0.01
+
+
 class TestCompare:
     def test_gives_ratios(self) -> None:
         found = compare([[math.log(2.0)] * 4] * 10, tolerance=0.05)
@@ -200,7 +239,7 @@ class TestSelfTest:
 
 class TestLooks:
     def test_each_look_follows_the_one_before(self) -> None:
-        assert [next_look(n) for n in (0, 4, 5, 10, 20, 25)] == [5, 5, 10, 20, 20, 20]
+        assert [next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 10, 20, 40, 40, 40]
 
     def test_stops_when_everything_is_decided(self) -> None:
         quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
@@ -216,7 +255,7 @@ class TestLooks:
 
     def test_goes_on_between_looks_and_stops_after_the_last(self) -> None:
         assert needs_more([[-0.3]] * 7, [[0.0]] * 7, [0.05])
-        assert not needs_more([[0.05], [0.04]] * 10, [[0.0]] * 20, [0.05])
+        assert not needs_more([[0.05], [0.04]] * 20, [[0.0]] * 40, [0.05])
 
 
 class TestBlocks:

@@ -319,8 +319,8 @@ class TestBench:
         )
         assert found.verdict is Verdict.INCONCLUSIVE
         assert "noisy host" in found.decision.reason
-        assert len(found.ratios) == 20
-        assert len(told) == 6
+        assert len(found.ratios) == 40
+        assert len(told) == 8
 
     def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))

@@ -85,13 +85,14 @@ class OnnxRuntime:
         shape = (schedule.pairs, schedule.blocks, 2, schedule.runs)
         nanoseconds = np.zeros(shape, dtype=np.int64)
         preempted = np.zeros(shape, dtype=bool)
-        for pair in range(schedule.pairs):
-            sides = _fresh_pair((baseline, candidate), target, feed, bool(order.integers(2)), schedule.warmup)
-            with _undisturbed():
+        models = (baseline, candidate)
+        with _undisturbed():
+            for pair in range(schedule.pairs):
+                sides = _fresh_pair(models, target, feed, bool(order.integers(2)), schedule.warmup)
                 for block in range(schedule.blocks):
                     first = int(order.integers(2))
                     for side in (first, 1 - first):
-                        with _failures((baseline, candidate)[side]):
+                        with _failures(models[side]):
                             samples = [sides[side]() for _ in range(schedule.runs)]
                         nanoseconds[pair, block, side] = [ns for ns, _ in samples]
                         preempted[pair, block, side] = [lost for _, lost in samples]
