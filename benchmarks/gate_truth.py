@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few trials: shows gross breaks, not rates")
     parser.add_argument("--only", choices=GATES, help="one gate")
-    parser.add_argument("--trials", type=int, help="latency trials of each slow-down (300, quick 20)")
+    parser.add_argument("--trials", type=int, help="latency trials of each slow-down (300, quick 6)")
     options = parser.parse_args()
     claims: list[Claim] = []
     for gate in [options.only] if options.only else GATES:

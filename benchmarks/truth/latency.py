@@ -35,7 +35,7 @@ WIDTH = 48
 EXTRA = {"A/A": 0, "+2 %": 2, "+10 %": 10}
 """Layers more than the baseline's, by the slow-down that they stand for."""
 
-TRIALS, QUICK_TRIALS = 300, 20
+TRIALS, QUICK_TRIALS = 300, 6
 DECISION_LIMIT_S = 1.0
 TARGET = Target(name="truth")
 _BUSY_S, _IDLE_S = (0.005, 0.1), (0.02, 0.4)
@@ -71,16 +71,15 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
     claims = [claim for cell in cells for claim in _claims(cell, quick)]
     quiet = next(cell for cell in cells if cell.load == "as it is" and cell.slowdown == "A/A")
     median = statistics.median(quiet.seconds)
-    return [
-        *claims,
-        Claim(
-            gate="latency",
-            what="median time to decision, A/A",
-            bound=f"< {DECISION_LIMIT_S:g} s",
-            figure=f"{median:.2f} s",
-            held=median < DECISION_LIMIT_S,
-        ),
-    ]
+    # How long it takes is the machine's affair: only the full run, which is made on a quiet one, promises it.
+    promise = Claim(
+        gate="latency",
+        what="median time to decision, A/A",
+        bound=f"< {DECISION_LIMIT_S:g} s",
+        figure=f"{median:.2f} s",
+        held=median < DECISION_LIMIT_S,
+    )
+    return claims if quick else [*claims, promise]
 
 
 def write_layers(path: Path, extra: int) -> Path:
