@@ -21,11 +21,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.analysis.rules.latency import judge_latency
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.evidence import LatencySamples
 from onnx_ops.domain.gate import LatencyGate, Verdict
 from onnx_ops.domain.target import Target
 from onnx_ops.ports import Tensors
-from onnx_ops.stages.timing import Race, Timing, time_against
+from onnx_ops.stages.timing import Race, time_against
 from truth.claims import Claim, at_least, at_most, table
 from truth.evidence import evidence
 
@@ -39,7 +38,6 @@ TRIALS, QUICK_TRIALS = 300, 6
 DECISION_LIMIT_S = 1.0
 TARGET = Target(name="truth")
 _BUSY_S, _IDLE_S = (0.005, 0.1), (0.02, 0.4)
-_UNTIMED = Timing(latency=LatencySamples(batch=1, runs=0, preempted=0, quantiles_ns={}))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,14 +138,15 @@ def _trial(cell: Cell, baseline: Path, candidate: Path, feed: Tensors, seed: int
         target=TARGET,
         baseline=baseline,
         candidate=candidate,
+        against="champion",
         feed=feed,
         seed=1000 * seed,
-        tolerances=(LIMIT,),
+        tolerances={"latency": (LIMIT,)},
     )
     begun = time.perf_counter()
-    timing = time_against(_UNTIMED, race, "champion")
+    comparison, _ = time_against(race)
     cell.seconds.append(time.perf_counter() - begun)
-    found = evidence(baseline="champion", comparisons=timing.comparisons, raw=Digest(""))
+    found = evidence(baseline="champion", comparisons=(comparison,), raw=Digest(""))
     (result,) = judge_latency(LatencyGate(max_regression=LIMIT), found)
     cell.verdicts[result.verdict] += 1
     cell.noisy += result.reason.startswith(("noisy host", "biased host"))

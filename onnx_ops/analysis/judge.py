@@ -14,15 +14,29 @@ from onnx_ops.analysis.rules.metric import judge_metric
 from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.analysis.rules.provider import judge_provider
 from onnx_ops.analysis.rules.size import judge_size
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, ParityMeasurement
+from onnx_ops.analysis.rules.starts import judge_cold_start, judge_memory
+from onnx_ops.analysis.rules.throughput import judge_throughput
+from onnx_ops.domain.evidence import (
+    Evidence,
+    LatencyComparison,
+    PairedRatios,
+    ParityMeasurement,
+    Starts,
+    Throughput,
+    gate_of,
+    throughput_figure,
+)
 from onnx_ops.domain.gate import (
+    ColdStartGate,
     Decision,
     Gate,
     GateResult,
     LatencyGate,
+    MemoryGate,
     MetricGate,
     ParityGate,
     SizeGate,
+    ThroughputGate,
     Verdict,
 )
 from onnx_ops.domain.pipeline import EXPORT
@@ -68,6 +82,12 @@ def _apply(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
             return judge_metric(gate, evidence)
         case LatencyGate():
             return judge_latency(gate, evidence)
+        case ThroughputGate():
+            return judge_throughput(gate, evidence)
+        case ColdStartGate():
+            return judge_cold_start(gate, evidence)
+        case MemoryGate():
+            return judge_memory(gate, evidence)
         case SizeGate():
             return judge_size(gate, evidence)
         case _:
@@ -82,6 +102,9 @@ def _sound(evidence: Evidence) -> Evidence:
         export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _measured(m)),
         weights=tuple(w for w in evidence.weights if math.isfinite(w.steps)),
         comparisons=tuple(c for c in evidence.comparisons if _compared(c)),
+        ratios=tuple(r for r in evidence.ratios if _compared(r)),
+        throughput=tuple(t for t in evidence.throughput if _counted(t)),
+        starts=evidence.starts if evidence.starts and _started(evidence.starts) else None,
     )
 
 
@@ -96,13 +119,27 @@ def _not_numbers(evidence: Evidence) -> Iterator[GateResult]:
         yield _error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
         yield _error("latency", "a quantile is not a number", "quantiles")
+    for r in sorted((r for r in evidence.ratios if not _compared(r)), key=lambda r: (r.figure, r.against)):
+        yield _error(gate_of(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
+    for t in (t for t in evidence.throughput if not _counted(t)):
+        yield _error("throughput", "a rate is not a positive number", throughput_figure(t.concurrency))
+    if evidence.starts and not _started(evidence.starts):
+        yield _error("cold_start", "a figure of a fresh process is not a positive number", "processes")
 
 
 def _measured(m: ParityMeasurement) -> bool:
     return all(map(math.isfinite, (m.error, m.noise, m.ratio)))
 
 
-def _compared(c: LatencyComparison) -> bool:
+def _counted(t: Throughput) -> bool:
+    return all(0 < rate < math.inf for rate in t.per_second)
+
+
+def _started(s: Starts) -> bool:
+    return all(0 < value < math.inf for value in (*s.load_s, *s.first_s, *s.peak_bytes))
+
+
+def _compared(c: LatencyComparison | PairedRatios) -> bool:
     return all(math.isfinite(v) for pairs in (c.log_ratios, c.self_log_ratios) for pair in pairs for v in pair)
 
 

@@ -46,7 +46,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantileComparison:
-    """A quantile against a limit, in seconds. `needed` runs let it pass if no further run exceeds the limit."""
+    """A quantile against a limit, in its unit. `needed` runs let it pass if no further run exceeds the limit."""
 
     verdict: Verdict
     quantile: float
@@ -238,32 +238,37 @@ def blocks_needed(self_log_ratios: Sequence[Sequence[float]]) -> int:
 def quantile_gate(
     samples_ns: npt.ArrayLike, q: float, limit_s: float, *, confidence: float = 0.95
 ) -> QuantileComparison:
-    """Quantile `q` of single runs against an absolute limit, by the binomial distribution of its exceedances.
+    """`quantile_limit` of single runs: samples in nanoseconds, limit and result in seconds."""
+    return quantile_limit(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s, confidence=confidence)
+
+
+def quantile_limit(samples: npt.ArrayLike, q: float, limit: float, *, confidence: float = 0.95) -> QuantileComparison:
+    """Quantile `q` of independent samples against an upper limit, by the binomial distribution of its exceedances.
 
     The bounds are order statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2), so nothing is
-    assumed about the shape of the latencies. Fewer runs than could ever pass (299 for the 99th percentile at 95 %)
-    are INCONCLUSIVE.
+    assumed about the shape of the distribution. Fewer samples than could ever pass (299 for the 99th percentile at
+    95 %, 5 for the median) are INCONCLUSIVE.
 
     Args:
-        samples_ns: shape (runs,), nanoseconds.
+        samples: shape (runs,), in any unit.
         q: between 0 and 1.
-        limit_s: seconds.
+        limit: in the unit of the samples.
         confidence: of each one-sided bound.
     """
-    seconds = np.sort(np.asarray(samples_ns, dtype=np.float64)) / 1e9
-    runs = len(seconds)
-    exceeding = int((seconds > limit_s).sum())
+    values = np.sort(np.asarray(samples, dtype=np.float64))
+    runs = len(values)
+    exceeding = int((values > limit).sum())
     below = special.bdtr(np.arange(runs), runs, q) if runs else np.empty(0)
     upper = int(np.searchsorted(below, confidence))
     lower = int(np.searchsorted(below, 1 - confidence, side="right"))
-    high = float(seconds[upper]) if upper < runs else math.inf
-    low = float(seconds[lower - 1]) if 0 < lower <= runs else 0.0
+    high = float(values[upper]) if upper < runs else math.inf
+    low = float(values[lower - 1]) if 0 < lower <= runs else 0.0
     verdict = Verdict.INCONCLUSIVE
     if runs >= samples_needed(q, confidence=confidence):
-        verdict = Verdict.PASS if high <= limit_s else Verdict.FAIL if low > limit_s else verdict
+        verdict = Verdict.PASS if high <= limit else Verdict.FAIL if low > limit else verdict
     return QuantileComparison(
         verdict=verdict,
-        quantile=float(np.quantile(seconds, q)) if runs else math.nan,
+        quantile=float(np.quantile(values, q)) if runs else math.nan,
         low=low,
         high=high,
         runs=runs,

@@ -18,10 +18,17 @@ from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.graph.survey import Survey
 from onnx_ops.reporting.figures import format_figure, format_interval, number
 from onnx_ops.reporting.textplot import ratio_plot
-from onnx_ops.stages.bench import Alone, Figure, Paired
+from onnx_ops.stages.bench import PER_SECOND, Alone, Figure
+from onnx_ops.stages.bench_pair import Paired, Versus
 from onnx_ops.stages.compare import RULE, Difference, Parity
 
 _COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
+
+_RUNS = "single runs that kept their core"
+_PROCESSES = "fresh processes, file in the page cache; median"
+_UNDER_LOAD = "fresh sessions under that many requests; median"
+_OF = {"p50": _RUNS, "p90": _RUNS, "p99": _RUNS, "load": _PROCESSES, "first": _PROCESSES, "peak": _PROCESSES}
+"""What the figures of one model are of; those that are not named are throughputs."""
 
 
 def survey_document(path: Path, found: Survey, targets: Mapping[str, str]) -> dict[str, Any]:
@@ -107,32 +114,36 @@ def alone_report(found: Alone, model: Path, target: str) -> None:
     table = Table(title=escape(f"{model.name} on {target}, {rows} a request"), title_justify="left")
     for name in ("figure", "value", "interval", "n", "of"):
         table.add_column(name, justify="right" if name in ("value", "n") else "left")
-    for name, figure in found.quantiles.items():
-        table.add_row(name, *_cells(figure), "single runs that kept their core; 95 % bounds")
-    table.add_section()
-    table.add_row("load", *_cells(found.load), "fresh sessions, file in memory; median, least and most")
-    table.add_row("first run", *_cells(found.first), "fresh sessions; median, least and most")
+    of = ""
+    for name, figure in found.figures.items():
+        if of and of != _OF.get(name, _UNDER_LOAD):
+            table.add_section()
+        of = _OF.get(name, _UNDER_LOAD)
+        table.add_row(name, *_cells(figure), of)
     out.print(table)
+    out.print("Intervals: 95 % a side.", style="dim")
     share = found.preempted / found.runs if found.runs else 0.0
     out.print(f"{found.preempted} of {found.runs} runs were preempted ({100 * share:.2g}%) and left out.")
     out.print(escape(_machine(found.hardware, found.facts, found.conditions)), style="dim")
 
 
 def paired_document(found: Paired, a: Path, b: Path) -> dict[str, Any]:
-    evidence = found.evidence
+    evidence, latency = found.evidence, found.latency
     return {
         "tool": "bench",
-        "a": {"path": str(a), "median_s": found.medians[0]},
-        "b": {"path": str(b), "median_s": found.medians[1]},
+        "a": {"path": str(a), "median_s": latency.medians[0]},
+        "b": {"path": str(b), "median_s": latency.medians[1]},
         "target": evidence.target,
         "batch": found.batch,
         "verdict": found.verdict.value,
         "reason": found.decision.reason if found.verdict is not Verdict.PASS else found.decision.results[0].reason,
-        "ratio": {"estimate": found.ratio, "low": found.low, "high": found.high, "limit": found.limit},
+        "ratio": {"estimate": latency.ratio, "low": latency.low, "high": latency.high, "limit": latency.limit},
         "faster": found.faster,
-        "session_pairs": len(found.ratios),
-        "session_pair_ratios": list(found.ratios),
-        "noise": found.noise,
+        "session_pairs": len(latency.ratios),
+        "session_pair_ratios": list(latency.ratios),
+        "noise": latency.noise,
+        "figures": [codec.to_json(figure) for figure in found.figures],
+        "results": [codec.to_json(result) for result in found.decision.results],
         "evidence": codec.to_json(evidence),
         "exit_code": found.verdict.exit_code,
     }
@@ -143,14 +154,13 @@ def paired_report(found: Paired, a: Path, b: Path) -> None:
     comparison = found.evidence.comparisons[0]
     rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
     out.print(escape(f"{b.name} (B) against {a.name} (A) on {found.evidence.target}, {rows} a request"), style="bold")
-    for row in ratio_plot(found.ratios, estimate=found.ratio, low=found.low, high=found.high, limit=found.limit):
+    one = found.latency
+    for row in ratio_plot(one.ratios, estimate=one.ratio, low=one.low, high=one.high, limit=one.limit):
         out.print(escape(row), soft_wrap=True)
-    times = ", ".join(f"{side} {format_figure(s, 's')}" for side, s in zip("AB", found.medians, strict=True))
-    interval = format_interval(found.low, found.high, "x", near=found.ratio)
-    out.print(f"median {times}; B takes {format_figure(found.ratio, 'x')} {escape(interval)} the time of A")
-    noise = f"±{100 * found.noise:.2g}%" if found.noise is not None else "unknown"
+    for figure in found.figures:
+        out.print(escape(_versus(figure)), soft_wrap=True)
     lost = 100 * comparison.preempted / max(1, comparison.runs)
-    out.print(f"A against itself {noise}; {comparison.runs} runs, {lost:.3g}% preempted and left out")
+    out.print(f"latency: {comparison.runs} runs, {lost:.3g}% preempted and left out")
     facts = found.evidence.runtime
     if facts is not None:
         out.print(escape(_machine(found.evidence.hardware, facts, found.evidence.conditions)), style="dim")
@@ -162,6 +172,15 @@ def paired_report(found: Paired, a: Path, b: Path) -> None:
         out.print("B keeps the limit; that it is faster than A is not shown.")
 
 
+def _versus(one: Versus) -> str:
+    medians = ", ".join(f"{side} {format_figure(m, one.unit)}" for side, m in zip("AB", one.medians, strict=True))
+    interval = format_interval(one.low, one.high, "x", near=one.ratio)
+    what = "memory" if one.unit == "B" else "time per request" if one.unit == PER_SECOND else "time"
+    noise = f"±{100 * one.noise:.2g}%" if one.noise is not None else "unknown"
+    ratio = f"B takes {format_figure(one.ratio, 'x')} {interval} the {what} of A"
+    return f"{one.figure}: median {medians}; {ratio}; A against itself {noise}"
+
+
 def _figures(one: Difference) -> tuple[str, str]:
     if one.mismatch:
         return "mismatch", "none"
@@ -171,8 +190,8 @@ def _figures(one: Difference) -> tuple[str, str]:
 
 
 def _cells(figure: Figure) -> tuple[str, str, str]:
-    interval = format_interval(figure.low, figure.high, "s", near=figure.seconds)
-    return format_figure(figure.seconds, "s"), escape(interval), str(figure.n)
+    interval = format_interval(figure.low, figure.high, figure.unit, near=figure.value)
+    return format_figure(figure.value, figure.unit), escape(interval), str(figure.n)
 
 
 def _tensors(specs: Sequence[TensorSpec]) -> str:

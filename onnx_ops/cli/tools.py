@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from onnx_ops.errors import NotFound, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
+    from onnx_ops.domain.gate import Gate
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Ports, Tensors
     from onnx_ops.stages.probing import Samples
@@ -104,10 +105,22 @@ def compare(
 def bench(
     a: Annotated[Path, typer.Argument(help="The model, or the baseline of B.", show_default=False)],
     b: Annotated[Path | None, typer.Argument(help="The model that may not be slower.", show_default=False)] = None,
+    *,
     target: TargetName = "cpu-1t",
     max_regression: Annotated[
-        str | None, typer.Option(help="With B: how much slower it may be; 5% unless given.", show_default=False)
+        str | None,
+        typer.Option(
+            help="With B: how much worse each figure may be. Default: 5%, cold start 20%, memory 10%.",
+            show_default=False,
+        ),
     ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, max=256, help="Also the throughput with N requests at once.", metavar="N"),
+    ] = None,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Also load time, first inference and peak memory of fresh processes.")
+    ] = False,
     data: Data = None,
     batch: Annotated[int, typer.Option(min=1, max=100_000, help="Rows of one request.")] = 1,
     runs: Annotated[int, typer.Option(min=20, max=1_000_000, help="Without B: timed runs.")] = 800,
@@ -118,34 +131,48 @@ def bench(
 ) -> None:
     """Time A alone, or tell by a paired comparison whether B is slower than A.
 
-    With B both models are timed now, side by side, in 5 to 40 pairs of fresh sessions, and A against itself for the
-    noise of this machine. Alone: quantiles of single runs, load time and first run of fresh sessions.
+    With B both models are timed now, side by side, in pairs of fresh sessions (5 and up, until it is decided), and A
+    against itself for the noise of this machine. Alone: quantiles of single runs. --concurrency and --cold measure
+    more; with B the worst verdict counts.
 
-    Exit code: 0 within the limit, 1 slower, 2 wrong input, 3 inconclusive (a noisy machine), 4 not measured.
+    Exit code: 0 within the limits, 1 worse, 2 wrong input, 3 inconclusive (a noisy machine), 4 not measured.
 
-    Example: onnx-ops bench model.onnx model-int8.onnx --target cpu-1t --max-regression 5%
+    Example: onnx-ops bench model.onnx model-int8.onnx --target cpu-1t --max-regression 5% --concurrency 4
     """
+    from onnx_ops.stages.bench_pair import pair_gates
     from onnx_ops.stages.probing import shared_inputs
 
-    tolerance = _tolerance(max_regression, paired=b is not None)
+    gates = pair_gates(_tolerance(max_regression, paired=b is not None), concurrency=concurrency, cold=cold)
     ports, chosen = _bench_of(target)
     feed = _samples(shared_inputs(a, b), ports, data, dims, rows=batch, seed=seed).feed(batch)
     with _telling(quiet=quiet or as_json) as tell:
         show = (
-            _time_pair(ports, chosen, a, b, feed, tolerance, seed, tell)
+            _time_pair(ports, chosen, a, b, feed, gates, seed, tell)
             if b
-            else _time(ports, chosen, a, feed, runs, tell)
+            else _time(ports, chosen, a, feed, runs, gates, seed, tell)
         )
     raise typer.Exit(show(as_json))
 
 
-def _time(ports: Ports, target: Target, model: Path, feed: Tensors, runs: int, tell: Tell) -> Callable[[bool], int]:
+def _time(
+    ports: Ports, target: Target, model: Path, feed: Tensors, runs: int, gates: Sequence[Gate], seed: int, tell: Tell
+) -> Callable[[bool], int]:
     """Time one model; what is returned shows the result and gives the exit code."""
     from onnx_ops.cli.tool_reports import alone_document, alone_report
+    from onnx_ops.domain.measuring import asked_by
     from onnx_ops.stages.bench import bench as use_case
 
-    runtime = ports.runtime(target.runtime)
-    found = use_case(runtime, target, model, feed, runs=runs, conditions=ports.conditions, tell=tell)
+    found = use_case(
+        ports.runtime(target.runtime),
+        target,
+        model,
+        feed,
+        runs=runs,
+        conditions=ports.conditions,
+        asked=asked_by(gates),
+        seed=seed,
+        tell=tell,
+    )
 
     def show(as_json: bool) -> int:
         if as_json:
@@ -158,11 +185,11 @@ def _time(ports: Ports, target: Target, model: Path, feed: Tensors, runs: int, t
 
 
 def _time_pair(
-    ports: Ports, target: Target, a: Path, b: Path, feed: Tensors, tolerance: float, seed: int, tell: Tell
+    ports: Ports, target: Target, a: Path, b: Path, feed: Tensors, gates: Sequence[Gate], seed: int, tell: Tell
 ) -> Callable[[bool], int]:
     """Time B against A; what is returned shows the result and gives the exit code."""
     from onnx_ops.cli.tool_reports import paired_document, paired_report
-    from onnx_ops.stages.bench import bench_pair
+    from onnx_ops.stages.bench_pair import bench_pair
 
     found = bench_pair(
         ports.runtime(target.runtime),
@@ -170,7 +197,7 @@ def _time_pair(
         a,
         b,
         feed,
-        max_regression=tolerance,
+        gates=gates,
         conditions=ports.conditions,
         seed=seed,
         tell=tell,
@@ -224,15 +251,17 @@ def _sizes(dims: list[str]) -> dict[str, int]:
     return sizes
 
 
-def _tolerance(text: str | None, *, paired: bool) -> float:
+def _tolerance(text: str | None, *, paired: bool) -> float | None:
     from onnx_ops.spec.quantities import parse_quantity
 
-    if text is not None and not paired:
+    if text is None:
+        return None
+    if not paired:
         raise UserError(
             "there is nothing to compare with", where="--max-regression", remedy="Name two models: A.onnx B.onnx."
         )
     try:
-        value = float(parse_quantity(text or "5%", "1"))
+        value = float(parse_quantity(text, "1"))
     except ValueError as error:
         raise UserError(str(error), where="--max-regression") from error
     if value <= 0:

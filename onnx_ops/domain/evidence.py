@@ -115,6 +115,61 @@ class LatencySamples:
     sorted_ns: tuple[int, ...] = ()
 
 
+def throughput_figure(concurrency: int) -> str:
+    """What `PairedRatios` and gate results call the time per request with that many requests in flight."""
+    return f"concurrency {concurrency}"
+
+
+def gate_of(figure: str) -> str:
+    """The kind of gate that judges a figure of `PairedRatios`."""
+    return {"load": "cold_start", "first": "cold_start", "peak": "memory"}.get(figure, "throughput")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedRatios:
+    """A figure other than latency of the variant (B) over that of another model (A), measured in turns, now.
+
+    `figure` is a `throughput_figure`, `load` or `first` (durations of a fresh process), or `peak` (its memory).
+    `log_ratios[i]` holds log(B / A) of pair i: of sessions under load, of processes otherwise; `self_log_ratios` the
+    same for A against itself, the measure of the host's noise.
+    """
+
+    figure: str
+    against: str
+    baseline: Digest
+    log_ratios: tuple[tuple[float, ...], ...]
+    self_log_ratios: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """Requests per second of fresh sessions of the variant, each called by `concurrency` threads at once.
+
+    `per_second` holds one value a session, the median of its windows; `requests` counts those of all windows.
+    """
+
+    concurrency: int
+    batch: int
+    requests: int
+    per_second: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starts:
+    """Fresh processes that load the variant and answer `requests` requests; one value a process.
+
+    `load_s` is building the session, with the runtime imported and the file in the page cache; `first_s` the first
+    inference. `peak_bytes` is the peak of resident memory from then on, less what was resident just before loading;
+    empty where the system does not tell it.
+    """
+
+    batch: int
+    requests: int
+    load_s: tuple[float, ...]
+    first_s: tuple[float, ...]
+    peak_bytes: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeFacts:
     """What really ran: the providers asked for and used, and how many nodes each one took."""
@@ -157,5 +212,8 @@ class Evidence:
     metrics: tuple[PairedCounts, ...] = ()
     comparisons: tuple[LatencyComparison, ...] = ()
     latency: LatencySamples | None = None
+    throughput: tuple[Throughput, ...] = ()
+    starts: Starts | None = None
+    ratios: tuple[PairedRatios, ...] = ()
     raw: Digest | None = None
     failure: str = ""

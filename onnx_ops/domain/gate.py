@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NoReturn
 from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.quantities import Bytes, Fraction, Seconds
+from onnx_ops.domain.quantities import Bytes, Fraction, PerSecond, Seconds
 
 
 class Verdict(Enum):
@@ -70,12 +70,55 @@ class MetricGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyGate:
-    """Latency against the baseline, measured now and side by side; or absolute quantiles."""
+    """Latency against the baseline, measured now and side by side; or absolute quantiles; or against the export."""
 
     kind: Literal["latency"] = "latency"
     max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down against the baseline.")] = None
     p50: Annotated[Seconds | None, doc("Median; enforced on dedicated targets, advisory elsewhere.")] = None
     p99: Annotated[Seconds | None, doc("99th percentile; enforced on dedicated targets, advisory elsewhere.")] = None
+    faster_than: Annotated[
+        Literal["fp32"] | None, doc("Every other variant must be faster than the export, with confidence.")
+    ] = None
+    min_speedup: Annotated[
+        Fraction | None, doc("By how much it must be faster: 10% means that fp32 takes at least 1.1 times as long.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputGate:
+    """Requests answered per second by one session that several threads call at once, measured under that load."""
+
+    kind: Literal["throughput"] = "throughput"
+    concurrency: Annotated[int, Ge(1), Le(256), doc("Requests in flight at any moment.")] = 4
+    max_regression: Annotated[
+        Fraction | None, doc("Largest tolerated growth of the time per request under load, against the baseline.")
+    ] = None
+    min: Annotated[
+        PerSecond | None, doc("Fewest requests per second; enforced on dedicated targets, advisory elsewhere.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdStartGate:
+    """A fresh process: the time to build the session from the file, and the time of the first inference."""
+
+    kind: Literal["cold_start"] = "cold_start"
+    load: Annotated[
+        Seconds | None, doc("Median time to build the session; enforced on dedicated targets, advisory elsewhere.")
+    ] = None
+    first: Annotated[
+        Seconds | None, doc("Median time of the first inference; enforced on dedicated targets, advisory elsewhere.")
+    ] = None
+    max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down of each against the baseline.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryGate:
+    """Peak resident memory that loading the model and answering requests adds to a fresh process."""
+
+    kind: Literal["memory"] = "memory"
+    max: Annotated[Bytes | None, doc("Largest tolerated median peak.")] = None
+    max_regression: Annotated[Fraction | None, doc("Largest tolerated growth against the baseline.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +129,7 @@ class SizeGate:
     max: Annotated[Bytes, doc("Largest tolerated size.")]
 
 
-Gate = ParityGate | MetricGate | LatencyGate | SizeGate
+Gate = ParityGate | MetricGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryGate | SizeGate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,3 +17,6 @@ Fraction = Annotated[float, Unit("1"), Ge(0)]
 
 Bytes = Annotated[int, Unit("B"), Gt(0)]
 """Written with a unit in YAML: `2 MB` (10^6), `2 MiB` (2^20)."""
+
+PerSecond = Annotated[float, Gt(0)]
+"""A rate: a plain number of requests per second."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.gate import LatencyGate
+from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
@@ -18,7 +18,7 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.EXPORT: 2,
     StageKind.VALIDATE: 2,
     StageKind.QUANTIZE: 2,
-    StageKind.BENCHMARK: 2,
+    StageKind.BENCHMARK: 3,
     StageKind.REGISTER: 3,
 }
 """Raised by one when the code of a stage changes what it produces from the same inputs."""
@@ -186,6 +186,7 @@ def _quantize(entry: Quantize, probe: Probe) -> Stage:
 def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> list[Stage]:
     quantized = any(q.name == variant and probe.is_quantizer(q.method) for q in pipeline.quantize)
     model = pipeline.register.model if pipeline.register else ""
+    asked = asked_by(pipeline.gates)
     measure: dict[str, Json] = {
         "pipeline": pipeline.pipeline,
         "model": model,
@@ -196,6 +197,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
         "data": pipeline.validate.samples.data,
         "quantized": quantized,
         "source": variant_id(variant),
+        **_measurements(asked),
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
     gates: Json = [codec.to_json(gate) for gate in pipeline.gates]
@@ -210,7 +212,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
             variant=variant,
             target=target.name,
             own_process=True,
-            hints={"tolerances": _tolerances(pipeline)},
+            hints={"tolerances": codec.to_json(asked)["tolerances"]},
         ),
         _stage(
             StageKind.GATE,
@@ -224,10 +226,10 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
     ]
 
 
-def _tolerances(pipeline: Pipeline) -> list[Json]:
-    """Slow-downs that the measurement should be able to tell apart: they say how long it goes on measuring."""
-    limits = {gate.max_regression for gate in pipeline.gates if isinstance(gate, LatencyGate)}
-    return [*sorted(limit for limit in limits if limit is not None)]
+def _measurements(asked: Asked) -> dict[str, Json]:
+    """Those that are only made where a gate judges them. Limits change none, so they stay out of the key."""
+    levels: dict[str, Json] = {"throughput": list(asked.throughput)} if asked.throughput else {}
+    return {**levels, "starts": True} if asked.starts else levels
 
 
 def _release(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:

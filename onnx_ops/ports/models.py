@@ -181,6 +181,54 @@ class RunSamples:
     preempted: Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSchedule:
+    """How two models are put under load.
+
+    Each of `pairs` session pairs builds both sessions fresh in random order, and has each answer `windows` windows of
+    `requests` requests that `concurrency` threads send without pause, the sides in random order within each pair of
+    windows. A window that is not timed comes before, on each session.
+    """
+
+    concurrency: int
+    requests: int
+    pairs: int
+    windows: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSamples:
+    """Nanoseconds from the first request of a window to its last answer, of shape (pairs, windows, 2); axis 2 is
+    A, B. Every window answered `requests` requests."""
+
+    nanoseconds: Array
+    requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSchedule:
+    """Fresh processes in `pairs` pairs, one model each, in random order within a pair; each answers `requests`."""
+
+    pairs: int
+    requests: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSamples:
+    """Of each process, arrays of shape (pairs, 2); axis 1 is A, B.
+
+    `load_ns` is building the session, the runtime being imported; `first_ns` the first inference. `peak_bytes` is the
+    highest resident memory, file mappings included, while it loaded and answered, less the resident memory just
+    before; -1 where the system does not tell.
+    """
+
+    load_ns: Array
+    first_ns: Array
+    peak_bytes: Array
+
+
 class Runtime(Protocol):
     """Runs ONNX files on one kind of target."""
 
@@ -212,4 +260,20 @@ class Runtime(Protocol):
         self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: PairSchedule
     ) -> PairSamples:
         """Time two models side by side."""
+        ...
+
+    def under_load(
+        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: LoadSchedule
+    ) -> LoadSamples:
+        """Time windows of requests that several threads send to one session, two models in turns."""
+        ...
+
+    def starts(
+        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: StartSchedule
+    ) -> StartSamples:
+        """Load two models in fresh processes, in turns, and have each answer requests.
+
+        Raises:
+            MeasurementFailure: a process crashed, or could not run its model.
+        """
         ...

@@ -7,11 +7,21 @@ from html import escape
 
 from onnx_ops.analysis.latency import compare
 from onnx_ops.domain.artifact import Digest, short
-from onnx_ops.domain.evidence import Evidence, LatencyComparison
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.reporting.figures import NOTHING, format_figure, format_interval
 
 _HEADS = ("gate", "metric", "limit", "estimate", "interval", "verdict", "n", "noise", "reason")
+_COUNTED = {
+    "parity": "rows",
+    "metric": "rows",
+    "throughput": "sessions",
+    "cold_start": "processes",
+    "memory": "processes",
+    "size": "model",
+}
+"""What n counts in results that are no ratio."""
+
 _MARKS = {Verdict.PASS: "✓", Verdict.INCONCLUSIVE: "?", Verdict.ERROR: "!", Verdict.FAIL: "✗"}
 
 
@@ -95,15 +105,15 @@ def _count(result: GateResult, evidence: Evidence | None) -> str:
     if not result.n:
         return NOTHING
     comparison = _comparison(result, evidence)
-    if comparison is not None:
+    if isinstance(comparison, LatencyComparison):
         return f"{result.n} session pairs<br>{comparison.runs} runs"
+    if comparison is not None:
+        return f"{result.n} {'session' if result.gate == 'throughput' else 'process'} pairs"
     if result.gate == "latency":
         return f"{result.n} runs<br>1 session"
     if result.gate == "parity" and result.metric == "weights":
         return f"{result.n} elements"
-    if result.gate in ("parity", "metric"):
-        return f"{result.n} rows"
-    return f"{result.n} model" if result.gate == "size" else str(result.n)
+    return f"{result.n} {_COUNTED[result.gate]}" if result.gate in _COUNTED else str(result.n)
 
 
 def _noise(result: GateResult, evidence: Evidence | None) -> str:
@@ -112,6 +122,8 @@ def _noise(result: GateResult, evidence: Evidence | None) -> str:
     if comparison is not None:
         selves = [pair for pair in comparison.self_log_ratios if pair]
         against = f"A/A {_half_width(selves)}" if selves else "A/A not measured"
+        if not isinstance(comparison, LatencyComparison):
+            return escape(against)
         return f"{escape(against)}<br>{_preempted(comparison.preempted, comparison.runs)}"
     if result.gate == "latency" and evidence is not None and evidence.latency is not None and result.n:
         return _preempted(evidence.latency.preempted, evidence.latency.runs)
@@ -127,7 +139,11 @@ def _preempted(part: int, whole: int) -> str:
     return f"{format_figure(part / whole if whole > 0 else 0.0, '1')} preempted"
 
 
-def _comparison(result: GateResult, evidence: Evidence | None) -> LatencyComparison | None:
-    if result.gate != "latency" or evidence is None:
+def _comparison(result: GateResult, evidence: Evidence | None) -> LatencyComparison | PairedRatios | None:
+    """What a result about a ratio rests on."""
+    if evidence is None:
         return None
-    return next((c for c in evidence.comparisons if result.metric == f"ratio vs {c.against}"), None)
+    if result.gate == "latency":
+        named = ((f"ratio vs {c.against}", f"faster than {c.against}") for c in evidence.comparisons)
+        return next((c for c, names in zip(evidence.comparisons, named, strict=True) if result.metric in names), None)
+    return next((r for r in evidence.ratios if result.metric == f"{r.figure} vs {r.against}"), None)

@@ -18,13 +18,12 @@ from onnx_ops.reporting.plots import (
     Figure,
     accuracy,
     latency_figure,
-    latency_ratio,
     median_latency,
     pareto_figure,
     parity_figure,
-    ratio_figure,
     weights_figure,
 )
+from onnx_ops.reporting.ratio_plots import measured_ratio, ratio_figure
 from onnx_ops.reporting.style import STYLE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -143,7 +142,7 @@ def _overview(
 
 def _plain_figures(e: Evidence) -> list[str]:
     """Size, latency, ratio and accuracy, each with its interval and n."""
-    ratios = [(c.against, latency_ratio(c)) for c in e.comparisons]
+    ratios = [(c.against, measured_ratio(c)) for c in e.comparisons]
     told = [f"{_cell(r.text())}<br><small>against {escape(against)}</small>" for against, r in ratios if r]
     middle, right = median_latency(e.latency), accuracy(e)
     return [
@@ -178,6 +177,7 @@ def _plots(decisions: Sequence[Decision], evidence: Sequence[Evidence], choices:
             pareto_figure(target, here, verdicts, chosen.get(target)),
             latency_figure(target, here),
             *(ratio_figure(e, c, judged.get((e.variant, target))) for e in here for c in e.comparisons),
+            *(ratio_figure(e, r, judged.get((e.variant, target))) for e in here for r in e.ratios),
             *_parity(here, judged),
             *_weights(here, judged),
         ]

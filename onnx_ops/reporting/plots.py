@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onnx_ops.analysis.agreement import clopper_pearson
-from onnx_ops.analysis.latency import ALPHA, compare, quantile_gate
+from onnx_ops.analysis.latency import quantile_gate
 from onnx_ops.analysis.parity import with_pooled_noise
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, LatencySamples, ParityMeasurement
+from onnx_ops.domain.evidence import Evidence, LatencySamples, ParityMeasurement
 from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.reporting.figures import format_figure, format_interval, number, scale_for
 from onnx_ops.reporting.svg import Axis, Chart, axis_around
@@ -21,7 +21,6 @@ _POINTS = 240
 _ROWS = 16
 _NAMED = 4
 _CLIPPED = 1e6
-_LARGEST_LOG = 50.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +76,6 @@ def accuracy(evidence: Evidence) -> Measured | None:
     return None
 
 
-def latency_ratio(comparison: LatencyComparison) -> Measured | None:
-    """Latency over that of the baseline; None where no session pair was measured, or a ratio is no number."""
-    pairs = [pair for pair in comparison.log_ratios if pair]
-    if not pairs or not all(map(math.isfinite, (x for pair in pairs for x in pair))):
-        return None
-    found = compare(pairs, tolerance=0.0)
-    return Measured(estimate=found.ratio, low=found.low, high=found.high, unit="x", n=found.pairs, of="session pairs")
-
-
 def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
     """The number behind the limit of a gate's result."""
     results = decision.results if decision is not None else ()
@@ -108,7 +98,7 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     keys = []
     for series, e, latency, seconds in curves:
         chart.path(_steps([s / scale.divisor for s in seconds]), f"line {_style(series)}")
-        lost = f"{_share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and left out"
+        lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and left out"
         middle = median_latency(latency)
         keys.append(Key(series=series, text=f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
     batches = ", ".join(sorted({str(latency.batch) for _, _, latency, _ in curves}))
@@ -118,44 +108,6 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
         caption=f"Single runs of {batches} row(s) a request, one session a variant; medians with 90 % intervals. "
         "Verdicts about slower or faster rest on the session pairs, not on these curves.",
         keys=tuple(keys),
-    )
-
-
-def ratio_figure(evidence: Evidence, comparison: LatencyComparison, decision: Decision | None) -> Figure | None:
-    """Ratio of each session pair, the interval over all of them, the limit, and the baseline against itself."""
-    found = latency_ratio(comparison)
-    if found is None:
-        return None
-    limit = limit_of(decision, "latency", f"ratio vs {comparison.against}")
-    pairs = [[_exp(x) for x in pair] for pair in comparison.log_ratios if pair]
-    selves = [[_exp(x) for x in pair if math.isfinite(x)] for pair in comparison.self_log_ratios]
-    bounds = [v for v in (found.low, found.high, limit) if v is not None and 0 < v < math.inf]
-    centres = [_median(pair) for pair in (*pairs, *(s for s in selves if s))]
-    y = axis_around(
-        [1.0, *centres, *bounds, *(v for pair in pairs for v in pair)], f"latency / {comparison.against} (×)"
-    )
-    chart = Chart(x=Axis(low=0.4, high=len(pairs) + 0.6, label="session pair", marks=_counts(len(pairs))), y=y)
-    if found.low > 0 and found.high < math.inf:
-        chart.band(found.low, found.high, "band")
-    chart.across(found.estimate, "line estimate")
-    chart.across(1.0, "line one")
-    if limit is not None:
-        chart.across(limit, "line limit", f"limit {number(limit)}×")
-    for index, pair in enumerate(selves[: len(pairs)], 1):
-        if pair:
-            chart.dot(index - 0.12, _median(pair), "hollow", f"pair {index}: {comparison.against} against itself")
-    for index, pair in enumerate(pairs, 1):
-        for value in pair:
-            chart.dot(index + 0.12, value, "faint", f"pair {index}, one block: {number(value)}×", radius=2)
-        chart.dot(index + 0.12, _median(pair), "solid", f"pair {index}: {number(_median(pair))}×")
-    what = f"{evidence.variant} against {comparison.against} on {evidence.target}"
-    confidence = f"{100 * (1 - ALPHA):.3g} % a side over all looks"
-    return Figure(
-        title=f"Latency ratio: {what}",
-        svg=chart.render(f"Latency ratio of {what}"),
-        caption=f"{found.text()}, {comparison.runs} runs, {_share(comparison.preempted, comparison.runs)} preempted. "
-        f"Band: interval ({confidence}). Full dots: session pairs; small ones: their blocks; "
-        f"rings: {comparison.against} against itself, the noise of the host.",
     )
 
 
@@ -287,22 +239,7 @@ def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
     return points
 
 
-def _exp(log_ratio: float) -> float:
-    return math.exp(min(max(log_ratio, -_LARGEST_LOG), _LARGEST_LOG))
-
-
-def _counts(pairs: int) -> tuple[float, ...]:
-    step = 1 if pairs <= 10 else 5
-    return tuple(float(i) for i in range(step, pairs + 1, step))
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
-def _share(part: int, whole: int) -> str:
+def share(part: int, whole: int) -> str:
     return format_figure(part / whole if whole > 0 else 0.0, "1")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
-from onnx_ops.domain.gate import LatencyGate, MetricGate
+from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, MetricGate, ThroughputGate
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
@@ -78,14 +78,30 @@ def _gates(draft: Draft) -> Iterator[Finding]:
         match gate:
             case MetricGate(max_drop=None, min=None):
                 yield Finding(loc=loc, message="a metric gate needs 'max_drop' or 'min'")
-            case LatencyGate(max_regression=None, p50=None, p99=None):
-                yield Finding(loc=loc, message="a latency gate needs 'max_regression', 'p50' or 'p99'")
+            case LatencyGate(max_regression=None, p50=None, p99=None, faster_than=None, min_speedup=None):
+                yield Finding(loc=loc, message="a latency gate needs 'max_regression', 'p50', 'p99' or 'faster_than'")
+            case ThroughputGate(max_regression=None, min=None):
+                yield Finding(loc=loc, message="a throughput gate needs 'max_regression' or 'min'")
+            case ColdStartGate(load=None, first=None, max_regression=None):
+                yield Finding(loc=loc, message="a cold_start gate needs 'load', 'first' or 'max_regression'")
+            case MemoryGate(max=None, max_regression=None):
+                yield Finding(loc=loc, message="a memory gate needs 'max' or 'max_regression'")
             case MetricGate():
                 for name, share in (("max_drop", gate.max_drop), ("min", gate.min)):
                     if share is not None and share > 1:
                         yield Finding(loc=(*loc, name), message=f"{gate.name} is never more than 100%")
+            case LatencyGate() | ThroughputGate() | ColdStartGate() | MemoryGate():
+                yield from _regression(loc, gate)
             case _:
                 pass
+
+
+def _regression(loc: Loc, gate: LatencyGate | ThroughputGate | ColdStartGate | MemoryGate) -> Iterator[Finding]:
+    if gate.max_regression == 0:
+        message = "0% cannot be shown of a model that is as good as the baseline; allow a little"
+        yield Finding(loc=(*loc, "max_regression"), message=message)
+    if isinstance(gate, LatencyGate) and gate.min_speedup is not None and gate.faster_than is None:
+        yield Finding(loc=(*loc, "min_speedup"), message="'min_speedup' says by how much; add 'faster_than: fp32'")
 
 
 def _labels(draft: Draft) -> Iterator[Finding]:

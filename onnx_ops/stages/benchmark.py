@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.target import Target
@@ -25,10 +26,8 @@ from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.parity import measure_parity
 from onnx_ops.stages.reference import get_reference
 from onnx_ops.stages.scoring import correct_rows, paired
-from onnx_ops.stages.timing import Race, Timing, feed_of, time_against, time_alone
-
-FASTER = 0.0
-"""The limit that asks whether a variant is faster at all."""
+from onnx_ops.stages.speed import Contest, measure_speed
+from onnx_ops.stages.timing import feed_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         )
         _check_ceiling(bench, stage.id)
         is_export = stage.variant == EXPORT
-        timing = _timing(bench, is_export, settings["batch"], _tolerances(stage))
+        speed = measure_speed(_contest(bench, is_export, settings["batch"]), _asked(stage))
         quantized = bool(settings["quantized"])
         reference = get_reference(store, inputs["export"]["reference.npz"])
         evidence = Evidence(
@@ -87,9 +86,12 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             divergence=next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None),
             weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
             metrics=_metrics(bench, is_export),
-            comparisons=timing.comparisons,
-            latency=timing.latency,
-            raw=store.put_bytes(pack(timing.raw)),
+            comparisons=speed.comparisons,
+            latency=speed.latency,
+            throughput=speed.throughput,
+            starts=speed.starts,
+            ratios=speed.ratios,
+            raw=store.put_bytes(pack(speed.raw)),
         )
     return Manifest(files={"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")})
 
@@ -130,31 +132,26 @@ def _right(bench: Bench, model: Path) -> Any:
     return correct_rows(outputs, bench.dataset.label)
 
 
-def _tolerances(stage: Stage) -> Sequence[float]:
-    hints: Mapping[str, Any] = stage.hints
-    return tuple(hints.get("tolerances", ()))
-
-
-def _timing(bench: Bench, is_export: bool, batch: int, tolerances: Sequence[float]) -> Timing:
-    """The variant alone, against the export, and against the champion."""
-    feed = feed_of(bench.dataset.inputs, batch)
-    timing = time_alone(bench.runtime, bench.candidate, bench.target, feed, batch)
-
-    def race(baseline: Path, limits: Sequence[float]) -> Race:
-        return Race(
-            runtime=bench.runtime,
-            target=bench.target,
-            baseline=baseline,
-            candidate=bench.candidate,
-            feed=feed,
-            seed=bench.seed,
-            tolerances=limits,
-        )
-
-    if not is_export:
-        timing = time_against(timing, race(bench.export, (FASTER, *tolerances)), EXPORT)
+def _contest(bench: Bench, is_export: bool, batch: int) -> Contest:
+    """Against the export, and against the champion, which is the baseline where there is one."""
+    rivals = {} if is_export else {EXPORT: bench.export}
     if bench.champion is not None:
-        # A champion with other inputs cannot be fed with these rows; the gate then says "not measured".
-        with contextlib.suppress(MeasurementFailure):
-            timing = time_against(timing, race(Path(bench.champion.location) / MODEL_FILE, tolerances), "champion")
-    return timing
+        rivals["champion"] = Path(bench.champion.location) / MODEL_FILE
+    return Contest(
+        runtime=bench.runtime,
+        target=bench.target,
+        candidate=bench.candidate,
+        rivals=rivals,
+        feed=feed_of(bench.dataset.inputs, batch),
+        seed=bench.seed,
+    )
+
+
+def _asked(stage: Stage) -> Asked:
+    settings: Mapping[str, Any] = stage.settings
+    hints: Mapping[str, Any] = stage.hints
+    return Asked(
+        throughput=tuple(settings.get("throughput", ())),
+        starts=bool(settings.get("starts", False)),
+        tolerances=hints.get("tolerances", {}),
+    )

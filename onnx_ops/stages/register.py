@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.analysis.choice import choose
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.evidence import Evidence, Starts
 from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
@@ -130,7 +131,21 @@ def _figures(target: str, evidence: Evidence) -> dict[str, float]:
     figures = {f"{target}/size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
         figures |= {f"{target}/{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
+    for throughput in evidence.throughput:
+        if throughput.per_second:
+            figures[f"{target}/requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
+    figures |= _starts(target, evidence.starts) if evidence.starts is not None else {}
     for counts in evidence.metrics:
         if not counts.against and counts.n:
             figures[f"{target}/{counts.metric}"] = (counts.both + counts.only_candidate) / counts.n
     return figures
+
+
+def _starts(target: str, starts: Starts) -> dict[str, float]:
+    """Medians over fresh processes."""
+    samples = {
+        "load_ms": [1e3 * seconds for seconds in starts.load_s],
+        "first_ms": [1e3 * seconds for seconds in starts.first_s],
+        "peak_bytes": [float(size) for size in starts.peak_bytes],
+    }
+    return {f"{target}/{name}": median(values) for name, values in samples.items() if values}

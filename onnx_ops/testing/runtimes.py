@@ -10,8 +10,10 @@ import pytest
 
 from onnx_ops.domain.target import Provider, Target
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.ports.models import PairSchedule, Runtime
+from onnx_ops.ports.models import LoadSchedule, PairSchedule, Runtime, StartSchedule
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
+
+ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, pairs=1, windows=1)
 
 
 class RuntimeSuite:
@@ -59,6 +61,22 @@ class RuntimeSuite:
         assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 2, 4)
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
+    def test_windows_of_requests_are_timed_for_both_sides(self, runtime: Runtime, target: Target, file: Path) -> None:
+        schedule = LoadSchedule(concurrency=3, requests=20, pairs=2, windows=3, seed=5)
+        samples = runtime.under_load(file, file, target, rows(1), schedule)
+        assert samples.nanoseconds.shape == (2, 3, 2)
+        assert samples.requests == 20
+        assert int(samples.nanoseconds.astype(np.int64).min()) > 0
+
+    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+        samples = runtime.starts(file, file, target, rows(1), StartSchedule(pairs=2, requests=3, seed=5))
+        for figure in (samples.load_ns, samples.first_ns, samples.peak_bytes):
+            assert figure.shape == (2, 2)
+        assert int(samples.load_ns.astype(np.int64).min()) > 0
+        assert int(samples.first_ns.astype(np.int64).min()) > 0
+        peak = samples.peak_bytes.astype(np.int64)
+        assert ((peak > 0) | (peak == -1)).all()
+
     def test_a_missing_provider_blames_the_machine(self, runtime: Runtime, target: Target, file: Path) -> None:
         elsewhere = replace(target, providers=(Provider(name="NoSuchExecutionProvider"),))
         for measure in (
@@ -66,6 +84,8 @@ class RuntimeSuite:
             lambda: runtime.run(file, elsewhere, (rows(1),)),
             lambda: runtime.sample(file, elsewhere, rows(1), runs=1, warmup=0),
             lambda: runtime.pair(file, file, elsewhere, rows(1), PairSchedule(pairs=1)),
+            lambda: runtime.under_load(file, file, elsewhere, rows(1), ONE_WINDOW),
+            lambda: runtime.starts(file, file, elsewhere, rows(1), StartSchedule(pairs=1)),
         ):
             with pytest.raises(MeasurementFailure, match="NoSuchExecutionProvider"):
                 measure()
@@ -82,3 +102,9 @@ class RuntimeSuite:
             runtime.run(file, target, (wrong,))
         with pytest.raises(MeasurementFailure):
             runtime.sample(file, target, {"y": rows(1)["x"]}, runs=1, warmup=0)
+        with pytest.raises(MeasurementFailure):
+            runtime.under_load(file, file, target, wrong, ONE_WINDOW)
+        with pytest.raises(MeasurementFailure):
+            runtime.starts(broken, file, target, rows(1), StartSchedule(pairs=1))
+        with pytest.raises(MeasurementFailure):
+            runtime.starts(file, file, target, wrong, StartSchedule(pairs=1))

@@ -132,13 +132,13 @@ def test_every_pair_of_sessions_is_fresh_and_orders_follow_the_seed(
     other = tmp_path / "other.onnx"
     write_perceptron(other)
     built: list[str] = []
-    build = adapter._session
+    build = adapter.new_session
 
     def spy(model: Path, *arguments: object, **settings: object) -> object:
         built.append(model.name)
         return build(model, *arguments, **settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(adapter, "_session", spy)
+    monkeypatch.setattr(adapter, "new_session", spy)
     orders = []
     for seed in (1, 1, 2):
         built.clear()
@@ -160,7 +160,7 @@ def test_axis_2_is_baseline_then_candidate(tmp_path: Path, monkeypatch: pytest.M
     def fake(model: Path, *_: object, **__: object) -> str:
         return model.name
 
-    monkeypatch.setattr(adapter, "_session", fake)
+    monkeypatch.setattr(adapter, "new_session", fake)
     monkeypatch.setattr(adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx"))
     samples = OnnxRuntime().pair(
         tmp_path / "baseline.onnx", tmp_path / "candidate.onnx", CPU, rows(1), PairSchedule(pairs=3, seed=4)

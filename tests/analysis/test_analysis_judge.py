@@ -18,11 +18,25 @@ from onnx_ops.domain.evidence import (
     LatencyComparison,
     LatencySamples,
     PairedCounts,
+    PairedRatios,
     ParityMeasurement,
     RuntimeFacts,
+    Throughput,
     WeightMeasurement,
 )
-from onnx_ops.domain.gate import Decision, Gate, GateResult, LatencyGate, MetricGate, ParityGate, SizeGate, Verdict
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Decision,
+    Gate,
+    GateResult,
+    LatencyGate,
+    MemoryGate,
+    MetricGate,
+    ParityGate,
+    SizeGate,
+    ThroughputGate,
+    Verdict,
+)
 from onnx_ops.domain.target import HardwareFingerprint
 
 D = Digest("sha256:" + "0" * 64)
@@ -57,6 +71,16 @@ def against(name: str, ratio: float, **change: Any) -> LatencyComparison:
         against=name, baseline=D, log_ratios=ratios, self_log_ratios=QUIET, runs=400, preempted=20
     )
     return replace(comparison, **change)
+
+
+def figure(name: str, baseline: str, ratio: float, **change: Any) -> PairedRatios:
+    ratios = tuple((math.log(ratio) + noise,) for (noise,) in QUIET)
+    found = PairedRatios(figure=name, against=baseline, baseline=D, log_ratios=ratios, self_log_ratios=QUIET)
+    return replace(found, **change)
+
+
+def rate(per_second: float, concurrency: int = 4) -> Throughput:
+    return Throughput(concurrency=concurrency, batch=1, requests=100, per_second=(per_second,) * 10)
 
 
 def timed(*nanoseconds: int) -> LatencySamples:
@@ -325,6 +349,13 @@ GOOD = {
     "weights": st.builds(WeightMeasurement, tensor=st.just("w"), steps=st.floats(0, 0.5), elements=st.just(3)),
     "metrics": st.builds(counts, st.sampled_from(["", "fp32", "champion"]), b=st.integers(0, 60), c=st.integers(0, 9)),
     "comparisons": st.builds(against, st.sampled_from(["fp32", "champion"]), st.floats(0.5, 1.5)),
+    "ratios": st.builds(
+        figure,
+        st.sampled_from(["concurrency 4", "concurrency 8", "load", "first", "peak"]),
+        st.sampled_from(["fp32", "champion"]),
+        st.floats(0.5, 1.5),
+    ),
+    "throughput": st.builds(rate, st.floats(1, 1000), st.sampled_from([4, 8])),
 }
 FAILING: dict[str, list[Any]] = {
     "parity": [parity(99.0), parity(0.0, mismatch="shape"), parity(99.0, group="batch-1", rows=1)],
@@ -332,12 +363,16 @@ FAILING: dict[str, list[Any]] = {
     "weights": [WeightMeasurement(tensor="v", steps=0.9, elements=5)],
     "metrics": [counts("champion", b=300), counts("fp32", b=300), replace(counts(""), both=100)],
     "comparisons": [against("champion", 2.0), against("fp32", 2.0)],
+    "ratios": [figure(name, to, 2.0) for name in ("concurrency 4", "load", "peak") for to in ("champion", "fp32")],
+    "throughput": [rate(1.0), rate(1.0, 8)],
 }
 NAN: dict[str, Any] = {
     "parity": parity(math.nan),
     "export_parity": parity(1.0, noise=math.nan),
     "weights": WeightMeasurement(tensor="v", steps=math.nan, elements=5),
     "comparisons": against("champion", 0.5, log_ratios=((0.0,), (math.nan,))),
+    "ratios": figure("load", "champion", 0.5, self_log_ratios=((math.inf,),)),
+    "throughput": replace(rate(5.0), per_second=(5.0, math.nan)),
 }
 KINDS = sorted(GOOD)
 
@@ -349,7 +384,15 @@ def evidences(draw: st.DrawFn) -> Evidence:
     return replace(base, baseline=draw(st.sampled_from(["", "fp32", "champion"])), **entries)
 
 
-gate_lists = st.lists(st.sampled_from([*GATES, MetricGate(max_drop=0.02), LatencyGate(max_regression=0.1)]), max_size=5)
+FURTHER: tuple[Gate, ...] = (
+    MetricGate(max_drop=0.02),
+    LatencyGate(max_regression=0.1),
+    LatencyGate(faster_than="fp32", min_speedup=0.1),
+    ThroughputGate(max_regression=0.1, min=300.0),
+    ColdStartGate(max_regression=0.2, load=0.5),
+    MemoryGate(max_regression=0.1, max=10),
+)
+gate_lists = st.lists(st.sampled_from([*GATES, *FURTHER]), max_size=6)
 
 
 class TestProperties:
@@ -396,6 +439,10 @@ class TestProperties:
             MetricGate(min=nan),
             LatencyGate(max_regression=nan),
             LatencyGate(p99=nan),
+            LatencyGate(faster_than="fp32", min_speedup=nan),
+            ThroughputGate(max_regression=nan),
+            ThroughputGate(min=nan),
+            ColdStartGate(load=nan),
         ]
         for gate in gates:
             assert judge([gate], INT8).verdict is not Verdict.PASS

@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from onnx_ops.analysis.latency import LOOKS
 from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_external, write_perceptron
 
 ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
@@ -100,11 +101,11 @@ class TestCompare:
 class TestBench:
     def test_alone(self, folder: Path) -> None:
         found = document(command(folder, "bench", "good.onnx", "--runs", "30", "--batch", "3", "--json"))
-        assert (found["batch"], found["runs"], found["load"]["n"]) == (3, 30, 5)
-        assert found["quantiles"]["p50"]["seconds"] > 0
+        assert (found["batch"], found["runs"], list(found["figures"])) == (3, 30, ["p50", "p90", "p99"])
+        assert found["figures"]["p50"]["value"] > 0
         text = command(folder, "bench", "good.onnx", "--runs", "30")
         assert text.returncode == 0
-        for told in ("p50", "p99", "load", "first run", "runs were preempted", "CPUExecutionProvider"):
+        for told in ("p50", "p99", "runs were preempted", "CPUExecutionProvider"):
             assert told in text.stdout
 
     def test_a_pair_has_an_interval_a_plot_and_an_exit_code_by_verdict(self, folder: Path) -> None:
@@ -122,9 +123,22 @@ class TestBench:
             == len(found["session_pair_ratios"])
             == len(found["evidence"]["comparisons"][0]["log_ratios"])
         )
-        assert found["session_pairs"] in (5, 10, 20)
+        assert found["session_pairs"] in LOOKS
         assert found["ratio"]["limit"] == 1.05
         assert found["reason"]
+
+    def test_load_and_fresh_processes(self, folder: Path) -> None:
+        done = command(folder, "bench", "good.onnx", "--runs", "20", "--concurrency", "2", "--cold")
+        assert done.returncode == 0, done.stderr
+        for told in ("concurrency 2", "req/s", "load", "first", "peak", "MB", "page cache"):
+            assert told in done.stdout
+        done = command(
+            folder, "bench", "good.onnx", "wrong.onnx", "--max-regression", "900%", "--concurrency", "2", "--json"
+        )
+        found = document(done)
+        assert [figure["figure"] for figure in found["figures"]] == ["latency", "concurrency 2"]
+        assert [result["gate"] for result in found["results"]] == ["latency", "throughput"]
+        assert found["evidence"]["ratios"][0]["figure"] == "concurrency 2"
 
 
 def test_nothing_is_left_behind(folder: Path) -> None:
@@ -185,6 +199,7 @@ def hostile(folder: Path) -> None:
         ("bench good.onnx --max-regression 5%", 2, "nothing to compare with"),
         ("bench good.onnx good.onnx --max-regression fast", 2, "--max-regression"),
         ("bench good.onnx good.onnx --max-regression 0%", 2, "above 0%"),
+        ("bench good.onnx --concurrency 0", 2, "--concurrency"),
         ("bench empty.onnx", 2, "not an ONNX file"),
         ("bench good.onnx other.onnx", 2, "do not take the same inputs"),
     ],

@@ -10,7 +10,7 @@ from engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.gate import SizeGate
+from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
 from onnx_ops.domain.pipeline import FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
 from onnx_ops.domain.target import SessionSettings
 from onnx_ops.engine import InlineExecutor, Silent, plan, run
@@ -135,6 +135,28 @@ def pairs_of(*kinds: str) -> set[str]:
 def test_other_gates_judge_again_and_measure_nothing_again() -> None:
     other = planned(replace(PIPELINE, gates=(SizeGate(max=999),)))
     assert changed(planned(), other) == pairs_of("gate") | RELEASE
+
+
+def with_gates(*gates: Gate) -> Plan:
+    return planned(replace(PIPELINE, gates=gates))
+
+
+def test_measurements_follow_from_the_gates_and_limits_do_not_enter_their_keys() -> None:
+    without = with_gates(SizeGate(max=9))
+    assert not {"throughput", "starts"} & set(without["benchmark/fp32@cpu"].settings)
+    loaded = with_gates(SizeGate(max=9), ThroughputGate(concurrency=8, min=5.0), ThroughputGate(min=1.0))
+    assert loaded["benchmark/fp32@cpu"].settings["throughput"] == [4, 8]
+    assert changed(without, loaded) == pairs_of("benchmark", "gate") | RELEASE
+    started = with_gates(SizeGate(max=9), MemoryGate(max=5))
+    assert started["benchmark/fp32@cpu"].settings["starts"] is True
+    assert changed(started, with_gates(MemoryGate(max=6, max_regression=0.1))) == pairs_of("gate") | RELEASE
+    both = with_gates(ColdStartGate(load=1.0), MemoryGate(max=6))
+    assert not changed(started, both) & pairs_of("benchmark"), "the same processes serve both"
+
+
+def test_limits_tell_the_measurement_how_long_to_go_on() -> None:
+    stage = with_gates(LatencyGate(max_regression=0.05), ThroughputGate(max_regression=0.1))["benchmark/fp32@cpu"]
+    assert stage.hints["tolerances"] == {"latency": [0.05], "throughput": [0.1]}
 
 
 def test_another_signer_judges_again() -> None:

@@ -21,11 +21,26 @@ from onnx_ops.domain.evidence import (
     LatencyComparison,
     LatencySamples,
     PairedCounts,
+    PairedRatios,
     ParityMeasurement,
     RuntimeFacts,
+    Starts,
+    Throughput,
     WeightMeasurement,
 )
-from onnx_ops.domain.gate import Decision, Gate, GateResult, LatencyGate, MetricGate, ParityGate, SizeGate, Verdict
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Decision,
+    Gate,
+    GateResult,
+    LatencyGate,
+    MemoryGate,
+    MetricGate,
+    ParityGate,
+    SizeGate,
+    ThroughputGate,
+    Verdict,
+)
 from onnx_ops.domain.release import Choice, Lineage
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.html import release_report
@@ -112,6 +127,17 @@ def comparison(shift: float, against: str = "fp32") -> LatencyComparison:
         self_log_ratios=tuple((w, w / 2) for w in wobble),
         runs=400,
         preempted=8,
+    )
+
+
+def ratios(figure: str, shift: float) -> PairedRatios:
+    like = comparison(shift)
+    return PairedRatios(
+        figure=figure,
+        against=like.against,
+        baseline=like.baseline,
+        log_ratios=tuple(pair[:1] for pair in like.log_ratios),
+        self_log_ratios=like.self_log_ratios,
     )
 
 
@@ -272,6 +298,8 @@ def test_the_digest_is_that_of_the_stored_evidence() -> None:
         {"comparisons": (replace(comparison(0.0), log_ratios=((1e3, 1e3), (-1e3,)), runs=0),)},
         {"comparisons": (replace(comparison(0.0), log_ratios=((math.nan,),)),)},
         {"comparisons": (replace(comparison(0.0), log_ratios=((), ())),)},
+        {"ratios": (replace(ratios("load", 0.0), log_ratios=((math.nan,),)),)},
+        {"ratios": (replace(ratios("concurrency 4", 0.0), log_ratios=()),)},
         {"weights": (WeightMeasurement(tensor="w", steps=LARGEST, elements=1),)},
         {"weights": tuple(WeightMeasurement(tensor=f"w{i}", steps=0.0, elements=0) for i in range(40))},
         {"metrics": (PairedCounts(metric="accuracy", against="", n=3, both=5, only_baseline=0, only_candidate=0),)},
@@ -296,3 +324,33 @@ def test_plots_show_what_was_measured() -> None:
     assert text.count("Quantization error: int8-static") == 2
     assert "limit 1.05×" in text
     assert "All 1 weights, n = 64 elements. Dashed: limit 0.51 steps" in text
+
+
+def test_load_starts_and_memory_have_rows_and_plots() -> None:
+    figures = tuple(ratios(name, 0.1) for name in ("concurrency 4", "load", "first", "peak"))
+    evidence = evidence_of(
+        "int8-static",
+        ratios=figures,
+        throughput=(Throughput(concurrency=4, batch=1, requests=500, per_second=(200.0, 210.0, 190.0, 205.0, 195.0)),),
+        starts=Starts(batch=1, requests=20, load_s=(0.1,) * 6, first_s=(0.01,) * 6, peak_bytes=(12_000_000,) * 6),
+    )
+    gates = (
+        LatencyGate(faster_than="fp32"),
+        ThroughputGate(max_regression=0.05, min=150.0),
+        ColdStartGate(load=0.5, max_regression=0.2),
+        MemoryGate(max=10**7, max_regression=0.5),
+    )
+    text = Page(page_of([evidence], gates)).text
+    for told in (
+        "faster than fp32",
+        "200 req/s",
+        "[190, 210] req/s",
+        "5 session pairs",
+        "5 process pairs",
+        "6 processes",
+        "12 MB",
+        "Time per request at concurrency 4 ratio: int8-static against fp32 on cpu-1t",
+        "Load time ratio: int8-static against fp32 on cpu-1t",
+        "Peak memory ratio: int8-static against fp32 on cpu-1t",
+    ):
+        assert told in text

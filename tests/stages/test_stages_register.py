@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, digest_bytes
-from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.evidence import Evidence, Starts, Throughput
 from onnx_ops.domain.gate import Decision, GateResult, ParityGate, Verdict
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.stages.files import put_document
-from onnx_ops.stages.register import execute
+from onnx_ops.stages.register import _figures, execute
 from onnx_ops.testing.fakes import FakeWorld
 
 RELEASE = digest_bytes(b"release")
@@ -96,3 +97,17 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
     for variant in VARIANTS:
         assert f"{variant} on cpu-1t" in pages[0]
         assert inputs[f"benchmark/{variant}@cpu-1t"]["evidence.json"] in pages[0]
+
+
+def test_medians_of_load_and_of_fresh_processes_become_metrics_of_the_version() -> None:
+    evidence = replace(
+        evidence_of("fp32"),
+        throughput=(Throughput(concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)),),
+        starts=Starts(batch=1, requests=2, load_s=(0.5, 0.25, 1.0), first_s=(0.5,) * 3, peak_bytes=()),
+    )
+    assert _figures("cpu", evidence) == {
+        "cpu/size_bytes": 1000.0,
+        "cpu/requests_per_second_4": 205.0,
+        "cpu/load_ms": 500.0,
+        "cpu/first_ms": 500.0,
+    }

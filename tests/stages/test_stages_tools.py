@@ -13,16 +13,27 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.analysis.latency import LOOKS
 from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.artifact import Digest, TensorSpec
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement
-from onnx_ops.domain.gate import ParityGate, Verdict
+from onnx_ops.domain.gate import LatencyGate, ParityGate, Verdict
+from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.ports import PairSamples, PairSchedule, RunSamples
+from onnx_ops.ports import (
+    LoadSamples,
+    LoadSchedule,
+    PairSamples,
+    PairSchedule,
+    RunSamples,
+    StartSamples,
+    StartSchedule,
+)
 from onnx_ops.spec.builtin import BUILTIN, find_target
 from onnx_ops.spec.targets import load_target, target_names
-from onnx_ops.stages.bench import COLD_STARTS, bench, bench_pair
+from onnx_ops.stages.bench import bench
+from onnx_ops.stages.bench_pair import bench_pair, pair_gates
 from onnx_ops.stages.compare import Parity, compare
 from onnx_ops.stages.probing import brought, groups_of, made_up, shared_inputs
 from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
@@ -30,6 +41,7 @@ from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_per
 ROOT = Path(__file__).resolve().parents[2]
 CPU = BUILTIN["cpu-1t"]
 RUNTIME = OnnxRuntime()
+FIVE = (LatencyGate(max_regression=0.05),)
 
 
 @pytest.fixture
@@ -282,10 +294,21 @@ class TestBench:
     def test_alone_every_figure_has_its_n(self, model: Path) -> None:
         found = bench(RUNTIME, CPU, model, rows(4), runs=40, conditions=lambda: {"load": "0"})
         assert (found.batch, found.runs, found.facts.used) == (4, 40, ("CPUExecutionProvider",))
-        assert found.load.n == found.first.n == COLD_STARTS
-        assert 0 < found.quantiles["p50"].low <= found.quantiles["p50"].seconds
-        assert found.quantiles["p99"].high is None, "40 runs bound no 99th percentile"
-        assert found.quantiles["p50"].n == 40 - found.preempted or found.preempted == 40
+        assert list(found.figures) == ["p50", "p90", "p99"]
+        assert 0 < found.figures["p50"].low <= found.figures["p50"].value
+        assert found.figures["p99"].high is None, "40 runs bound no 99th percentile"
+        assert found.figures["p50"].n == 40 - found.preempted or found.preempted == 40
+
+    def test_load_and_fresh_processes_are_measured_where_asked(self, model: Path) -> None:
+        asked = Asked(throughput=(2,), starts=True)
+        found = bench(RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
+        assert list(found.figures) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
+        assert [found.figures[name].unit for name in ("concurrency 2", "load", "peak")] == ["req/s", "s", "B"]
+        for name in ("concurrency 2", "load", "first", "peak"):
+            figure = found.figures[name]
+            assert figure.n == 10
+            assert figure.high is not None
+            assert 0 < figure.low <= figure.value <= figure.high
 
     @pytest.mark.parametrize(
         ("slower", "verdict", "quick"),
@@ -294,16 +317,43 @@ class TestBench:
     def test_the_verdict_follows_the_times(self, model: Path, slower: float, verdict: Verdict, quick: bool) -> None:
         other = changed(model, "other.onnx", "third.bias", np.zeros_like)
         found = bench_pair(
-            Scripted({model: 1.0, other: slower}), CPU, model, other, rows(1), max_regression=0.05, conditions=dict
+            Scripted({model: 1.0, other: slower}), CPU, model, other, rows(1), gates=FIVE, conditions=dict
         )
         assert found.verdict is verdict
         assert found.faster is quick
-        assert found.ratio == pytest.approx(slower, rel=0.02)
-        assert found.low is not None
-        assert found.high is not None
-        assert found.low < found.ratio < found.high
-        assert found.medians[1] / found.medians[0] == pytest.approx(slower, rel=0.02)
-        assert len(found.ratios) == 5
+        (one,) = found.figures
+        assert one.ratio == pytest.approx(slower, rel=0.02)
+        assert one.low is not None
+        assert one.high is not None
+        assert one.low < one.ratio < one.high
+        assert one.medians[1] / one.medians[0] == pytest.approx(slower, rel=0.02)
+        assert len(one.ratios) == 5
+
+    def test_every_figure_has_its_own_limit_and_the_worst_verdict_counts(self, model: Path) -> None:
+        other = changed(model, "other.onnx", "third.bias", np.zeros_like)
+        runtime = Scripted({model: 1.0, other: 1.15})
+        gates = pair_gates(None, concurrency=4, cold=True)
+        found = bench_pair(runtime, CPU, model, other, rows(1), gates=gates, conditions=dict)
+        assert [(f.figure, f.limit) for f in found.figures] == [
+            ("latency", 1.05),
+            ("concurrency 4", 1.05),
+            ("load", 1.2),
+            ("first", 1.2),
+            ("peak", 1.1),
+        ]
+        verdicts = {r.gate: r.verdict for r in found.decision.results}
+        assert verdicts == {
+            "latency": Verdict.FAIL,
+            "throughput": Verdict.FAIL,
+            "cold_start": Verdict.PASS,
+            "memory": Verdict.FAIL,
+        }
+        assert found.verdict is Verdict.FAIL
+        a, b = found.figures[1].medians
+        assert b / a == pytest.approx(1 / 1.15, rel=0.02), "requests per second fall as the time per request grows"
+        assert asked_by(pair_gates(0.3, concurrency=1, cold=True)).tolerances == dict.fromkeys(
+            ("cold_start", "latency", "memory", "throughput"), (0.3,)
+        )
 
     def test_a_noisy_machine_is_inconclusive_after_all_looks(self, model: Path) -> None:
         told: list[str] = []
@@ -313,19 +363,19 @@ class TestBench:
             model,
             model,
             rows(1),
-            max_regression=0.05,
+            gates=FIVE,
             conditions=dict,
             tell=told.append,
         )
         assert found.verdict is Verdict.INCONCLUSIVE
         assert "noisy host" in found.decision.reason
-        assert len(found.ratios) == 40
-        assert len(told) == 8
+        assert len(found.latency.ratios) == LOOKS[-1]
+        assert len(told) == 2 * len(LOOKS)
 
     def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))
         with pytest.raises(MeasurementFailure, match="CPUExecutionProvider was asked for, OtherProvider ran"):
-            bench_pair(runtime, CPU, model, model, rows(1), max_regression=0.05, conditions=dict)
+            bench_pair(runtime, CPU, model, model, rows(1), gates=FIVE, conditions=dict)
 
     def test_a_model_too_new_for_the_target_is_refused(self, model: Path) -> None:
         with pytest.raises(UserError, match="accepts opset <= 9, the model has 18"):
@@ -344,7 +394,7 @@ class Scripted(OnnxRuntime):
         return replace(found, used=self._used, nodes=dict.fromkeys(self._used, 3)) if self._used else found
 
     def sample(self, model: Path, target: Any, feed: Any, *, runs: int, warmup: int) -> RunSamples:
-        raise AssertionError("a pair needs no run alone")
+        return RunSamples(nanoseconds=np.full(runs, 1_000_000), preempted=np.zeros(runs, dtype=bool))
 
     def pair(self, baseline: Path, candidate: Path, target: Any, feed: Any, schedule: PairSchedule) -> PairSamples:
         shape = (schedule.pairs, schedule.blocks, 2, schedule.runs)
@@ -352,6 +402,20 @@ class Scripted(OnnxRuntime):
         session = np.exp(self._noise * self._draw.standard_normal((schedule.pairs, 1, 2, 1)))
         times = 1e6 * cost * session * np.exp(0.01 * self._draw.standard_normal(shape))
         return PairSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
+
+    def under_load(
+        self, baseline: Path, candidate: Path, target: Any, feed: Any, schedule: LoadSchedule
+    ) -> LoadSamples:
+        times = self._drawn(baseline, candidate, (schedule.pairs, schedule.windows, 2))
+        return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
+
+    def starts(self, baseline: Path, candidate: Path, target: Any, feed: Any, schedule: StartSchedule) -> StartSamples:
+        load, first, peak = (self._drawn(baseline, candidate, (schedule.pairs, 2)) for _ in range(3))
+        return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak)
+
+    def _drawn(self, baseline: Path, candidate: Path, shape: tuple[int, ...]) -> Any:
+        cost = 1e6 * np.array([self._cost[baseline], self._cost[candidate]])
+        return (cost * np.exp(self._noise * self._draw.standard_normal(shape))).astype(np.int64)
 
 
 def evidence(measured: tuple[ParityMeasurement, ...]) -> Evidence:

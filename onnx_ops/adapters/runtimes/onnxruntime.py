@@ -8,29 +8,35 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from onnx_ops.adapters.runtimes.hardware import fingerprint, lacking_flags
+from onnx_ops.adapters.runtimes.hardware import fingerprint
+from onnx_ops.adapters.runtimes.onnxruntime_load import window
+from onnx_ops.adapters.runtimes.onnxruntime_session import failures, new_session
+from onnx_ops.adapters.runtimes.onnxruntime_start import start, stored_feed
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import HardwareFingerprint, SessionSettings, Target
-from onnx_ops.errors import MeasurementFailure
-from onnx_ops.ports.models import Array, PairSamples, PairSchedule, RunSamples, Tensors
+from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.ports.models import (
+    Array,
+    LoadSamples,
+    LoadSchedule,
+    PairSamples,
+    PairSchedule,
+    RunSamples,
+    StartSamples,
+    StartSchedule,
+    Tensors,
+)
 
 DISTRIBUTION = "onnxruntime"
 
+_T = TypeVar("_T")
+
 Timed = Callable[[], tuple[int, bool]]
 """One run: nanoseconds, and whether the thread lost its core meanwhile."""
-
-_LEVELS = {
-    "disabled": "ORT_DISABLE_ALL",
-    "basic": "ORT_ENABLE_BASIC",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "all": "ORT_ENABLE_ALL",
-}
-_QUIET = 4
-"""Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
 
 
 class OnnxRuntime:
@@ -41,7 +47,7 @@ class OnnxRuntime:
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         ort = importlib.import_module("onnxruntime")
-        session = _session(model, target, record_assignment=True)
+        session = new_session(model, target, record_assignment=True)
         nodes: Counter[str] = Counter()
         for part in session.get_provider_graph_assignment_info():
             nodes[part.ep_name] += len(part.get_nodes())
@@ -55,19 +61,19 @@ class OnnxRuntime:
         )
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
-        session = _session(model, target)
+        session = new_session(model, target)
         names = [output.name for output in session.get_outputs()]
         answers = []
         for feed in batches:
-            with _failures(model):
+            with failures(model):
                 answers.append(dict(zip(names, session.run(names, dict(feed)), strict=True)))
         return tuple(answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         import numpy as np
 
-        timed = _timed(_session(model, target), feed)
-        with _failures(model), _undisturbed():
+        timed = _timed(new_session(model, target), feed)
+        with failures(model), _undisturbed():
             for _ in range(warmup):
                 timed()
             samples = [timed() for _ in range(runs)]
@@ -85,18 +91,66 @@ class OnnxRuntime:
         shape = (schedule.pairs, schedule.blocks, 2, schedule.runs)
         nanoseconds = np.zeros(shape, dtype=np.int64)
         preempted = np.zeros(shape, dtype=bool)
+
         models = (baseline, candidate)
+
+        def warm(model: Path) -> Timed:
+            timed = _timed(new_session(model, target), feed)
+            with failures(model):
+                for _ in range(schedule.warmup):
+                    timed()
+            return timed
+
         with _undisturbed():
             for pair in range(schedule.pairs):
-                sides = _fresh_pair(models, target, feed, bool(order.integers(2)), schedule.warmup)
+                sides = _fresh_pair(models, bool(order.integers(2)), warm)
                 for block in range(schedule.blocks):
                     first = int(order.integers(2))
                     for side in (first, 1 - first):
-                        with _failures(models[side]):
+                        with failures(models[side]):
                             samples = [sides[side]() for _ in range(schedule.runs)]
                         nanoseconds[pair, block, side] = [ns for ns, _ in samples]
                         preempted[pair, block, side] = [lost for _, lost in samples]
         return PairSamples(nanoseconds=nanoseconds, preempted=preempted)
+
+    def under_load(
+        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: LoadSchedule
+    ) -> LoadSamples:
+        import numpy as np
+
+        models, order = (baseline, candidate), np.random.default_rng(schedule.seed)
+        nanoseconds = np.zeros((schedule.pairs, schedule.windows, 2), dtype=np.int64)
+        with ThreadPoolExecutor(schedule.concurrency, thread_name_prefix="load") as pool:
+
+            def loaded(model: Path) -> Callable[[], int]:
+                call = _call(new_session(model, target), feed)
+                return lambda: window(call, pool, schedule.concurrency, schedule.requests)
+
+            for pair in range(schedule.pairs):
+                sides = _fresh_pair(models, bool(order.integers(2)), loaded)
+                with _undisturbed():
+                    for turn in range(-1, schedule.windows):
+                        first = int(order.integers(2))
+                        for side in (first, 1 - first):
+                            with failures(models[side]):
+                                spent = sides[side]()
+                            if turn >= 0:
+                                nanoseconds[pair, turn, side] = spent
+        return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
+
+    def starts(
+        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: StartSchedule
+    ) -> StartSamples:
+        import numpy as np
+
+        models, order = (baseline, candidate), np.random.default_rng(schedule.seed)
+        figures = np.zeros((3, schedule.pairs, 2), dtype=np.int64)
+        with stored_feed(feed) as stored:
+            for pair in range(schedule.pairs):
+                first = int(order.integers(2))
+                for side in (first, 1 - first):
+                    figures[:, pair, side] = start(models[side], target, stored, schedule.requests)
+        return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
 
 def available_providers() -> tuple[str, ...]:
@@ -104,30 +158,26 @@ def available_providers() -> tuple[str, ...]:
     return tuple(importlib.import_module("onnxruntime").get_available_providers())
 
 
-def _fresh_pair(
-    models: tuple[Path, Path], target: Target, feed: Tensors, swap: bool, warmup: int
-) -> tuple[Timed, Timed]:
+def _fresh_pair(models: tuple[Path, Path], swap: bool, make: Callable[[Path], _T]) -> tuple[_T, _T]:
     """Both sessions, built and warmed up in the given order: memory layout is part of a session's latency."""
-    built: dict[int, Timed] = {}
-    for side in (1, 0) if swap else (0, 1):
-        built[side] = _timed(_session(models[side], target), feed)
-        with _failures(models[side]):
-            for _ in range(warmup):
-                built[side]()
+    built = {side: make(models[side]) for side in ((1, 0) if swap else (0, 1))}
     return built[0], built[1]
 
 
+def _call(session: Any, feed: Tensors) -> Callable[[], object]:
+    names, inputs, run = [output.name for output in session.get_outputs()], dict(feed), session.run
+    return lambda: run(names, inputs)
+
+
 def _timed(session: Any, feed: Tensors) -> Timed:
-    names = [output.name for output in session.get_outputs()]
-    inputs = dict(feed)
-    run = session.run
+    call = _call(session, feed)
     clock = time.perf_counter_ns
     usage, who = resource.getrusage, getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
     def timed() -> tuple[int, bool]:
         before = usage(who).ru_nivcsw
         begun = clock()
-        run(names, inputs)
+        call()
         spent = clock() - begun
         return spent, usage(who).ru_nivcsw != before
 
@@ -145,63 +195,3 @@ def _undisturbed() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _check_machine(ort: Any, target: Target) -> None:
-    if lacking := lacking_flags(target.requires_cpu_flags):
-        raise MeasurementFailure(
-            f"this CPU lacks {', '.join(lacking)}",
-            where=f"target {target.name}",
-            remedy="Figures from here mean nothing for this target; measure it on a machine that has them.",
-        )
-    wanted = [provider.name for provider in target.providers]
-    missing = [name for name in wanted if name not in ort.get_available_providers()]
-    if missing:
-        raise MeasurementFailure(
-            f"execution provider {missing[0]} is not in this build of ONNX Runtime",
-            where=f"target {target.name}",
-            why=f"it has {', '.join(ort.get_available_providers())}",
-            remedy="Measure this target where its provider is installed; it is not measured here.",
-        )
-
-
-def _session(model: Path, target: Target, *, record_assignment: bool = False) -> Any:
-    ort = importlib.import_module("onnxruntime")
-    _check_machine(ort, target)
-    providers = [(provider.name, dict(provider.options)) for provider in target.providers]
-    with _failures(model):
-        options = _options(ort, target.session)
-        if record_assignment:
-            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        # Its fallback would print, and measure another provider than the one asked for.
-        return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
-
-
-def _options(ort: Any, settings: SessionSettings) -> Any:
-    options = ort.SessionOptions()
-    options.log_severity_level = _QUIET
-    options.intra_op_num_threads = settings.intra_op_threads
-    options.inter_op_num_threads = settings.inter_op_threads
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[settings.graph_level])
-    spinning = "1" if settings.spinning else "0"
-    options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
-    options.add_session_config_entry("session.inter_op.allow_spinning", spinning)
-    for key, value in settings.config.items():
-        options.add_session_config_entry(key, value)
-    return options
-
-
-@contextmanager
-def _failures(model: Path) -> Iterator[None]:
-    """The runtime's own exceptions share no base class; each is told in one line."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__ != "onnxruntime.capi.onnxruntime_pybind11_state" and not isinstance(
-            error, ValueError | RuntimeError
-        ):
-            raise
-        lines = str(error).strip().splitlines()
-        raise MeasurementFailure(
-            "ONNX Runtime cannot run the model", where=model.name, why=lines[0][:400] if lines else type(error).__name__
-        ) from error

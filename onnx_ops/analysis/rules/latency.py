@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onnx_ops.analysis.latency import compare, quantile_gate, self_test
+from onnx_ops.analysis.latency import compare, quantile_gate
 from onnx_ops.analysis.rules.common import baseline_of, finite, milliseconds, no_limit, not_measured, percent
+from onnx_ops.analysis.rules.ratio import Ratio, judge_ratio, ratio_text
 from onnx_ops.domain.evidence import Evidence, LatencyComparison
 from onnx_ops.domain.gate import GateResult, LatencyGate, Verdict
+
+_SAID = {
+    Verdict.PASS: "surely faster",
+    Verdict.INCONCLUSIVE: "not shown to be faster",
+    Verdict.FAIL: "surely not faster",
+}
 
 
 def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]:
@@ -15,38 +22,56 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
     if gate.max_regression is not None and baseline:
         against = [c for c in evidence.comparisons if c.against == baseline and any(c.log_ratios)]
         for comparison in against:
-            yield _judge_regression(gate.max_regression, comparison)
+            yield judge_ratio(_ratio(comparison), gate.max_regression)
         if not against:
             yield not_measured("latency", f"ratio vs {baseline}", f"≤ {1 + gate.max_regression:.4g}x")
+    if gate.faster_than is not None and evidence.variant != gate.faster_than:
+        yield from _judge_faster(gate.faster_than, gate.min_speedup or 0.0, evidence)
     for name, q, limit in (("p50", 0.50, gate.p50), ("p99", 0.99, gate.p99)):
         if limit is not None:
             yield _judge_quantile(name, q, limit, evidence)
-    if gate.max_regression is None and gate.p50 is None and gate.p99 is None:
+    if (gate.max_regression, gate.p50, gate.p99, gate.faster_than) == (None, None, None, None):
         yield no_limit("latency", "")
 
 
-def _judge_regression(max_regression: float, comparison: LatencyComparison) -> GateResult:
-    found = compare(comparison.log_ratios, tolerance=max_regression)
-    noisy = self_test(comparison.self_log_ratios, max_regression)
-    limit = f"{1 + max_regression:.4g}x"
+def _ratio(comparison: LatencyComparison) -> Ratio:
     preempted = comparison.preempted / comparison.runs if comparison.runs > 0 else 0.0
-    reason = (
-        f"{found.ratio:.4g}x [{found.low:.4g}, {found.high:.4g}] the latency of {comparison.against}, limit {limit}, "
-        f"{found.pairs} session pairs ({comparison.runs} runs, {percent(preempted)} preempted)"
-    )
-    return GateResult(
+    return Ratio(
         gate="latency",
         metric=f"ratio vs {comparison.against}",
-        limit=f"≤ {limit}",
-        verdict=Verdict.INCONCLUSIVE if noisy else found.verdict,
-        reason=f"{noisy}; {reason}" if noisy else reason,
-        estimate=finite(found.ratio),
-        low=finite(found.low),
-        high=finite(found.high),
-        bound=1 + max_regression,
-        unit="x",
-        n=found.pairs,
+        of=f"the latency of {comparison.against}",
+        log_ratios=comparison.log_ratios,
+        self_log_ratios=comparison.self_log_ratios,
+        pairs="session pairs",
+        detail=f" ({comparison.runs} runs, {percent(preempted)} preempted)",
     )
+
+
+def _judge_faster(name: str, min_speedup: float, evidence: Evidence) -> Iterator[GateResult]:
+    """Whether the other model takes at least `1 + min_speedup` times as long. Without a limit to be noisy about, the
+    interval alone decides: on a noisy host it is wide, and shows nothing."""
+    bound = 1 / (1 + min_speedup)
+    metric, limit = f"faster than {name}", f"< {bound:.4g}x"
+    enough = f" by {percent(min_speedup)}" if min_speedup else ""
+    against = [c for c in evidence.comparisons if c.against == name and any(c.log_ratios)]
+    for comparison in against:
+        ratio = _ratio(comparison)
+        found = compare(ratio.log_ratios, tolerance=bound - 1)
+        yield GateResult(
+            gate="latency",
+            metric=metric,
+            limit=limit,
+            verdict=found.verdict,
+            reason=f"{_SAID[found.verdict]}{enough}: {ratio_text(ratio, found, f'{bound:.4g}x')}",
+            estimate=finite(found.ratio),
+            low=finite(found.low),
+            high=finite(found.high),
+            bound=bound,
+            unit="x",
+            n=found.pairs,
+        )
+    if not against:
+        yield not_measured("latency", metric, limit)
 
 
 def _judge_quantile(name: str, q: float, limit_s: float, evidence: Evidence) -> GateResult:

@@ -1,0 +1,93 @@
+"""Sessions of ONNX Runtime as a target asks for them, and what it says when it refuses."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.adapters.runtimes.hardware import lacking_flags
+from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.errors import MeasurementFailure
+
+_LEVELS = {
+    "disabled": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
+_QUIET = 4
+"""Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
+
+
+def check_machine(target: Target) -> None:
+    """Whether this machine has what the target asks for.
+
+    Raises:
+        MeasurementFailure: it lacks a CPU feature or an execution provider.
+    """
+    ort = importlib.import_module("onnxruntime")
+    if lacking := lacking_flags(target.requires_cpu_flags):
+        raise MeasurementFailure(
+            f"this CPU lacks {', '.join(lacking)}",
+            where=f"target {target.name}",
+            remedy="Figures from here mean nothing for this target; measure it on a machine that has them.",
+        )
+    wanted = [provider.name for provider in target.providers]
+    missing = [name for name in wanted if name not in ort.get_available_providers()]
+    if missing:
+        raise MeasurementFailure(
+            f"execution provider {missing[0]} is not in this build of ONNX Runtime",
+            where=f"target {target.name}",
+            why=f"it has {', '.join(ort.get_available_providers())}",
+            remedy="Measure this target where its provider is installed; it is not measured here.",
+        )
+
+
+def new_session(model: Path, target: Target, *, record_assignment: bool = False) -> Any:
+    """A session as the target says.
+
+    Raises:
+        MeasurementFailure: the machine lacks something, or the runtime refuses the model or a setting.
+    """
+    check_machine(target)
+    ort = importlib.import_module("onnxruntime")
+    providers = [(provider.name, dict(provider.options)) for provider in target.providers]
+    with failures(model):
+        options = _options(ort, target.session)
+        if record_assignment:
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        # Its fallback would print, and measure another provider than the one asked for.
+        return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+
+
+@contextmanager
+def failures(model: Path) -> Iterator[None]:
+    """The runtime's own exceptions share no base class; each is told in one line."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__ != "onnxruntime.capi.onnxruntime_pybind11_state" and not isinstance(
+            error, ValueError | RuntimeError
+        ):
+            raise
+        lines = str(error).strip().splitlines()
+        raise MeasurementFailure(
+            "ONNX Runtime cannot run the model", where=model.name, why=lines[0][:400] if lines else type(error).__name__
+        ) from error
+
+
+def _options(ort: Any, settings: SessionSettings) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = _QUIET
+    options.intra_op_num_threads = settings.intra_op_threads
+    options.inter_op_num_threads = settings.inter_op_threads
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[settings.graph_level])
+    spinning = "1" if settings.spinning else "0"
+    options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
+    options.add_session_config_entry("session.inter_op.allow_spinning", spinning)
+    for key, value in settings.config.items():
+        options.add_session_config_entry(key, value)
+    return options

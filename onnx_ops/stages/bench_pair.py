@@ -1,0 +1,245 @@
+"""Bench of two ONNX files: is B slower than A, or does it need more? Side by side, with the verdicts of gates."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from onnx_ops.analysis.judge import judge
+from onnx_ops.analysis.latency import ALPHA, LOOKS, faster, session_interval
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, RuntimeFacts
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Decision,
+    Gate,
+    LatencyGate,
+    MemoryGate,
+    ThroughputGate,
+    Verdict,
+)
+from onnx_ops.domain.measuring import asked_by
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.graph.inspect import info
+from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.stages.bench import LATENCY, PER_SECOND, UNITS, Conditions, Tell, facts_of
+from onnx_ops.stages.probing import shared_inputs
+from onnx_ops.stages.speed import compare_more
+from onnx_ops.stages.timing import LogRatios, Race, Raw, rows_of, time_against
+
+A = "A"
+"""What the baseline is called in evidence."""
+
+REGRESSIONS = {"latency": 0.05, "throughput": 0.05, "cold_start": 0.2, "memory": 0.1}
+"""What B may lose by kind of gate, unless said otherwise: starts of processes vary more than runs do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versus:
+    """One figure of B over that of A, side by side.
+
+    `medians` are those of A and B in `unit`. `ratio` is of what grows as B gets worse (time per request for a
+    throughput), with its bounds; `noise` is the half-width of the interval of A against itself, None where unknown.
+    `ratios` hold one value a pair.
+    """
+
+    figure: str
+    unit: str
+    medians: tuple[float, float]
+    ratio: float
+    low: float | None
+    high: float | None
+    limit: float
+    noise: float | None
+    ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """B against A: latency first, then what else was asked."""
+
+    batch: int
+    decision: Decision
+    evidence: Evidence
+    figures: tuple[Versus, ...]
+    faster: bool
+
+    @property
+    def latency(self) -> Versus:
+        return self.figures[0]
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.decision.verdict
+
+
+def pair_gates(max_regression: float | None, *, concurrency: int | None, cold: bool) -> tuple[Gate, ...]:
+    """The gates that B must pass; one limit for all of them, or that of `REGRESSIONS` for each."""
+
+    def limit(kind: str) -> float:
+        return REGRESSIONS[kind] if max_regression is None else max_regression
+
+    gates: list[Gate] = [LatencyGate(max_regression=limit("latency"))]
+    if concurrency is not None:
+        gates.append(ThroughputGate(concurrency=concurrency, max_regression=limit("throughput")))
+    if cold:
+        gates += [
+            ColdStartGate(max_regression=limit("cold_start")),
+            MemoryGate(max_regression=limit("memory")),
+        ]
+    return tuple(gates)
+
+
+def bench_pair(
+    runtime: Runtime,
+    target: Target,
+    a: Path,
+    b: Path,
+    feed: Tensors,
+    *,
+    gates: Sequence[Gate],
+    conditions: Conditions,
+    seed: int = 0,
+    tell: Tell = lambda _: None,
+) -> Paired:
+    """Time B against A look by look, A against itself, and what the gates say about it.
+
+    Args:
+        runtime: runs both.
+        target: where.
+        a: the baseline.
+        b: the candidate.
+        feed: one request.
+        gates: a latency gate with `max_regression`, and further ones that ask for further measurements.
+        conditions: tells the state of the machine.
+        seed: of the order of runs.
+        tell: hears what is at work.
+
+    Raises:
+        UserError: a file is not a valid model, too new for the target, or the two take different inputs.
+        MeasurementFailure: a model does not run there, or not on the provider asked for.
+    """
+    shared_inputs(a, b)
+    _check_provider(facts_of(runtime, target, a), a)
+    facts = facts_of(runtime, target, b)
+    asked = asked_by(gates)
+    race = Race(
+        runtime=runtime,
+        target=target,
+        baseline=a,
+        candidate=b,
+        against=A,
+        feed=feed,
+        seed=seed,
+        tolerances=asked.tolerances,
+        tell=tell,
+    )
+    comparison, raw = time_against(race)
+    ratios, more = compare_more(race, asked)
+    evidence = _evidence(runtime, target, b, facts, comparison, ratios, conditions())
+    decision = judge(gates, evidence)
+    limits = {r.metric: r.bound for r in decision.results if r.bound is not None}
+    return Paired(
+        batch=rows_of(feed),
+        decision=decision,
+        evidence=evidence,
+        figures=(
+            _versus(LATENCY, _latencies(raw), comparison, limits[f"ratio vs {A}"]),
+            *(_versus(r.figure, _medians(r.figure, more), r, limits[f"{r.figure} vs {A}"]) for r in ratios),
+        ),
+        faster=faster(comparison.log_ratios),
+    )
+
+
+def _evidence(
+    runtime: Runtime,
+    target: Target,
+    model: Path,
+    facts: RuntimeFacts,
+    comparison: LatencyComparison,
+    ratios: tuple[PairedRatios, ...],
+    conditions: Mapping[str, str],
+) -> Evidence:
+    """What a pipeline's judge asks for; without a release, the file's digest stands for it."""
+    digest = digest_file(model)
+    return Evidence(
+        pipeline="",
+        variant="B",
+        target=target.name,
+        quantized=False,
+        release=digest,
+        manifest=digest,
+        target_digest=target.digest(),
+        dedicated=target.dedicated,
+        size_bytes=info(model).size_bytes,
+        hardware=runtime.fingerprint(target),
+        conditions=dict(conditions),
+        runtime=facts,
+        baseline=A,
+        comparisons=(comparison,),
+        ratios=ratios,
+    )
+
+
+def _check_provider(facts: RuntimeFacts, model: Path) -> None:
+    first = facts.asked[0] if facts.asked else ""
+    elsewhere = [name for name, count in facts.nodes.items() if name != first and count]
+    if first not in facts.used or (first != "CPUExecutionProvider" and elsewhere):
+        raise MeasurementFailure(
+            f"{first} was asked for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
+        )
+
+
+def _versus(
+    figure: str, medians: tuple[float, float], measured: LatencyComparison | PairedRatios, limit: float
+) -> Versus:
+    ratio, low, high = _interval(measured.log_ratios)
+    _, self_low, self_high = _interval(measured.self_log_ratios)
+    return Versus(
+        figure=figure,
+        unit=UNITS.get(figure, PER_SECOND),
+        medians=medians,
+        ratio=ratio,
+        low=low if low > 0 else None,
+        high=high if math.isfinite(high) else None,
+        limit=limit,
+        noise=(self_high - self_low) / 2 if math.isfinite(self_high) else None,
+        ratios=tuple(float(np.exp(np.median(pair))) for pair in measured.log_ratios),
+    )
+
+
+def _interval(log_ratios: LogRatios) -> tuple[float, float, float]:
+    with np.errstate(over="ignore"):
+        estimate, low, high = np.exp(session_interval(log_ratios, ALPHA / len(LOOKS)))
+    return float(estimate), float(low), float(high)
+
+
+def _latencies(raw: Raw) -> tuple[float, float]:
+    """Seconds of A and B over all blocks of all looks, without the runs that were preempted."""
+    looks = [name.removesuffix("/nanoseconds") for name in raw if re.fullmatch(rf"{A}/look-\d+/nanoseconds", name)]
+    sides = []
+    for side in (0, 1):
+        ns, gone = (
+            np.concatenate([raw[f"{look}/{kind}"][:, :, side].ravel() for look in looks])
+            for kind in ("nanoseconds", "preempted")
+        )
+        sides.append(float(np.median(ns if gone.all() else ns[~gone])) / 1e9)
+    return sides[0], sides[1]
+
+
+def _medians(figure: str, raw: Raw) -> tuple[float, float]:
+    """Of A and B over all pairs, in the figure's unit."""
+    if figure in UNITS:
+        scale = 1e9 if UNITS[figure] == "s" else 1.0
+        a, b = np.median(raw[f"starts/{A}/{figure}"].astype(np.float64), axis=0) / scale
+        return float(a), float(b)
+    where = f"throughput/{figure.rpartition(' ')[2]}/{A}"
+    a, b = np.median(raw[f"{where}/nanoseconds"].astype(np.float64), axis=(0, 1)) / 1e9
+    requests = float(raw[f"{where}/requests"])
+    return requests / float(a), requests / float(b)

@@ -1,0 +1,91 @@
+"""Fresh processes: how long a model takes to load and to answer first, and how much memory it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.evidence import PairedRatios, Starts
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.ports import Runtime, StartSamples, StartSchedule, Tensors
+from onnx_ops.stages.timing import LogRatios, Race, Raw, look_by_look, rows_of
+
+Counts = npt.NDArray[np.int64]
+
+PAIRS_ALONE = 5
+REQUESTS = 20
+FIGURES = ("load", "first", "peak")
+
+
+def starts_alone(runtime: Runtime, model: Path, target: Target, feed: Tensors, seed: int) -> tuple[Starts, Raw]:
+    """Fresh processes of one model.
+
+    Raises:
+        MeasurementFailure: a process crashed, or could not run the model.
+    """
+    schedule = StartSchedule(pairs=PAIRS_ALONE, requests=REQUESTS, seed=seed)
+    samples = runtime.starts(model, model, target, feed, schedule)
+    load, first, peak = (_joined([samples], figure).ravel() for figure in FIGURES)
+    found = Starts(
+        batch=rows_of(feed),
+        requests=REQUESTS,
+        load_s=tuple(float(ns) / 1e9 for ns in load),
+        first_s=tuple(float(ns) / 1e9 for ns in first),
+        peak_bytes=tuple(int(size) for size in peak) if (peak > 0).all() else (),
+    )
+    return found, _raw("starts/alone", [samples])
+
+
+def starts_against(race: Race) -> tuple[tuple[PairedRatios, ...], Raw]:
+    """Fresh processes of baseline and candidate in turns, and of the baseline against itself, look by look.
+
+    Memory has no entry where the system does not tell it.
+
+    Raises:
+        MeasurementFailure: a process crashed, or could not run its model.
+    """
+
+    def measure(candidate: Path, pairs: int, seed: int, _: Sequence[StartSamples]) -> StartSamples:
+        schedule = StartSchedule(pairs=pairs, requests=REQUESTS, seed=seed)
+        return race.runtime.starts(race.baseline, candidate, race.target, race.feed, schedule)
+
+    def ratios(samples: Sequence[StartSamples]) -> tuple[LogRatios, ...]:
+        return tuple(_log_ratios(_joined(samples, figure)) for figure in FIGURES)
+
+    cold, memory = race.tolerances.get("cold_start", ()), race.tolerances.get("memory", ())
+    own, selves = look_by_look(race, "pairs of fresh processes", measure, ratios, (cold, cold, memory))
+    baseline = digest_file(race.baseline)
+    found = tuple(
+        PairedRatios(
+            figure=figure, against=race.against, baseline=baseline, log_ratios=ratio, self_log_ratios=self_ratio
+        )
+        for figure, ratio, self_ratio in zip(FIGURES, ratios(own), ratios(selves), strict=True)
+        if ratio and self_ratio
+    )
+    return found, {**_raw(f"starts/{race.against}", own), **_raw(f"starts/{race.against}/self", selves)}
+
+
+def _joined(samples: Sequence[StartSamples], figure: str) -> Counts:
+    """One figure of all processes, of shape (pairs, 2)."""
+    names = {"load": "load_ns", "first": "first_ns", "peak": "peak_bytes"}
+    values = np.concatenate([getattr(s, names[figure]) for s in samples]).astype(np.int64)
+    if figure != "peak" and not (values > 0).all():
+        raise MeasurementFailure(f"{figure} of a fresh process took no measurable time")
+    return values
+
+
+def _log_ratios(values: Counts) -> LogRatios:
+    """log(B / A) of each pair; none where a value is not known."""
+    if not (values > 0).all():
+        return ()
+    logs = np.log(values.astype(np.float64))
+    return tuple((float(b - a),) for a, b in logs)
+
+
+def _raw(where: str, samples: Sequence[StartSamples]) -> Raw:
+    return {f"{where}/{figure}": _joined(samples, figure) for figure in FIGURES}

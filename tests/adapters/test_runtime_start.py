@@ -1,0 +1,150 @@
+"""Fresh processes that load a model."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.adapters.runtimes import onnxruntime_child as child
+from onnx_ops.adapters.runtimes import onnxruntime_start as parent
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.ports import StartSchedule
+from onnx_ops.testing.models import rows, write_perceptron
+
+CPU = Target(name="cpu-1t")
+MB = 1_000_000
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def write_table(path: Path, size_bytes: int) -> Path:
+    """`y = table + x`: a weight of so many bytes and almost no work."""
+    table = numpy_helper.from_array(np.random.default_rng(0).random(size_bytes // 4, dtype=np.float32), "table")
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["table", "x"], ["y"])],
+        "table",
+        [helper.make_tensor_value_info("x", TensorProto.INT64, ["n"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])],
+        [table],
+    )
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    return path
+
+
+@linux
+def test_memory_grows_with_the_weights_and_not_with_this_process(tmp_path: Path) -> None:
+    """This process holds far more than either model, which a child must not inherit as its own peak."""
+    ballast = np.ones(50 * MB, dtype=np.float64)
+    small, large = write_table(tmp_path / "small.onnx", 4 * MB), write_table(tmp_path / "large.onnx", 60 * MB)
+    feed = {"x": np.zeros(3, dtype=np.int64)}
+    samples = OnnxRuntime().starts(small, large, CPU, feed, StartSchedule(pairs=1, requests=2))
+    assert ballast.nbytes == 400 * MB
+    assert 4 * MB < samples.peak_bytes[0, 0] < 50 * MB
+    assert 60 * MB < samples.peak_bytes[0, 1] < 250 * MB
+
+
+def test_texts_and_inputs_of_any_name_reach_the_fresh_process(tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["file"], ["y"])],
+        "texts",
+        [helper.make_tensor_value_info("file", TensorProto.STRING, ["n"])],
+        [helper.make_tensor_value_info("y", TensorProto.STRING, ["n"])],
+    )
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
+    feed = {"file": np.array(["a", "bc"], dtype=object)}
+    samples = OnnxRuntime().starts(
+        tmp_path / "m.onnx", tmp_path / "m.onnx", CPU, feed, StartSchedule(pairs=1, requests=1)
+    )
+    assert (samples.first_ns > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos.abort()", "signal SIGABRT"),
+        ("raise SystemExit(7)", "exit code 7"),
+        ("print('no document')", "exit code 0"),
+        ("print('{\"load_ns\": 1}')\nraise SystemExit(3)", "exit code 3"),
+    ],
+)
+def test_a_process_that_crashes_is_a_failure_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, told: str
+) -> None:
+    (tmp_path / "crashing.py").write_text(module, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(parent, "CHILD", "crashing")
+    with pytest.raises(MeasurementFailure, match=told) as caught:
+        parent.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
+    assert caught.value.where == "m.onnx"
+    assert ("last words" in caught.value.why) == ("last words" in module)
+
+
+def test_a_process_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(3600)", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(parent, "CHILD", "hanging")
+    monkeypatch.setattr(parent, "PATIENCE_S", 0.2)
+    with pytest.raises(MeasurementFailure, match="did not answer within"):
+        parent.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
+
+
+def test_what_the_fresh_process_raises_keeps_its_words(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "m.onnx")
+    target = replace(CPU, session=SessionSettings(config={"": "1"}))
+    with pytest.raises(MeasurementFailure, match="cannot run the model"), parent.stored_feed(rows(1)) as feed:
+        parent.start(tmp_path / "m.onnx", target, feed, 1)
+
+
+def test_axis_1_is_baseline_then_candidate_and_either_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnx_ops.adapters.runtimes import onnxruntime as adapter
+
+    started: list[str] = []
+    figures = {"baseline": (10, 1, 100), "candidate": (20, 2, 200)}
+
+    def start(model: Path, *_: object) -> tuple[int, int, int]:
+        started.append(model.name)
+        return figures[model.name]
+
+    monkeypatch.setattr(adapter, "start", start)
+    schedule = StartSchedule(pairs=8, seed=1)
+    samples = OnnxRuntime().starts(tmp_path / "baseline", tmp_path / "candidate", CPU, rows(1), schedule)
+    for side, name in enumerate(("baseline", "candidate")):
+        for axis, figure in enumerate((samples.load_ns, samples.first_ns, samples.peak_bytes)):
+            assert (figure[:, side] == figures[name][axis]).all()
+    assert {started[i] for i in range(0, 16, 2)} == set(figures)
+
+
+@linux
+def test_a_peak_before_loading_is_forgotten(tmp_path: Path) -> None:
+    ballast = np.ones(20 * MB, dtype=np.float64)
+    del ballast
+    resident, mark = child.memory_mark()
+    assert mark - resident < 40 * MB
+    more = np.ones(10 * MB, dtype=np.float64)
+    assert 70 * MB < child.added(resident, mark) < 200 * MB
+    assert more.nbytes == 80 * MB
+
+
+def test_a_peak_that_did_not_rise_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_status", lambda: {"VmRSS": 50, "VmHWM": 90})
+    assert child.memory_mark() == (50, 90)
+    assert child.added(50, 90) == child.UNKNOWN
+    assert child.added(50, 80) == 40
+
+
+def test_where_there_is_no_proc_the_peak_of_getrusage_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_status", dict)
+    peaks = iter([100, 100, 100, 130])
+    monkeypatch.setattr(child, "_highest", lambda: next(peaks))
+    assert child.memory_mark() == (100, 100)
+    assert child.added(100, 100) == child.UNKNOWN
+    assert child.added(100, 100) == 30
