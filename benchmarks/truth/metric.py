@@ -6,7 +6,8 @@ import functools
 
 import numpy as np
 
-from onnx_ops.analysis.agreement import non_inferiority
+from onnx_ops.analysis.agreement import tango_interval
+from onnx_ops.analysis.rules.limit import Limit
 from onnx_ops.domain.gate import Verdict
 from truth.claims import Claim, table
 
@@ -51,7 +52,8 @@ def _rates(n: int, won: float, draws: int) -> tuple[float, float]:
 
 @functools.cache
 def _verdict(n: int, only_baseline: int, only_candidate: int) -> Verdict:
-    return non_inferiority(n, only_baseline, only_candidate, LIMIT).verdict
+    _, low, high = tango_interval(n, only_baseline, only_candidate)
+    return Limit(kind="max_drop", value=LIMIT, plain=False).verdict(low, high)
 
 
 def _percents(*rates: float) -> tuple[str, ...]:

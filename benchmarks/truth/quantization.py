@@ -21,12 +21,15 @@ from onnx_ops.analysis.rules.metric import judge_metric
 from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.evidence import ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.gate import GateResult, MetricGate, ParityGate, Verdict
+from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import ExportRequest, OptimizeRequest
+from onnx_ops.stages.labels import classes_of
+from onnx_ops.stages.predictions import read
 from onnx_ops.stages.quantize import measure_weights
-from onnx_ops.stages.scoring import correct_rows, paired
+from onnx_ops.stages.scoring import paired
 from truth.claims import Claim, table
 from truth.evidence import evidence
 from truth.families import Cnn, Mlp, trained
@@ -148,7 +151,8 @@ def _quantized(source: Path, method: str, name: str, rows: Any) -> Path:
 
 
 def _right(model: Path, rows: Any, labels: Any) -> Any:
-    return correct_rows(OnnxRuntime().run(model, TARGET, (rows,))[0], labels)
+    answers = read(ACCURACY, OnnxRuntime().run(model, TARGET, (rows,))[0])
+    return classes_of(labels, answers, ACCURACY.label) == labels
 
 
 def _trials(scored: Scored, path: Path) -> Iterator[Trial]:

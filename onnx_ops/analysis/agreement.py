@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from scipy import special
 from scipy.optimize import brentq
-
-from onnx_ops.domain.gate import Verdict
 
 CONFIDENCE = 0.90
 """Of two-sided intervals: each bound has a one-sided error rate of 5 %."""
@@ -16,16 +13,6 @@ CONFIDENCE = 0.90
 FEW_SAMPLES = 500
 
 _EDGE = 1e-12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProportionVerdict:
-    """A proportion, or a difference of two, with its interval, as fractions."""
-
-    verdict: Verdict
-    estimate: float
-    low: float
-    high: float
 
 
 def tango_interval(
@@ -91,30 +78,6 @@ def clopper_pearson(successes: int, n: int, confidence: float = CONFIDENCE) -> t
     low = float(special.betaincinv(successes, n - successes + 1, tail)) if successes else 0.0
     high = float(special.betaincinv(successes + 1, n - successes, 1 - tail)) if successes < n else 1.0
     return successes / n, low, high
-
-
-def non_inferiority(n: int, only_baseline: int, only_candidate: int, max_drop: float) -> ProportionVerdict:
-    """PASS if the candidate is surely less than `max_drop` worse, FAIL if it surely is worse than that.
-
-    Each side errs in at most one of twenty cases.
-
-    Raises:
-        ValueError: the counts do not fit n, or n is 0.
-    """
-    estimate, low, high = tango_interval(n, only_baseline, only_candidate)
-    verdict = Verdict.PASS if low > -max_drop else Verdict.FAIL if high < -max_drop else Verdict.INCONCLUSIVE
-    return ProportionVerdict(verdict=verdict, estimate=estimate, low=low, high=high)
-
-
-def at_least(successes: int, n: int, minimum: float) -> ProportionVerdict:
-    """PASS if the proportion is surely no less than `minimum`, FAIL if it surely is less.
-
-    Raises:
-        ValueError: the counts do not fit n, or n is 0.
-    """
-    estimate, low, high = clopper_pearson(successes, n)
-    verdict = Verdict.PASS if low >= minimum else Verdict.FAIL if high < minimum else Verdict.INCONCLUSIVE
-    return ProportionVerdict(verdict=verdict, estimate=estimate, low=low, high=high)
 
 
 def sample_advice(n: int) -> str:

@@ -85,6 +85,37 @@ class PairedCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """An estimate with its two-sided interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreComparison:
+    """A metric that is no count of rows: the candidate's value, and how it differs from another model's on them.
+
+    `metric` is the label of its definition; `against` is as in `PairedCounts`. `difference` is candidate minus
+    baseline, `ratio` candidate over baseline; an entry has those that make sense for its metric. Where there is no
+    figure, `undefined` says why these rows give none, or `failed` why it could not be measured.
+    """
+
+    metric: str
+    against: str
+    n: int
+    candidate: Interval | None = None
+    baseline: float | None = None
+    difference: Interval | None = None
+    ratio: Interval | None = None
+    confidence: float = 0.0
+    method: str = ""
+    undefined: str = ""
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyComparison:
     """Paired latency of the variant (B) against another model (A) on one machine, now.
 
@@ -210,6 +241,7 @@ class Evidence:
     divergence: Divergence | None = None
     weights: tuple[WeightMeasurement, ...] = ()
     metrics: tuple[PairedCounts, ...] = ()
+    scores: tuple[ScoreComparison, ...] = ()
     comparisons: tuple[LatencyComparison, ...] = ()
     latency: LatencySamples | None = None
     throughput: tuple[Throughput, ...] = ()

@@ -10,7 +10,8 @@ from typing import Annotated, Literal, NoReturn
 from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.quantities import Bytes, Fraction, PerSecond, Seconds
+from onnx_ops.domain.metric import IGNORED_TOKEN, TOP_K, Average, MetricDefinition, MetricName
+from onnx_ops.domain.quantities import Amount, Bytes, Count, Fraction, PerSecond, Seconds
 
 
 class Verdict(Enum):
@@ -60,12 +61,45 @@ class ParityGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricGate:
-    """A task metric, against the baseline on the same rows (`max_drop`) or absolute (`min`)."""
+    """A task metric, against the baseline on the same rows (`max_drop`, `max_increase`) or absolute (`min`, `max`).
+
+    Limits are judged; everything else says what is measured.
+    """
 
     kind: Literal["metric"] = "metric"
-    name: Annotated[Literal["accuracy"], doc("The metric.")] = "accuracy"
+    name: Annotated[MetricName | None, doc("The metric; accuracy if neither it nor `use` is given.")] = None
+    use: Annotated[
+        str, doc("An own metric, `package.module:function`, called with arrays (predictions, labels); gives a float.")
+    ] = ""
+    higher_is_better: Annotated[bool | None, doc("Of an own metric, which must say it.")] = None
+    k: Annotated[Count | None, doc("top_k: the label is among so many highest scores; 5 if not given.")] = None
+    average: Annotated[Average | None, doc("f1: over classes; binary where `positive` is given, else macro.")] = None
+    positive: Annotated[
+        str | int | None, doc("f1 (binary) and auc: the positive label; if not given, the greater of two.")
+    ] = None
+    output: Annotated[str | None, doc("ONNX output to read; if not given, the first that fits.")] = None
+    ignore: Annotated[int | None, doc("token_agreement: label of tokens that do not count; -100 if not given.")] = None
     max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = None
+    max_increase: Annotated[
+        Fraction | None, doc("mae, rmse, own errors: largest tolerated growth, as a share of the baseline's.")
+    ] = None
     min: Annotated[Fraction | None, doc("Smallest tolerated value.")] = None
+    max: Annotated[Amount | None, doc("mae, rmse, own errors: largest tolerated value, in the label's unit.")] = None
+
+    def definition(self) -> MetricDefinition:
+        """What it measures, with what it leaves out filled in."""
+        if self.use:
+            return MetricDefinition(use=self.use, output=self.output)
+        name = self.name or "accuracy"
+        average = self.average or ("macro" if self.positive is None else "binary")
+        return MetricDefinition(
+            name=name,
+            k=(self.k or TOP_K) if name == "top_k" else None,
+            average=average if name == "f1" else None,
+            positive=self.positive,
+            output=self.output,
+            ignore=(IGNORED_TOKEN if self.ignore is None else self.ignore) if name == "token_agreement" else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

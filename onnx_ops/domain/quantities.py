@@ -20,3 +20,8 @@ Bytes = Annotated[int, Unit("B"), Gt(0)]
 
 PerSecond = Annotated[float, Gt(0)]
 """A rate: a plain number of requests per second."""
+
+Count = Annotated[int, Ge(1)]
+
+Amount = Annotated[float, Gt(0)]
+"""A plain number, in a unit that onnx-ops does not know."""

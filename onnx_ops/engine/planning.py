@@ -8,7 +8,9 @@ from typing import Protocol
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.measuring import Asked, asked_by
+from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
@@ -198,6 +200,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
         "quantized": quantized,
         "source": variant_id(variant),
         **_measurements(asked),
+        "metrics": _metrics(pipeline, probe),
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
     gates: Json = [codec.to_json(gate) for gate in pipeline.gates]
@@ -230,6 +233,15 @@ def _measurements(asked: Asked) -> dict[str, Json]:
     """Those that are only made where a gate judges them. Limits change none, so they stay out of the key."""
     levels: dict[str, Json] = {"throughput": list(asked.throughput)} if asked.throughput else {}
     return {**levels, "starts": True} if asked.starts else levels
+
+
+def _metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
+    """What the metric gates want measured, without their limits; accuracy is measured wherever it can be."""
+    asked = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
+    return [
+        {"definition": codec.to_json(one), "code": probe.code(one.use, ()) if one.use else None}
+        for one in sorted(asked, key=lambda one: one.label)
+    ]
 
 
 def _release(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:

@@ -22,7 +22,9 @@ def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Di
     module = reference.partition(":")[0]
     path = _module_file(module, root)
     if path is None:
-        raise NotFound(f"module {module} is not in the project", where=str(root), remedy="Check `train.run`.")
+        raise NotFound(
+            f"module {module} is not in the project", where=str(root), remedy="It must lie below the project's root."
+        )
     seen: dict[str, Digest] = {}
     for package in _with_packages(module):  # importing a module runs its packages too
         if (file := _module_file(package, root)) is not None:

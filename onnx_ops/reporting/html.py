@@ -13,12 +13,11 @@ from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import Choice, Lineage
 from onnx_ops.reporting.figures import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
+from onnx_ops.reporting.measured import headline, median_latency, task_metric
 from onnx_ops.reporting.plots import (
     SERIES,
     Figure,
-    accuracy,
     latency_figure,
-    median_latency,
     pareto_figure,
     parity_figure,
     weights_figure,
@@ -124,32 +123,33 @@ def _overview(
     versions: Mapping[str, str],
 ) -> str:
     chosen = {(c.variant, c.target) for c in choices}
+    metric = headline(decisions)
     rows = []
     for d in decisions:
         e = known.get((d.variant, d.target))
         mark = " · chosen" if (d.variant, d.target) in chosen else ""
         version = f"<br><small>version {escape(versions[d.variant])}</small>" if d.variant in versions else ""
-        cells = _plain_figures(e) if e is not None else ["–"] * 4
+        cells = _plain_figures(e, metric) if e is not None else ["–"] * 4
         rows.append(
             f'<tr><th scope="row">{escape(d.variant)}{version}</th><td>{escape(d.target)}</td>'
             f'<td class="figure {d.verdict.value}">{chip(d.verdict)}{mark}</td>'
             + "".join(f'<td class="figure">{cell}</td>' for cell in cells)
             + "</tr>"
         )
-    heads = ("variant", "target", "verdict", "size", "median latency", "latency ratio", "accuracy")
+    heads = ("variant", "target", "verdict", "size", "median latency", "latency ratio", metric)
     return table(heads, "".join(rows))
 
 
-def _plain_figures(e: Evidence) -> list[str]:
-    """Size, latency, ratio and accuracy, each with its interval and n."""
+def _plain_figures(e: Evidence, metric: str) -> list[str]:
+    """Size, latency, ratio and task metric, each with its interval and n."""
     ratios = [(c.against, measured_ratio(c)) for c in e.comparisons]
     told = [f"{_cell(r.text())}<br><small>against {escape(against)}</small>" for against, r in ratios if r]
-    middle, right = median_latency(e.latency), accuracy(e)
+    middle, value = median_latency(e.latency), task_metric(e, metric)
     return [
         escape(format_figure(float(e.size_bytes), "B") if e.size_bytes > 0 else "not measured"),
         _cell(middle.text()) if middle else "not measured",
         "<br>".join(told) or "–",
-        _cell(right.text()) if right else "not measured",
+        _cell(value.text()) if value else "not measured",
     ]
 
 
@@ -174,7 +174,7 @@ def _plots(decisions: Sequence[Decision], evidence: Sequence[Evidence], choices:
         here = [e for e in evidence if e.target == target]
         verdicts = {d.variant: d.verdict for d in decisions if d.target == target}
         figures = [
-            pareto_figure(target, here, verdicts, chosen.get(target)),
+            pareto_figure(target, here, verdicts, chosen.get(target), headline(decisions)),
             latency_figure(target, here),
             *(ratio_figure(e, c, judged.get((e.variant, target))) for e in here for c in e.comparisons),
             *(ratio_figure(e, r, judged.get((e.variant, target))) for e in here for r in e.ratios),

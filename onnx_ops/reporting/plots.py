@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnx_ops.analysis.agreement import clopper_pearson
-from onnx_ops.analysis.latency import quantile_gate
 from onnx_ops.analysis.parity import with_pooled_noise
-from onnx_ops.domain.evidence import Evidence, LatencySamples, ParityMeasurement
+from onnx_ops.domain.evidence import Evidence, ParityMeasurement
 from onnx_ops.domain.gate import Decision, Verdict
-from onnx_ops.reporting.figures import format_figure, format_interval, number, scale_for
+from onnx_ops.reporting.figures import format_figure, number, scale_for
+from onnx_ops.reporting.measured import median_latency, task_metric
 from onnx_ops.reporting.svg import Axis, Chart, axis_around
 
 SERIES = 6
@@ -39,41 +38,6 @@ class Figure:
     svg: str
     caption: str
     keys: tuple[Key, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A figure with its interval and what it rests on; `low` and `high` as in the gate table."""
-
-    estimate: float
-    low: float
-    high: float
-    unit: str
-    n: int
-    of: str
-
-    def text(self) -> str:
-        interval = format_interval(self.low, self.high, self.unit, near=self.estimate)
-        return f"{format_figure(self.estimate, self.unit)} {interval} (n = {self.n} {self.of})"
-
-
-def median_latency(samples: LatencySamples | None) -> Measured | None:
-    """Median of the single runs that were not preempted, with 90 % order-statistic bounds."""
-    usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
-    if not usable:
-        return None
-    found = quantile_gate(usable, 0.5, math.inf)
-    return Measured(estimate=found.quantile, low=found.low, high=found.high, unit="s", n=found.runs, of="runs")
-
-
-def accuracy(evidence: Evidence) -> Measured | None:
-    """The variant's own accuracy with its exact 90 % interval."""
-    for counts in evidence.metrics:
-        right = counts.both + counts.only_candidate
-        if not counts.against and counts.metric == "accuracy" and 0 <= right <= counts.n and counts.n:
-            estimate, low, high = clopper_pearson(right, counts.n)
-            return Measured(estimate=estimate, low=low, high=high, unit="1", n=counts.n, of="rows")
-    return None
 
 
 def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
@@ -183,9 +147,9 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
 
 
 def pareto_figure(
-    target: str, evidence: Sequence[Evidence], verdicts: dict[str, Verdict], chosen: str | None
+    target: str, evidence: Sequence[Evidence], verdicts: dict[str, Verdict], chosen: str | None, metric: str
 ) -> Figure | None:
-    """Size against latency, with the accuracy beside each variant."""
+    """Size against latency, with the task metric beside each variant."""
     points = [(s, e, m) for s, e in enumerate(evidence) if (m := median_latency(e.latency)) and e.size_bytes > 0]
     if not points:
         return None
@@ -203,23 +167,23 @@ def pareto_figure(
         left, top = e.size_bytes / size.divisor, middle.estimate / time.divisor
         if middle.low > 0 and middle.high < math.inf:
             chart.bar((left, middle.low / time.divisor), (left, middle.high / time.divisor), f"line {_style(series)}")
-        right = accuracy(e)
+        value = task_metric(e, metric)
         passed = verdicts.get(e.variant) is Verdict.PASS
         told = f"{e.variant}: {format_figure(float(e.size_bytes), 'B')}, median {middle.text()}"
-        told += f", accuracy {right.text()}" if right else ", accuracy not measured"
+        told += f", {metric} {value.text()}" if value else f", {metric} not measured"
         chart.dot(left, top, f"{_style(series)} {'full' if passed else 'open'}", told, radius=5)
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
         name = e.variant if len(points) <= _NAMED else f"{series + 1}:"
-        beside = f"{name} {format_figure(right.estimate, '1')}" if right else name
+        beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
         chart.note(left, top, beside, above=above[e.variant])
         keys.append(Key(series=series, text=told if len(points) <= _NAMED else f"{series + 1}: {told}"))
     return Figure(
-        title=f"Size, latency and accuracy on {target}",
+        title=f"Size, latency and {metric} on {target}",
         svg=chart.render(f"Size against latency on {target}"),
         caption="Lower left is better. Bars and brackets: 90 % intervals. "
         "Full dots passed every gate, open ones did not; "
-        "the ring marks the chosen variant. The percentage is the accuracy.",
+        f"the ring marks the chosen variant. Beside each variant: its {metric}.",
         keys=tuple(keys),
     )
 

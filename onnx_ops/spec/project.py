@@ -12,6 +12,7 @@ from onnx_ops.errors import NotFound, Problem, SpecError, UserError
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.functions import function_problem
+from onnx_ops.spec.metrics import function_findings
 from onnx_ops.spec.targets import FOLDER, load_target, target_names, target_path
 from onnx_ops.spec.text import read_file, shown_path
 from onnx_ops.spec.words import did_you_mean, listing
@@ -34,8 +35,8 @@ def benchmarked_targets(draft: Draft, root: Path) -> tuple[dict[str, Target], li
 
 
 def project_findings(draft: Draft, root: Path, targets: Mapping[str, Target]) -> list[Finding]:
-    """Targets that do not exist, models that a target cannot run, a training function that is not there."""
-    findings = [*_missing_targets(draft, root), *_ceilings(draft, targets)]
+    """Targets that do not exist, models that a target cannot run, functions that are not there."""
+    findings = [*_missing_targets(draft, root), *_ceilings(draft, targets), *function_findings(draft, root)]
     if draft.train and (problem := function_problem(draft.train.run, root)):
         findings.append(Finding(loc=("train", "run"), message=problem))
     return findings

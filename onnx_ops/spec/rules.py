@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
-from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, MetricGate, ThroughputGate
+from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, ThroughputGate
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
+from onnx_ops.spec.metrics import label_findings, metric_findings
 from onnx_ops.spec.words import did_you_mean, listing
 
 Rule = Callable[[Draft], Iterator[Finding]]
@@ -76,8 +77,6 @@ def _benchmark(draft: Draft) -> Iterator[Finding]:
 def _gates(draft: Draft) -> Iterator[Finding]:
     for loc, gate in draft.gates:
         match gate:
-            case MetricGate(max_drop=None, min=None):
-                yield Finding(loc=loc, message="a metric gate needs 'max_drop' or 'min'")
             case LatencyGate(max_regression=None, p50=None, p99=None, faster_than=None, min_speedup=None):
                 yield Finding(loc=loc, message="a latency gate needs 'max_regression', 'p50', 'p99' or 'faster_than'")
             case ThroughputGate(max_regression=None, min=None):
@@ -86,10 +85,6 @@ def _gates(draft: Draft) -> Iterator[Finding]:
                 yield Finding(loc=loc, message="a cold_start gate needs 'load', 'first' or 'max_regression'")
             case MemoryGate(max=None, max_regression=None):
                 yield Finding(loc=loc, message="a memory gate needs 'max' or 'max_regression'")
-            case MetricGate():
-                for name, share in (("max_drop", gate.max_drop), ("min", gate.min)):
-                    if share is not None and share > 1:
-                        yield Finding(loc=(*loc, name), message=f"{gate.name} is never more than 100%")
             case LatencyGate() | ThroughputGate() | ColdStartGate() | MemoryGate():
                 yield from _regression(loc, gate)
             case _:
@@ -102,14 +97,6 @@ def _regression(loc: Loc, gate: LatencyGate | ThroughputGate | ColdStartGate | M
         yield Finding(loc=(*loc, "max_regression"), message=message)
     if isinstance(gate, LatencyGate) and gate.min_speedup is not None and gate.faster_than is None:
         yield Finding(loc=(*loc, "min_speedup"), message="'min_speedup' says by how much; add 'faster_than: fp32'")
-
-
-def _labels(draft: Draft) -> Iterator[Finding]:
-    scored = draft.data.get(draft.validate.samples.data) if draft.validate else None
-    gates = [loc for loc, gate in draft.gates if isinstance(gate, MetricGate)]
-    if draft.validate and scored is not None and scored.label is None and gates:
-        message = f"the metric gate needs labels, but data set '{draft.validate.samples.data}' names no 'label'"
-        yield Finding(loc=gates[0], message=message)
 
 
 def _registration(draft: Draft) -> Iterator[Finding]:
@@ -157,7 +144,8 @@ RULES: tuple[Rule, ...] = (
     _variants,
     _benchmark,
     _gates,
-    _labels,
+    metric_findings,
+    label_findings,
     _registration,
     _endpoints,
     _rollouts,

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
+from onnx_ops.analysis.scores import CANDIDATE
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.measuring import Asked
+from onnx_ops.domain.metric import MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import UserError
 from onnx_ops.graph.check import ceiling
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Dataset, Ports, Runtime
@@ -25,9 +26,10 @@ from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_docume
 from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.parity import measure_parity
 from onnx_ops.stages.reference import get_reference
-from onnx_ops.stages.scoring import correct_rows, paired
+from onnx_ops.stages.scoring import Scorer, TaskMetrics, measure_metrics
 from onnx_ops.stages.speed import Contest, measure_speed
 from onnx_ops.stages.timing import feed_of
+from onnx_ops.stages.usercode import importable, load_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         )
         _check_ceiling(bench, stage.id)
         is_export = stage.variant == EXPORT
+        metrics = _metrics(bench, is_export, settings, ports)
         speed = measure_speed(_contest(bench, is_export, settings["batch"]), _asked(stage))
         quantized = bool(settings["quantized"])
         reference = get_reference(store, inputs["export"]["reference.npz"])
@@ -85,7 +88,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             batch_invariance=measure_invariance(bench.runtime, bench.candidate, target, data.inputs, reference),
             divergence=next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None),
             weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
-            metrics=_metrics(bench, is_export),
+            metrics=metrics.counts,
+            scores=metrics.scores,
             comparisons=speed.comparisons,
             latency=speed.latency,
             throughput=speed.throughput,
@@ -110,26 +114,25 @@ def _documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
 
 
-def _metrics(bench: Bench, is_export: bool) -> tuple[Any, ...]:
-    """Accuracy of the variant, alone and on the same rows as what it is compared with."""
-    if bench.dataset.label is None:
-        return ()
-    right = _right(bench, bench.candidate)
-    counts = [paired("accuracy", "", right, right)]
+def _metrics(bench: Bench, is_export: bool, settings: Mapping[str, Any], ports: Ports) -> TaskMetrics:
+    """The task metrics of the variant, alone and on the same rows as what it is compared with."""
+    definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
+    models = {CANDIDATE: bench.candidate}
     if not is_export:
-        counts.append(paired("accuracy", EXPORT, _right(bench, bench.export), right))
+        models[EXPORT] = bench.export
     if bench.champion is not None:
-        # A champion with other inputs cannot be scored on these rows; the gate then says "not measured".
-        with contextlib.suppress(MeasurementFailure):
-            counts.append(
-                paired("accuracy", "champion", _right(bench, Path(bench.champion.location) / MODEL_FILE), right)
-            )
-    return tuple(counts)
-
-
-def _right(bench: Bench, model: Path) -> Any:
-    outputs = bench.runtime.run(model, bench.target, (bench.dataset.inputs,))[0]
-    return correct_rows(outputs, bench.dataset.label)
+        models["champion"] = Path(bench.champion.location) / MODEL_FILE
+    with importable(ports.root):
+        functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
+        scorer = Scorer(
+            runtime=bench.runtime,
+            target=bench.target,
+            models=models,
+            dataset=bench.dataset,
+            seed=bench.seed,
+            functions=functions,
+        )
+        return measure_metrics(scorer, definitions)
 
 
 def _contest(bench: Bench, is_export: bool, batch: int) -> Contest:

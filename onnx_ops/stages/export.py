@@ -20,7 +20,7 @@ from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, scratch
 from onnx_ops.stages.reference import ReferenceGroup, put_reference
-from onnx_ops.stages.train import importable
+from onnx_ops.stages.usercode import importable
 
 MODEL_FILE = "model.onnx"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,12 @@ def _figures(target: str, evidence: Evidence) -> dict[str, float]:
     figures |= _starts(target, evidence.starts) if evidence.starts is not None else {}
     for counts in evidence.metrics:
         if not counts.against and counts.n:
-            figures[f"{target}/{counts.metric}"] = (counts.both + counts.only_candidate) / counts.n
+            figures[f"{target}/{_name(counts.metric)}"] = (counts.both + counts.only_candidate) / counts.n
+    alone = {score.metric for score in evidence.scores if not score.against}
+    for score in evidence.scores:
+        if score.candidate is not None and not (score.against and score.metric in alone):
+            against = f" vs {score.against}" if score.against else ""
+            figures[f"{target}/{_name(score.metric)}{against}"] = score.candidate.estimate
     return figures
 
 
@@ -149,3 +155,8 @@ def _starts(target: str, starts: Starts) -> dict[str, float]:
         "peak_bytes": [float(size) for size in starts.peak_bytes],
     }
     return {f"{target}/{name}": median(values) for name, values in samples.items() if values}
+
+
+def _name(metric: str) -> str:
+    """What every registry takes as part of a name: labels of classes and names of outputs may hold anything."""
+    return re.sub(r"[^\w\-. :]", "_", metric, flags=re.ASCII)

@@ -1,36 +1,195 @@
-"""Which rows a classifier gets right, and how two of them compare on the same rows."""
+"""Task metrics of a variant: its answers to the scored rows, alone and beside those of what it is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from onnx_ops.domain.evidence import PairedCounts
-from onnx_ops.errors import UserError
+import numpy as np
+
+from onnx_ops.analysis.metrics import Array, OwnMetric, top_k_rows
+from onnx_ops.analysis.scores import CANDIDATE, refused, score
+from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
+from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure, OnnxOpsError, UserError
+from onnx_ops.ports import Dataset, Runtime, Tensors
+from onnx_ops.stages.answers import read_answers
+from onnx_ops.stages.labels import (
+    classes_of,
+    column_labels,
+    label_of,
+    positive_of,
+    positive_scores,
+)
+from onnx_ops.stages.predictions import Reading, joined, read
+
+Readings = Mapping[str, Reading | OnnxOpsError]
+"""By label of the metric: what was read for it, or why nothing could be."""
 
 
-def correct_rows(outputs: Mapping[str, Any], label: Any) -> Any:
-    """Boolean array of shape (rows,).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """What metrics are measured with. `models` are named as in the evidence, the candidate by `CANDIDATE`."""
 
-    Predictions are the first output of integers or strings with one value a row, else the arg max over the last
-    axis of the first output of shape (rows, classes).
+    runtime: Runtime
+    target: Target
+    models: Mapping[str, Path]
+    dataset: Dataset
+    seed: int
+    functions: Mapping[str, OwnMetric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskMetrics:
+    counts: tuple[PairedCounts, ...] = ()
+    scores: tuple[ScoreComparison, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """The label as a metric needs it, and which one is positive, where one is."""
+
+    label: Array | None
+    positive: str | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answers:
+    label: Array | None
+    by_model: Mapping[str, Array]
+
+
+def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
+    """Every metric that the data set can tell; those that need labels are left out where it has none.
+
+    What cannot be read, or is not defined on these rows, is told in an entry of its own.
 
     Raises:
-        UserError: no output can be read as a classification.
+        MeasurementFailure: the candidate or the export does not run. A champion that does not take these rows is told.
     """
-    import numpy as np
+    asked = [d for d in definitions if scorer.dataset.label is not None or d.label_free]
+    if not asked:
+        return TaskMetrics()
+    readings = {name: _readings(scorer, name, asked) for name in scorer.models}
+    counts: list[PairedCounts] = []
+    scores: list[ScoreComparison] = []
+    for definition in asked:
+        found = {name: read_of[definition.label] for name, read_of in readings.items()}
+        answers, problems = _comparable(definition, scorer.dataset.label, found)
+        scores += problems
+        if CANDIDATE not in answers.by_model:
+            continue
+        if definition.name in ("accuracy", "top_k"):
+            right = answers.by_model
+            counts += [paired(definition.label, name, right[name], right[CANDIDATE]) for name in right]
+        else:
+            function = scorer.functions.get(definition.use)
+            scores += score(definition, answers.label, answers.by_model, seed=scorer.seed, function=function)
+    return TaskMetrics(counts=tuple(counts), scores=tuple(scores))
 
-    for array in outputs.values():
-        if array.ndim == 1 and array.dtype.kind in "iuUSO":
-            return array == np.asarray(label)
-    for array in outputs.values():
-        if array.ndim == 2:
-            return array.argmax(axis=-1) == np.asarray(label)
-    shapes = {name: tuple(array.shape) for name, array in outputs.items()}
-    raise UserError(f"no output can be read as classes: {shapes}", remedy="Accuracy needs labels or scores per class.")
+
+def _readings(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> Readings:
+    def read_all(outputs: Tensors) -> dict[str, Reading | OnnxOpsError]:
+        return {definition.label: _read(definition, outputs) for definition in asked}
+
+    try:
+        parts = read_answers(scorer.runtime, scorer.models[name], scorer.target, scorer.dataset.inputs, read_all)
+    except (MeasurementFailure, UserError) as error:
+        if name in (CANDIDATE, EXPORT) and isinstance(error, MeasurementFailure):
+            raise
+        return {definition.label: error for definition in asked}
+    return {definition.label: _joined([part[definition.label] for part in parts]) for definition in asked}
 
 
-def paired(metric: str, against: str, baseline: Any, candidate: Any) -> PairedCounts:
+def _read(definition: MetricDefinition, outputs: Tensors) -> Reading | OnnxOpsError:
+    try:
+        return read(definition, outputs)
+    except UserError as error:
+        return error
+
+
+def _joined(parts: Sequence[Reading | OnnxOpsError]) -> Reading | OnnxOpsError:
+    readings = [part for part in parts if isinstance(part, Reading)]
+    if len(readings) < len(parts):
+        return next(part for part in parts if isinstance(part, OnnxOpsError))
+    try:
+        return joined(readings)
+    except UserError as error:
+        return error
+
+
+def _comparable(
+    definition: MetricDefinition, label: Array | None, found: Mapping[str, Reading | OnnxOpsError]
+) -> tuple[_Answers, list[ScoreComparison]]:
+    """Answers that can be scored, and what is wrong with the others."""
+    try:
+        terms = _terms(definition, label)
+    except UserError as error:
+        return _Answers(label=None, by_model={}), [refused(definition, failed=str(error))]
+    answers: dict[str, Array] = {}
+    problems = []
+    for name, reading in found.items():
+        why = str(reading)
+        if isinstance(reading, Reading):
+            try:
+                answers[name] = _in_terms(definition, terms, reading, answers.get(CANDIDATE))
+                continue
+            except UserError as error:
+                why = str(error)
+        if name == CANDIDATE:
+            problems.append(refused(definition, failed=why))
+        else:
+            problems.append(refused(definition, against=name, undefined=f"{name} cannot be scored: {why}"))
+    return _coded(definition, terms, answers), problems
+
+
+def _terms(definition: MetricDefinition, label: Array | None) -> _Terms:
+    own_label = label_of(definition, label)
+    binary = definition.name == "auc" or definition.average == "binary"
+    positive = positive_of(definition, own_label) if binary and own_label is not None else None
+    return _Terms(label=own_label, positive=positive)
+
+
+def _in_terms(definition: MetricDefinition, terms: _Terms, reading: Reading, candidate: Array | None) -> Array:
+    """One model's answers: right or wrong, class labels, scores, or whatever the metric takes as it is."""
+    where, label = definition.label, terms.label
+    if reading.broken:
+        raise UserError(f"{reading.broken} rows of its answers hold NaN", where=where)
+    if label is not None and definition.name == "accuracy":
+        return np.asarray(classes_of(label, reading, where) == label)
+    if label is not None and definition.k is not None:
+        names = column_labels(label, reading.columns, where)
+        return top_k_rows(np.searchsorted(names, label), reading.values, definition.k)
+    if label is not None and definition.name == "f1":
+        return classes_of(label, reading, where)
+    if label is not None and terms.positive is not None:
+        return positive_scores(label, terms.positive, reading, where)
+    beside = candidate if label is None else label
+    if definition.label_free and beside is not None and beside.shape != reading.values.shape:
+        shapes = f"{tuple(reading.values.shape)} and {tuple(beside.shape)}"
+        raise UserError(f"answers of shapes {shapes} cannot be compared row by row", where=where)
+    return reading.values
+
+
+def _coded(definition: MetricDefinition, terms: _Terms, answers: Mapping[str, Array]) -> _Answers:
+    """Labels and answers as `score` takes them: classes by number, or by whether they are the positive one."""
+    label, positive = terms.label, terms.positive
+    if label is None or definition.name not in ("f1", "auc"):
+        return _Answers(label=label, by_model=answers)
+    if definition.name == "auc":
+        return _Answers(label=label == positive, by_model=answers)
+    if positive is not None:
+        by_model = {name: (said == positive).astype(np.intp) for name, said in answers.items()}
+        return _Answers(label=(label == positive).astype(np.intp), by_model=by_model)
+    known = np.unique(np.concatenate([label, *answers.values()]))
+    by_model = {name: np.searchsorted(known, said) for name, said in answers.items()}
+    return _Answers(label=np.searchsorted(known, label), by_model=by_model)
+
+
+def paired(metric: str, against: str, baseline: Array, candidate: Array) -> PairedCounts:
     """Counts of rows right in both, in one, in neither. Both arrays are boolean of shape (rows,)."""
     return PairedCounts(
         metric=metric,

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
-import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure
+from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure
 from onnx_ops.ports import Ports
 from onnx_ops.stages.files import TRAINED, get_dataset, put_folder, scratch
+from onnx_ops.stages.usercode import importable, load_function
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -34,34 +31,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         return Manifest(files=put_folder(ports.store, folder, TRAINED))
 
 
-@contextmanager
-def importable(root: Path) -> Iterator[None]:
-    """Lets the project's own modules be imported, for training and for reading what training pickled."""
-    text = str(root)
-    added = text not in sys.path
-    if added:
-        sys.path.insert(0, text)
-    try:
-        yield
-    finally:
-        if added:
-            sys.path.remove(text)
-
-
 def _train(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]) -> object:
-    module_name, _, function_name = reference.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except ModuleNotFoundError as error:
-        package = (error.name or module_name).partition(".")[0]
-        raise MissingPackage(
-            f"cannot import {reference}: there is no module {error.name}",
-            where="train.run",
-            remedy=plugins.install_hint(package),
-        ) from error
-    except Exception as error:  # a module's own code runs when it is imported
-        why = f"{type(error).__name__}: {error}"
-        raise NotFound(f"cannot import {reference}", where="train.run", why=why) from error
+    function = load_function(reference, "train.run")
     try:
         return function(data, **parameters)
     except OnnxOpsError:

@@ -20,7 +20,7 @@ from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, put_document, scratch
 from onnx_ops.stages.parity import measure_parity
 from onnx_ops.stages.reference import get_reference
-from onnx_ops.stages.train import importable
+from onnx_ops.stages.usercode import importable
 
 REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where every export is first compared.")
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from onnx_ops.analysis.agreement import at_least, clopper_pearson, non_inferiority, sample_advice, tango_interval
+from onnx_ops.analysis.agreement import clopper_pearson, sample_advice, tango_interval
+from onnx_ops.analysis.rules.limit import Limit
 from onnx_ops.domain.gate import Verdict
 
 
@@ -58,7 +59,8 @@ class TestTango:
 
 @functools.cache
 def verdict(n: int, b: int, c: int, max_drop: float) -> Verdict:
-    return non_inferiority(n, b, c, max_drop).verdict
+    _, low, high = tango_interval(n, b, c)
+    return Limit(kind="max_drop", value=max_drop, plain=False).verdict(low, high)
 
 
 def rates(n: int, drop: float, discordant: float, max_drop: float, trials: int = 20_000) -> dict[Verdict, float]:
@@ -87,20 +89,20 @@ class TestNonInferiority:
         assert rates(200, 0.02, 0.04, 0.01)[Verdict.PASS] <= 0.05
 
     def test_equal_answers_on_few_rows_prove_little(self) -> None:
-        assert non_inferiority(100, 0, 0, 0.01).verdict is Verdict.INCONCLUSIVE
-        assert non_inferiority(300, 0, 0, 0.01).verdict is Verdict.PASS
+        assert verdict(100, 0, 0, 0.01) is Verdict.INCONCLUSIVE
+        assert verdict(300, 0, 0, 0.01) is Verdict.PASS
 
     @given(counts(), st.floats(0, 0.2))
     def test_a_lost_row_never_helps(self, rows: tuple[int, int, int], max_drop: float) -> None:
         n, b, c = rows
         if b + c < n:
-            before = non_inferiority(n, b, c, max_drop).verdict
-            after = non_inferiority(n, b + 1, c, max_drop).verdict
+            before = verdict(n, b, c, max_drop)
+            after = verdict(n, b + 1, c, max_drop)
             order = [Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL]
             assert order.index(after) >= order.index(before)
 
     def test_nan_limit_never_passes(self) -> None:
-        assert non_inferiority(1000, 0, 100, math.nan).verdict is Verdict.INCONCLUSIVE
+        assert verdict(1000, 0, 100, math.nan) is Verdict.INCONCLUSIVE
 
 
 class TestClopperPearson:
@@ -116,9 +118,9 @@ class TestClopperPearson:
             clopper_pearson(*bad)
 
     def test_three_way_verdict(self) -> None:
-        assert at_least(980, 1000, 0.95).verdict is Verdict.PASS
-        assert at_least(950, 1000, 0.95).verdict is Verdict.INCONCLUSIVE
-        assert at_least(900, 1000, 0.95).verdict is Verdict.FAIL
+        limit = Limit(kind="min", value=0.95, plain=False)
+        found = [limit.verdict(*clopper_pearson(right, 1000)[1:]) for right in (980, 950, 900)]
+        assert found == [Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL]
 
 
 def test_advice_for_few_samples_only() -> None:

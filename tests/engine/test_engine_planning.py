@@ -10,7 +10,7 @@ from engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
+from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
 from onnx_ops.domain.pipeline import FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
 from onnx_ops.domain.target import SessionSettings
 from onnx_ops.engine import InlineExecutor, Silent, plan, run
@@ -132,30 +132,81 @@ def pairs_of(*kinds: str) -> set[str]:
     return {f"{kind}/{variant}@{target}" for kind in kinds for variant in VARIANTS for target in TARGETS}
 
 
+def with_gates(*gates: Gate) -> Pipeline:
+    return replace(PIPELINE, gates=gates)
+
+
+BENCHMARKS = {f"benchmark/{variant}@{target}" for variant in VARIANTS for target in ("cpu", "edge")}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MetricGate(name="f1", min=0.5), MetricGate(name="f1", max_drop=0.01, min=0.6)),
+        (MetricGate(name="top_k", min=0.5), MetricGate(name="top_k", k=5, min=0.4)),
+        (SizeGate(max=1), MetricGate(max_drop=0.01)),
+        (
+            MetricGate(use="own:score", higher_is_better=True, min=0.5),
+            MetricGate(use="own:score", higher_is_better=False, max=1.0),
+        ),
+    ],
+)
+def test_limits_of_metrics_measure_nothing_again(before: Gate, after: Gate) -> None:
+    assert not changed(planned(with_gates(before)), planned(with_gates(after))) & BENCHMARKS
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (SizeGate(max=1), MetricGate(name="f1", min=0.5)),
+        (MetricGate(name="f1", min=0.5), MetricGate(name="f1", average="micro", min=0.5)),
+        (MetricGate(name="top_k", k=3, min=0.5), MetricGate(name="top_k", k=4, min=0.5)),
+        (MetricGate(name="auc", min=0.5), MetricGate(name="auc", output="scores", min=0.5)),
+    ],
+)
+def test_another_metric_is_measured(before: Gate, after: Gate) -> None:
+    assert changed(planned(with_gates(before)), planned(with_gates(after))) >= BENCHMARKS
+
+
+def test_the_code_of_an_own_metric_is_part_of_its_measurement() -> None:
+    pipeline = with_gates(MetricGate(use="own:score", higher_is_better=True, min=0.5))
+    digests = []
+    for code in ("", "edited"):
+        probe = TableProbe()
+        probe.world["code"] = code
+        digests.append(planned(pipeline, probe)["benchmark/fp32@cpu"].settings["metrics"])
+    assert digests[0] != digests[1]
+
+
+def test_the_order_of_metric_gates_does_not_matter_to_a_measurement() -> None:
+    gates = (MetricGate(name="f1", min=0.5), MetricGate(name="auc", min=0.5))
+    assert not changed(planned(with_gates(*gates)), planned(with_gates(*reversed(gates)))) & BENCHMARKS
+
+
 def test_other_gates_judge_again_and_measure_nothing_again() -> None:
     other = planned(replace(PIPELINE, gates=(SizeGate(max=999),)))
     assert changed(planned(), other) == pairs_of("gate") | RELEASE
 
 
-def with_gates(*gates: Gate) -> Plan:
-    return planned(replace(PIPELINE, gates=gates))
+def plan_with(*gates: Gate) -> Plan:
+    return planned(with_gates(*gates))
 
 
 def test_measurements_follow_from_the_gates_and_limits_do_not_enter_their_keys() -> None:
-    without = with_gates(SizeGate(max=9))
+    without = plan_with(SizeGate(max=9))
     assert not {"throughput", "starts"} & set(without["benchmark/fp32@cpu"].settings)
-    loaded = with_gates(SizeGate(max=9), ThroughputGate(concurrency=8, min=5.0), ThroughputGate(min=1.0))
+    loaded = plan_with(SizeGate(max=9), ThroughputGate(concurrency=8, min=5.0), ThroughputGate(min=1.0))
     assert loaded["benchmark/fp32@cpu"].settings["throughput"] == [4, 8]
     assert changed(without, loaded) == pairs_of("benchmark", "gate") | RELEASE
-    started = with_gates(SizeGate(max=9), MemoryGate(max=5))
+    started = plan_with(SizeGate(max=9), MemoryGate(max=5))
     assert started["benchmark/fp32@cpu"].settings["starts"] is True
-    assert changed(started, with_gates(MemoryGate(max=6, max_regression=0.1))) == pairs_of("gate") | RELEASE
-    both = with_gates(ColdStartGate(load=1.0), MemoryGate(max=6))
+    assert changed(started, plan_with(MemoryGate(max=6, max_regression=0.1))) == pairs_of("gate") | RELEASE
+    both = plan_with(ColdStartGate(load=1.0), MemoryGate(max=6))
     assert not changed(started, both) & pairs_of("benchmark"), "the same processes serve both"
 
 
 def test_limits_tell_the_measurement_how_long_to_go_on() -> None:
-    stage = with_gates(LatencyGate(max_regression=0.05), ThroughputGate(max_regression=0.1))["benchmark/fp32@cpu"]
+    stage = plan_with(LatencyGate(max_regression=0.05), ThroughputGate(max_regression=0.1))["benchmark/fp32@cpu"]
     assert stage.hints["tolerances"] == {"latency": [0.05], "throughput": [0.1]}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, digest_bytes
-from onnx_ops.domain.evidence import Evidence, Starts, Throughput
+from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison, Starts, Throughput
 from onnx_ops.domain.gate import Decision, GateResult, ParityGate, Verdict
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
@@ -110,4 +110,21 @@ def test_medians_of_load_and_of_fresh_processes_become_metrics_of_the_version() 
         "cpu/requests_per_second_4": 205.0,
         "cpu/load_ms": 500.0,
         "cpu/first_ms": 500.0,
+    }
+
+
+def test_each_metric_is_a_figure_of_its_name() -> None:
+    value = Interval(estimate=0.8, low=0.7, high=0.9)
+    scores = (
+        ScoreComparison(metric="f1 binary positive:a=b", against="", n=9, candidate=value),
+        ScoreComparison(metric="f1 binary positive:a=b", against="fp32", n=9, candidate=value),
+        ScoreComparison(metric="cosine", against="fp32", n=9, candidate=value),
+        ScoreComparison(metric="mae", against="", n=9, failed="NaN"),
+    )
+    counts = (PairedCounts(metric="top_5", against="", n=10, both=7, only_baseline=0, only_candidate=1),)
+    assert _figures("cpu", replace(evidence_of("fp32"), metrics=counts, scores=scores)) == {
+        "cpu/size_bytes": 1000.0,
+        "cpu/top_5": 0.8,
+        "cpu/f1 binary positive:a_b": 0.8,
+        "cpu/cosine vs fp32": 0.8,
     }

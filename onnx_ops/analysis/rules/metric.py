@@ -1,106 +1,134 @@
-"""Metric gates."""
+"""Metric gates: which figure each limit is held against, and what it says."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from onnx_ops.analysis.agreement import at_least, non_inferiority, sample_advice
-from onnx_ops.analysis.rules.common import baseline_of, no_limit, not_measured, percent, signed_percent
-from onnx_ops.domain.evidence import Evidence, PairedCounts
+from onnx_ops.analysis.agreement import clopper_pearson, sample_advice, tango_interval
+from onnx_ops.analysis.rules.common import baseline_of, no_limit, not_measured
+from onnx_ops.analysis.rules.limit import Limit, limits_of
+from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import GateResult, MetricGate, Verdict
+
+_Entry = PairedCounts | ScoreComparison
 
 
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
-    counts = [c for c in evidence.metrics if c.metric == gate.name and c.n]
-    if gate.max_drop is not None:
-        paired = [c for c in counts if c.against and c.against != evidence.variant]
-        for pair in paired:
-            yield _judge_drop(gate.name, gate.max_drop, pair)
-        baseline = baseline_of(evidence)
-        if baseline and not any(c.against == baseline for c in paired):
-            yield not_measured("metric", f"{gate.name} vs {baseline}", f"drop ≤ {percent(gate.max_drop)}")
-    if gate.min is not None:
-        yield _judge_minimum(gate.name, gate.min, counts)
-    if gate.max_drop is None and gate.min is None:
-        yield no_limit("metric", gate.name)
+    """A result for each limit and each model that it is held against.
+
+    Where models are compared without labels, a first release has nothing to be compared with, and the gate says
+    nothing.
+    """
+    name = gate.definition().label
+    counts = [c for c in evidence.metrics if c.metric == name and c.n]
+    entries: list[_Entry] = [*counts, *(s for s in evidence.scores if s.metric == name)]
+    limits = tuple(limits_of(gate))
+    if not limits:
+        yield no_limit("metric", name)
+    if gate.definition().label_free and not entries and not baseline_of(evidence):
+        return
+    for limit in limits:
+        if limit.of_change:
+            yield from _changes(name, limit, entries, evidence)
+        elif entries:
+            # Every entry tells the candidate's own value; where they differ, the worst counts.
+            telling = [entry for entry in entries if _tells_value(entry)] or entries
+            results = [_judge(name, limit, entry) for entry in telling]
+            yield max(results, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n))
+        else:
+            yield not_measured("metric", name, limit.text)
 
 
-def _judge_drop(name: str, max_drop: float, counts: PairedCounts) -> GateResult:
-    metric, limit = f"{name} vs {counts.against}", f"drop ≤ {percent(max_drop)}"
-    if problem := _problem(counts):
-        return _uncountable(metric, limit, counts, problem)
-    found = non_inferiority(counts.n, counts.only_baseline, counts.only_candidate, max_drop)
-    interval = f"[{signed_percent(found.low)}, {signed_percent(found.high)}]"
-    return GateResult(
-        gate="metric",
-        metric=metric,
-        limit=limit,
-        verdict=found.verdict,
-        reason=_with_advice(
-            f"{name} changes by {signed_percent(found.estimate)} {interval} against {counts.against}, "
-            f"limit {signed_percent(-max_drop)}, "
-            f"n = {counts.n} ({counts.only_baseline} lost, {counts.only_candidate} won)",
-            found.verdict,
-            counts.n,
-        ),
+def _changes(name: str, limit: Limit, entries: Sequence[_Entry], evidence: Evidence) -> Iterator[GateResult]:
+    """Against every model that the candidate was compared with; the baseline must be one of them."""
+    compared = [e for e in entries if e.against and e.against != evidence.variant]
+    for entry in compared:
+        yield replace(_judge(name, limit, entry), metric=f"{name} vs {entry.against}")
+    baseline = baseline_of(evidence)
+    if baseline and not any(e.against == baseline for e in compared):
+        metric = f"{name} vs {baseline}"
+        spoilt = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
+        found = not_measured("metric", metric, limit.text) if spoilt is None else _judge(name, limit, spoilt)
+        yield replace(found, metric=metric)
+
+
+def _tells_value(entry: _Entry) -> bool:
+    """An entry about a baseline without a figure says nothing about the candidate."""
+    return isinstance(entry, PairedCounts) or entry.candidate is not None or not entry.against
+
+
+def _judge(name: str, limit: Limit, entry: _Entry) -> GateResult:
+    blank = GateResult(
+        gate="metric", metric=name, limit=limit.text, verdict=Verdict.ERROR, reason="", n=max(0, entry.n)
+    )
+    if isinstance(entry, ScoreComparison) and (entry.failed or entry.undefined):
+        verdict = Verdict.ERROR if entry.failed else Verdict.INCONCLUSIVE
+        return replace(blank, verdict=verdict, reason=entry.failed or entry.undefined)
+    if problem := _problem(entry):
+        return replace(blank, reason=f"{name}: {problem}")
+    found = _interval(limit, entry)
+    if found is None:
+        return replace(blank, verdict=Verdict.INCONCLUSIVE, reason=f"{name} has no interval that fits {limit.text}")
+    verdict = limit.verdict(found.low, found.high)
+    return replace(
+        blank,
+        verdict=verdict,
+        reason=_reason(name, limit, entry, found, verdict),
         estimate=found.estimate,
         low=found.low,
         high=found.high,
-        bound=-max_drop,
-        unit="1",
-        n=counts.n,
+        bound=limit.bound,
+        unit=limit.unit,
     )
 
 
-def _judge_minimum(name: str, minimum: float, entries: Sequence[PairedCounts]) -> GateResult:
-    """Every entry tells the candidate's own value; where they differ, the worst counts."""
-    limit = f"≥ {percent(minimum)}"
-    if not entries:
-        return not_measured("metric", name, limit)
-    results = [_judge_value(name, minimum, limit, counts) for counts in entries]
-    return max(results, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n))
+def _interval(limit: Limit, entry: _Entry) -> Interval | None:
+    """What the limit is held against."""
+    if isinstance(entry, PairedCounts):
+        return _counted(limit, entry)
+    match limit.kind:
+        case "max_drop":
+            return entry.difference
+        case "max_increase" if entry.ratio is not None:
+            ratio = entry.ratio
+            return Interval(estimate=ratio.estimate - 1, low=ratio.low - 1, high=ratio.high - 1)
+        case "min" | "max":
+            return entry.candidate
+        case _:
+            return None
 
 
-def _judge_value(name: str, minimum: float, limit: str, counts: PairedCounts) -> GateResult:
-    if problem := _problem(counts):
-        return _uncountable(name, limit, counts, problem)
-    found = at_least(counts.both + counts.only_candidate, counts.n, minimum)
-    interval = f"[{percent(found.low)}, {percent(found.high)}]"
-    return GateResult(
-        gate="metric",
-        metric=name,
-        limit=limit,
-        verdict=found.verdict,
-        reason=_with_advice(
-            f"{name} is {percent(found.estimate)} {interval}, limit {percent(minimum)}, n = {counts.n}",
-            found.verdict,
-            counts.n,
-        ),
-        estimate=found.estimate,
-        low=found.low,
-        high=found.high,
-        bound=minimum,
-        unit="1",
-        n=counts.n,
-    )
+def _counted(limit: Limit, counts: PairedCounts) -> Interval | None:
+    """Tango's interval of the change, Clopper and Pearson's of the value."""
+    if limit.kind == "max_drop":
+        estimate, low, high = tango_interval(counts.n, counts.only_baseline, counts.only_candidate)
+    elif limit.of_change:
+        return None
+    else:
+        estimate, low, high = clopper_pearson(counts.both + counts.only_candidate, counts.n)
+    return Interval(estimate=estimate, low=low, high=high)
 
 
-def _problem(counts: PairedCounts) -> str:
-    parts = (counts.both, counts.only_baseline, counts.only_candidate)
-    return "its counts do not add up" if min(parts) < 0 or sum(parts) > counts.n else ""
+def _problem(entry: _Entry) -> str:
+    if isinstance(entry, PairedCounts):
+        parts = (entry.both, entry.only_baseline, entry.only_candidate)
+        return "its counts do not add up" if min(parts) < 0 or sum(parts) > entry.n else ""
+    intervals = [i for i in (entry.candidate, entry.difference, entry.ratio) if i is not None]
+    if not all(math.isfinite(v) for i in intervals for v in (i.estimate, i.low, i.high)):
+        return "a figure is not a number"
+    if entry.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
+        return "its figures do not fit each other"
+    return ""
 
 
-def _uncountable(metric: str, limit: str, counts: PairedCounts, problem: str) -> GateResult:
-    return GateResult(
-        gate="metric",
-        metric=metric,
-        limit=limit,
-        verdict=Verdict.ERROR,
-        reason=f"{metric}: {problem}",
-        n=max(0, counts.n),
-    )
-
-
-def _with_advice(reason: str, verdict: Verdict, n: int) -> str:
-    advice = sample_advice(n) if verdict is Verdict.INCONCLUSIVE else ""
+def _reason(name: str, limit: Limit, entry: _Entry, found: Interval, verdict: Verdict) -> str:
+    verb = f"{name} changes by" if limit.of_change else f"{name} is"
+    against = f" against {entry.against}" if limit.of_change else ""
+    figures = f"{limit.told(found.estimate)} [{limit.told(found.low)}, {limit.told(found.high)}]{against}"
+    reason = f"{verb} {figures}, limit {limit.told(limit.bound)}, n = {entry.n}"
+    if isinstance(entry, PairedCounts) and limit.of_change:
+        reason += f" ({entry.only_baseline} lost, {entry.only_candidate} won)"
+    advice = sample_advice(entry.n) if verdict is Verdict.INCONCLUSIVE else ""
     return f"{reason}; {advice}" if advice else reason

@@ -1,0 +1,126 @@
+"""The paired bootstrap over rows: one draw of rows for all models, so that what they share cancels out.
+
+A statistic is a function of weights (how often each row counts), which lets it be computed for many resamples at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from onnx_ops.analysis.agreement import CONFIDENCE
+from onnx_ops.domain.evidence import Interval
+
+Weights: TypeAlias = npt.NDArray[np.float64]
+"""Shape (resamples, rows)."""
+
+Statistic: TypeAlias = Callable[[Weights], npt.NDArray[np.float64]]
+"""One value per resample; NaN where it is not defined."""
+
+RESAMPLES = 2000
+"""The 5 % quantile of so many has a standard error of 0.5 percentage points of probability."""
+
+GROUPS = 200
+"""Rows are left out in at most so many groups: the acceleration needs no finer jackknife."""
+
+_CELLS = 1 << 21
+"""Resamples times rows that are held at once."""
+
+_UNDEFINED_SHARE = 0.01
+"""Of resamples. Where more of them are undefined, an interval would tell of the lucky ones only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicates:
+    """A statistic of the rows as they are, of each resample, and with each group of rows left out."""
+
+    observed: float
+    resampled: npt.NDArray[np.float64]
+    left_out: npt.NDArray[np.float64]
+
+    @property
+    def spread(self) -> bool:
+        """Whether the resamples differ by more than rounding."""
+        values = self.resampled[np.isfinite(self.resampled)]
+        return bool(values.size and np.ptp(values) > 1e-12 * max(1.0, abs(self.observed)))
+
+    def minus(self, other: Replicates) -> Replicates:
+        return _joined(np.subtract, self, other)
+
+    def over(self, other: Replicates) -> Replicates:
+        return _joined(np.divide, self, other)
+
+
+def replicate(
+    statistics: Mapping[str, Statistic], rows: int, seed: int, resamples: int = RESAMPLES
+) -> dict[str, Replicates]:
+    """All statistics on the same resamples of the rows, drawn from the seed."""
+    draw = np.random.default_rng(seed)
+    at_once = max(1, _CELLS // rows)
+    found: dict[str, list[Any]] = {name: [] for name in statistics}
+    for start in range(0, resamples, at_once):
+        weights = _draw(draw, min(at_once, resamples - start), rows)
+        for name, statistic in statistics.items():
+            found[name].append(statistic(weights))
+    kept = _left_out(rows)
+    return {
+        name: Replicates(
+            observed=float(statistic(np.ones((1, rows)))[0]),
+            resampled=np.concatenate(found[name]),
+            left_out=np.concatenate([statistic(kept[i : i + at_once]) for i in range(0, len(kept), at_once)]),
+        )
+        for name, statistic in statistics.items()
+    }
+
+
+def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Interval | None:
+    """Bias-corrected and accelerated bootstrap interval; None where too many resamples are undefined.
+
+    Efron 1987, Journal of the American Statistical Association 82:171-185; the acceleration is that of the jackknife
+    over groups of rows, which has the same expectation as over single ones.
+    """
+    values = replicates.resampled[np.isfinite(replicates.resampled)]
+    if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(replicates.observed):
+        return None
+    below = np.mean(values < replicates.observed) + np.mean(values == replicates.observed) / 2
+    bias = special.ndtri(np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1)))
+    tail = (1 - confidence) / 2
+    levels = bias + special.ndtri([tail, 1 - tail])
+    levels = special.ndtr(bias + levels / np.maximum(1 - _acceleration(replicates.left_out) * levels, 0.1))
+    low, high = np.quantile(values, levels, method="weibull")
+    return Interval(
+        estimate=replicates.observed,
+        low=min(float(low), replicates.observed),
+        high=max(float(high), replicates.observed),
+    )
+
+
+def _acceleration(left_out: npt.NDArray[np.float64]) -> float:
+    values = left_out[np.isfinite(left_out)]
+    distance = values.mean() - values if values.size else values
+    squares = float(np.sum(distance**2))
+    return float(np.sum(distance**3)) / (6 * squares**1.5) if squares > 0 else 0.0
+
+
+def _draw(draw: np.random.Generator, resamples: int, rows: int) -> Weights:
+    chosen = draw.integers(0, rows, (resamples, rows)) + rows * np.arange(resamples)[:, None]
+    return np.bincount(chosen.ravel(), minlength=resamples * rows).reshape(resamples, rows).astype(np.float64)
+
+
+def _left_out(rows: int) -> Weights:
+    groups = min(GROUPS, rows)
+    return np.asarray(np.arange(rows)[None, :] % groups != np.arange(groups)[:, None], dtype=np.float64)
+
+
+def _joined(operation: Any, one: Replicates, other: Replicates) -> Replicates:
+    with np.errstate(all="ignore"):
+        return Replicates(
+            observed=float(operation(np.float64(one.observed), np.float64(other.observed))),
+            resampled=operation(one.resampled, other.resampled),
+            left_out=operation(one.left_out, other.left_out),
+        )

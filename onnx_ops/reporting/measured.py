@@ -1,0 +1,70 @@
+"""Figures of the evidence for people, each with its interval and what it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnx_ops.analysis.agreement import clopper_pearson
+from onnx_ops.analysis.latency import quantile_gate
+from onnx_ops.domain.evidence import Evidence, LatencySamples
+from onnx_ops.domain.gate import Decision
+from onnx_ops.domain.metric import ACCURACY, METRICS
+from onnx_ops.reporting.figures import format_figure, format_interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A figure with its interval and what it rests on; `low` and `high` as in the gate table."""
+
+    estimate: float
+    low: float
+    high: float
+    unit: str
+    n: int
+    of: str
+
+    def text(self) -> str:
+        interval = format_interval(self.low, self.high, self.unit, near=self.estimate)
+        return f"{format_figure(self.estimate, self.unit)} {interval} (n = {self.n} {self.of})"
+
+
+def median_latency(samples: LatencySamples | None) -> Measured | None:
+    """Median of the single runs that were not preempted, with 90 % order-statistic bounds."""
+    usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
+    if not usable:
+        return None
+    found = quantile_gate(usable, 0.5, math.inf)
+    return Measured(estimate=found.quantile, low=found.low, high=found.high, unit="s", n=found.runs, of="runs")
+
+
+def headline(decisions: Sequence[Decision]) -> str:
+    """The task metric that stands for the release: the first that a gate judged, else accuracy."""
+    judged = (r.metric.split(" vs ")[0] for d in decisions for r in d.results if r.gate == "metric" and r.metric)
+    return next(judged, ACCURACY.label)
+
+
+def task_metric(evidence: Evidence, name: str) -> Measured | None:
+    """The variant's own value of a metric, by the label of its definition, with its 90 % interval.
+
+    Where models were compared with each other, without labels, it is the value against the baseline.
+    """
+    for counts in evidence.metrics:
+        right = counts.both + counts.only_candidate
+        if not counts.against and counts.metric == name and 0 <= right <= counts.n and counts.n:
+            estimate, low, high = clopper_pearson(right, counts.n)
+            return Measured(estimate=estimate, low=low, high=high, unit="1", n=counts.n, of="rows")
+    baselines = ("", evidence.baseline)
+    for score in evidence.scores:
+        if score.metric == name and score.against in baselines and score.candidate is not None:
+            own = score.candidate
+            return Measured(estimate=own.estimate, low=own.low, high=own.high, unit=unit_of(name), n=score.n, of="rows")
+    return None
+
+
+def unit_of(name: str) -> str:
+    """`1` for metrics that are shares; others have the unit of the label, which is not known here."""
+    known = {str(metric): traits for metric, traits in METRICS.items()}
+    traits = known.get(name.partition(" ")[0])
+    return "1" if traits is not None and traits.higher_is_better else ""

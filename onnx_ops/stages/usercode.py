@@ -1,0 +1,50 @@
+"""The project's own code, by reference."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import plugins
+from onnx_ops.errors import MissingPackage, NotFound
+
+
+@contextmanager
+def importable(root: Path) -> Iterator[None]:
+    """Lets the project's own modules be imported, for calling them and for reading what training pickled."""
+    text = str(root)
+    added = text not in sys.path
+    if added:
+        sys.path.insert(0, text)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(text)
+
+
+def load_function(reference: str, where: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names; its module runs when it is imported.
+
+    Raises:
+        MissingPackage: a package that it imports is not installed.
+        NotFound: the module cannot be imported, or has no such function.
+    """
+    module_name, _, function_name = reference.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    except ModuleNotFoundError as error:
+        package = (error.name or module_name).partition(".")[0]
+        raise MissingPackage(
+            f"cannot import {reference}: there is no module {error.name}",
+            where=where,
+            remedy=plugins.install_hint(package),
+        ) from error
+    except Exception as error:  # a module's own code runs when it is imported
+        why = f"{type(error).__name__}: {error}"
+        raise NotFound(f"cannot import {reference}", where=where, why=why) from error
+    return found

@@ -1,0 +1,43 @@
+"""Which task metric stands for a release, and its figure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_reporting_html import evidence_of, page_of
+
+from onnx_ops.analysis.judge import judge
+from onnx_ops.domain.evidence import Interval, ScoreComparison
+from onnx_ops.domain.gate import Gate, MetricGate, SizeGate
+from onnx_ops.reporting.measured import headline, task_metric, unit_of
+
+ERROR = Interval(estimate=2.5, low=2.25, high=2.75)
+CLOSE = Interval(estimate=0.9, low=0.8, high=1.0)
+
+
+def test_the_metric_that_is_gated_stands_for_the_release() -> None:
+    scored = replace(evidence_of(), scores=(ScoreComparison(metric="mae", against="", n=900, candidate=ERROR),))
+    gates: tuple[Gate, ...] = (SizeGate(max=10**9), MetricGate(name="mae", max=3.0))
+    assert headline([judge(gates, scored)]) == "mae"
+    assert headline([judge(gates[:1], scored)]) == headline([]) == "accuracy"
+    page = page_of([scored], gates)
+    assert "Size, latency and mae on" in page
+    assert "2.5 [2.25, 2.75]" in page
+    assert "900 rows" in page
+
+
+def test_a_metric_against_the_baseline_is_its_value() -> None:
+    entry = ScoreComparison(metric="cosine", against="champion", n=50, candidate=CLOSE)
+    found = task_metric(replace(evidence_of(), baseline="champion", scores=(entry,)), "cosine")
+    assert found is not None
+    assert found.text() == "90% [80, 100]% (n = 50 rows)"
+    failed = replace(entry, candidate=None, failed="NaN")
+    assert task_metric(replace(evidence_of(), baseline="champion", scores=(failed,)), "cosine") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("accuracy", "1"), ("f1 macro", "1"), ("r2", "1"), ("mae", ""), ("rmse", ""), ("own:score", "")]
+)
+def test_units(name: str, unit: str) -> None:
+    assert unit_of(name) == unit
