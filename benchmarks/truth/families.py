@@ -19,9 +19,12 @@ from torch import nn
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.ports import Exporter, ExportRequest, Tensors
-from onnx_ops.stages.export import reference_groups
+from onnx_ops.domain.structure import SourceLimits
+from onnx_ops.ports import Exporter, ExportRequest, Tensors, Tree, TreeExporter
+from onnx_ops.stages.asking import ask_source
 from onnx_ops.stages.reference import ReferenceGroup
+
+torch.set_num_threads(1)  # the models are tiny: on busy cores its threads only wait for one another
 
 ROWS = 256
 """Real rows that the export is validated on."""
@@ -31,12 +34,14 @@ TOKENS, WIDTH, CLASSES = 12, 32, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A correct export, the source's answers, and rows that neither of them has seen."""
+    """A correct export, the source's answers, limits and trees, and rows that neither of them has seen."""
 
     family: str
     seed: int
     path: Path
     groups: list[ReferenceGroup]
+    limits: SourceLimits
+    trees: tuple[Tree, ...] | None
     samples: Tensors
     unseen: Tensors
 
@@ -132,8 +137,17 @@ def _exported(family: str, path: Path, seed: int, exporter: Exporter, model: obj
     framework = "torch" if isinstance(model, nn.Module) else "sklearn"
     section = Export(framework=framework, dynamic={name: {0: "batch"}})
     exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
-    groups = reference_groups(exporter, model, path, samples)
-    return Exported(family=family, seed=seed, path=path, groups=groups, samples=samples, unseen=unseen)
+    asked = ask_source(exporter, model, path, samples)
+    return Exported(
+        family=family,
+        seed=seed,
+        path=path,
+        groups=asked.groups,
+        limits=asked.limits,
+        trees=exporter.trees(model) if isinstance(exporter, TreeExporter) else None,
+        samples=samples,
+        unseen=unseen,
+    )
 
 
 FAMILIES: dict[str, Callable[[str, Path, int], Exported]] = {

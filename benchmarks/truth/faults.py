@@ -201,7 +201,6 @@ def _leak(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 @fault("node missing")
 def _missing(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    # Not the Normalizer of a linear classifier: its softmax adds up to 1 without it.
     found = nodes_of(model, "Relu", "Tanh", "Sub", "LayerNormalization")
     if found:
         node = pick(draw, found)
@@ -237,6 +236,16 @@ def _axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     found = nodes_of(model, "Softmax")  # the first is that of the attention, over the last of four axes
     if found:
         set_attribute(found[0], "axis", 1)
+    return bool(found)
+
+
+@fault("axis of the last softmax")
+def _last_axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
+    """Over the second of two axes, told as 1 where it was told as -1."""
+    del draw
+    found = nodes_of(model, "Softmax")
+    if found:
+        set_attribute(found[-1], "axis", 1)
     return bool(found)
 
 

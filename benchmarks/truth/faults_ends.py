@@ -11,9 +11,6 @@ from onnx import TensorProto, helper, numpy_helper
 from truth.faults import after_input as put_after_input
 from truth.faults import attribute, fault, nodes_of, pick, rewire, set_attribute
 
-NON_FINITE = ("NaN replaced by zero",)
-"""Faults that only rows with NaN or infinity can show."""
-
 _FLOAT16 = TensorProto.FLOAT16
 _LINEAR, _TREES = "LinearClassifier", "TreeEnsembleClassifier"
 
@@ -67,10 +64,7 @@ def _nan(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 @fault("input clipped to what was seen")
 def _input_clipped(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    """Not in trees, whose thresholds all lie within what was seen: there it changes nothing."""
     del draw
-    if nodes_of(model, _TREES):
-        return False
     limits = [
         numpy_helper.from_array(np.asarray(limit, dtype=np.float32), f"input.limit{limit}") for limit in (-30, 30)
     ]
@@ -79,6 +73,15 @@ def _input_clipped(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     node = helper.make_node("Clip", [name, *(tensor.name for tensor in limits)], ["input.clipped"])
     put_after_input(model, [node], "input.clipped")
     return True
+
+
+@fault("normalizer missing")
+def _normalizer(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
+    del draw
+    found = nodes_of(model, "Normalizer")
+    for node in found:
+        node.CopyFrom(helper.make_node("Identity", list(node.input), list(node.output)))
+    return bool(found)
 
 
 @fault("batch frozen")
@@ -163,6 +166,19 @@ def _leaf(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 @fault("threshold moved")
 def _threshold(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     return _change(model, (_TREES,), ("nodes_values",), lambda a: _at_largest(a, draw, lambda v: v * 0.9))
+
+
+@fault("leaf +0.01 %")
+def _leaf_slightly(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
+    return _change(model, (_TREES,), ("class_weights",), lambda a: _at_largest(a, draw, lambda v: v * 1.0001))
+
+
+@fault("threshold one float32 up")
+def _threshold_slightly(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
+    def up(value: float) -> float:
+        return float(np.nextafter(np.float32(value), np.float32(np.inf)))
+
+    return _change(model, (_TREES,), ("nodes_values",), lambda a: _at_largest(a, draw, up))
 
 
 @fault("thresholds cut to float16")

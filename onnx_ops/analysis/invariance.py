@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.analysis.parity import LARGEST, REAL, measure
+from onnx_ops.analysis.parity import LARGEST, measure
+from onnx_ops.analysis.probes import REAL
 from onnx_ops.domain.evidence import BatchInvariance
 
 AnyArray = npt.NDArray[np.generic]

@@ -40,6 +40,7 @@ from onnx_ops.domain.gate import (
     Verdict,
 )
 from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.structure import ActivationMeasurement
 
 
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
@@ -101,6 +102,7 @@ def _sound(evidence: Evidence) -> Evidence:
         parity=tuple(m for m in evidence.parity if m.mismatch or _measured(m)),
         export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _measured(m)),
         weights=tuple(w for w in evidence.weights if math.isfinite(w.steps)),
+        activations=tuple(a for a in evidence.activations if _watched(a)),
         comparisons=tuple(c for c in evidence.comparisons if _compared(c)),
         ratios=tuple(r for r in evidence.ratios if _compared(r)),
         throughput=tuple(t for t in evidence.throughput if _counted(t)),
@@ -115,6 +117,8 @@ def _not_numbers(evidence: Evidence) -> Iterator[GateResult]:
             yield _error("parity", f"output {m.output!r}, inputs {m.group!r}: a figure is not a number", name)
     if bad := sorted(w.tensor for w in evidence.weights if not math.isfinite(w.steps)):
         yield _error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
+    if strange := sorted(a.tensor for a in evidence.activations if not _watched(a)):
+        yield _error("parity", f"activation {strange[0]!r}: a figure is not a number", "activations")
     if against := sorted(c.against for c in evidence.comparisons if not _compared(c)):
         yield _error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
@@ -137,6 +141,10 @@ def _counted(t: Throughput) -> bool:
 
 def _started(s: Starts) -> bool:
     return all(0 < value < math.inf for value in (*s.load_s, *s.first_s, *s.peak_bytes))
+
+
+def _watched(a: ActivationMeasurement) -> bool:
+    return all(map(math.isfinite, (a.noise, a.saturated)))
 
 
 def _compared(c: LatencyComparison | PairedRatios) -> bool:

@@ -8,21 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.analysis.probes import BATCH, ENOUGH_ROWS, REAL, batch_inputs, edge_inputs, nonfinite_inputs
+from onnx_ops.analysis.probes import BATCH, ENOUGH_ROWS, REAL
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.errors import MeasurementFailure
-
-__all__ = [
-    "BATCH",
-    "LARGEST",
-    "REAL",
-    "batch_inputs",
-    "edge_inputs",
-    "measure",
-    "nonfinite_inputs",
-    "weight_error",
-    "with_pooled_noise",
-]
 
 Floats = npt.NDArray[np.float64]
 AnyArray = npt.NDArray[np.generic]
@@ -30,7 +18,11 @@ AnyArray = npt.NDArray[np.generic]
 LARGEST = 1e30
 """Stands for infinity in figures that must be written as JSON."""
 
-_RTOL, _ATOL, _TOLERANCE_FACTOR = 1e-3, 1e-5, 10.0
+_RTOL = {"float16": 5e-3, "bfloat16": 3e-2}
+_RTOL_DEFAULT = 1e-3
+_ATOL_OF_RTOL = 1e-2
+_TOLERANCE_FACTOR = 10.0
+_BFLOAT16_EPSILON = 2.0**-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +31,7 @@ class _Distance:
     noise: float = 0.0
     ratio: float = 0.0
     mismatch: str = ""
+    tolerance: str = ""
 
 
 def measure(
@@ -48,8 +41,9 @@ def measure(
 
     Floats: error = max |onnx - double|, noise = max(max |single - double|, 2 eps max |double|), over the values that
     are finite in all three; a value that is NaN or infinite unlike both answers is a mismatch. eps is that of
-    float32, or of a coarser output. With one answer only, rtol 1e-3 + atol 1e-5 max |answer| takes the noise's place,
-    divided by 10 so that the default limit of the ratio is that tolerance.
+    float32, or of a coarser output. With one answer only, rtol 1e-3 + atol 1e-5 max |answer| takes the noise's place
+    (for float16 outputs rtol 5e-3, for bfloat16 3e-2, with a hundredth of it times the largest answer), divided by 10
+    so that the default limit of the ratio is that tolerance.
 
     Everything else: error = share of rows that differ where both answers agree, and there is no noise.
 
@@ -82,15 +76,16 @@ def measure(
         noise=distance.noise,
         ratio=distance.ratio,
         mismatch=distance.mismatch,
+        tolerance=distance.tolerance,
     )
 
 
 def _distance(onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, reference: AnyArray) -> _Distance:
     if onnx.shape != reference.shape:
         return _Distance(mismatch=f"shape {onnx.shape}, the source gives {reference.shape}")
-    if _is_text(onnx) != _is_text(reference):
+    if is_text(onnx) != is_text(reference):
         return _Distance(mismatch=f"type {onnx.dtype}, the source gives {reference.dtype}")
-    if "f" not in (onnx.dtype.kind, reference.dtype.kind):
+    if not (is_float(onnx) or is_float(reference)):
         return _label_distance(onnx, reference, reference if single is None else single)
     answer = onnx.astype(np.float64)
     answers = [a.astype(np.float64) for a in (double, single) if a is not None]
@@ -101,36 +96,39 @@ def _distance(onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, 
         return _Distance()
     usable = [a[finite] for a in answers]
     if len(usable) == 2:
-        return _noise_distance(answer[finite], usable[1], usable[0], _epsilon(onnx))
-    return _tolerance_distance(answer[finite], usable[0])
+        return _noise_distance(answer[finite], usable[1], usable[0], epsilon_of(onnx))
+    return _tolerance_distance(answer[finite], usable[0], onnx.dtype.name)
 
 
 def _noise_distance(onnx: Floats, single: Floats, double: Floats, epsilon: float) -> _Distance:
     with np.errstate(over="ignore"):
         error = float(np.abs(onnx - double).max())
         noise = max(float(np.abs(single - double).max()), 2 * epsilon * float(np.abs(double).max()))
-    return _Distance(error=min(error, LARGEST), noise=min(noise, LARGEST), ratio=_ratio(error, noise))
+    return _Distance(error=min(error, LARGEST), noise=min(noise, LARGEST), ratio=ratio_of(error, noise))
 
 
-def _tolerance_distance(onnx: Floats, reference: Floats) -> _Distance:
+def _tolerance_distance(onnx: Floats, reference: Floats, dtype: str) -> _Distance:
     """Error and noise are those of the value that is worst off."""
+    rtol = _RTOL.get(dtype, _RTOL_DEFAULT)
+    atol = rtol * _ATOL_OF_RTOL
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         errors = np.abs(onnx - reference)
-        noises = (_RTOL * np.abs(reference) + _ATOL * np.abs(reference).max()) / _TOLERANCE_FACTOR
+        noises = (rtol * np.abs(reference) + atol * np.abs(reference).max()) / _TOLERANCE_FACTOR
         worst = int(np.argmax(np.where(errors == 0, 0.0, errors / noises)))
     error, noise = float(errors[worst]), float(noises[worst])
-    return _Distance(error=min(error, LARGEST), noise=min(noise, LARGEST), ratio=_ratio(error, noise))
+    told = f"rtol {rtol:g} + atol {atol:g} × max |answer|"
+    return _Distance(error=min(error, LARGEST), noise=min(noise, LARGEST), ratio=ratio_of(error, noise), tolerance=told)
 
 
 def _label_distance(onnx: AnyArray, double: AnyArray, single: AnyArray) -> _Distance:
     if not onnx.size:
         return _Distance()
-    if _is_text(onnx):
+    if is_text(onnx):
         onnx, double, single = (a.astype(np.str_) for a in (onnx, double, single))
     wrong = (onnx != double) & (single == double)
     rows = wrong.reshape(len(wrong), -1).any(axis=1) if wrong.ndim else np.atleast_1d(wrong)
     error = float(rows.mean())
-    return _Distance(error=error, ratio=_ratio(error, 0.0))
+    return _Distance(error=error, ratio=ratio_of(error, 0.0))
 
 
 def _non_finite_mismatch(onnx: Floats, answers: Sequence[Floats]) -> str:
@@ -167,7 +165,7 @@ def with_pooled_noise(measurements: Sequence[ParityMeasurement]) -> tuple[Parity
     for m in measurements:
         noise = real.get(m.output, 0.0)
         small = m.group.startswith(BATCH) and m.rows < ENOUGH_ROWS
-        pooled.append(replace(m, noise=noise, ratio=_ratio(m.error, noise)) if small and noise > m.noise else m)
+        pooled.append(replace(m, noise=noise, ratio=ratio_of(m.error, noise)) if small and noise > m.noise else m)
     return tuple(pooled)
 
 
@@ -197,16 +195,24 @@ def weight_error(original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt
     return min(largest, LARGEST) if not np.isnan(largest) else LARGEST
 
 
-def _ratio(error: float, noise: float) -> float:
+def ratio_of(error: float, noise: float) -> float:
+    """error / noise; 0 without an error, `LARGEST` at most and where there is no noise."""
     if error == 0:
         return 0.0
     return min(error / noise, LARGEST) if noise > error / LARGEST else LARGEST
 
 
-def _epsilon(array: AnyArray) -> float:
+def epsilon_of(array: AnyArray) -> float:
+    """Spacing of the array's floats relative to their size, never finer than that of float32."""
     single = float(np.finfo(np.float32).eps)
+    if array.dtype.name == "bfloat16":
+        return _BFLOAT16_EPSILON
     return max(single, float(np.finfo(array.dtype.name).eps)) if array.dtype.kind == "f" else single
 
 
-def _is_text(array: AnyArray) -> bool:
+def is_float(array: AnyArray) -> bool:
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+
+
+def is_text(array: AnyArray) -> bool:
     return array.dtype.kind in "USO"

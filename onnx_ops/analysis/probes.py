@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ Tensors = Mapping[str, AnyArray]
 
 REAL = "real"
 """Name of the group that holds real samples as they are."""
+
+NAN = "nan"
+"""Name of the group whose rows hold NaN."""
 
 BATCH = "batch-"
 """Prefix of the groups that hold real samples in batches of several sizes."""
@@ -69,15 +73,38 @@ def batch_inputs(samples: Tensors) -> dict[str, Tensors]:
     return groups
 
 
-def nonfinite_inputs(samples: Tensors) -> Tensors:
-    """32 real rows in which one element of each float input is NaN, infinite or minus infinite.
+def nonfinite_inputs(samples: Tensors) -> dict[str, Tensors]:
+    """Groups `nan` and `infinite` of 32 real rows, in which one element of each float input is that; infinity of both
+    signs.
+
+    They stand apart because many a source takes one and refuses the other. Nothing where no input is of floats.
 
     Raises:
-        ValueError: there is no row, or no input is of floats.
+        ValueError: there is no row.
     """
+    rows = _even_rows(samples)
     if all(array.dtype.kind != "f" for array in samples.values()):
-        raise ValueError("no input is of floats, so none can be NaN")
-    return _distorted(samples, _even_rows(samples), _with_nonfinite)
+        return {}
+    kinds = {NAN: (np.nan,), "infinite": (np.inf, -np.inf)}
+    return {
+        name: _distorted(samples, rows, functools.partial(_with_strange, values=values))
+        for name, values in kinds.items()
+    }
+
+
+def probe_groups(samples: Tensors) -> dict[str, Tensors]:
+    """Real rows, edges made of them, and rows that are no numbers.
+
+    Raises:
+        ValueError: there is no row.
+    """
+    return {REAL: samples, **edge_inputs(samples), **nonfinite_inputs(samples)}
+
+
+def in_rows(samples: Tensors, count: int) -> Tensors:
+    """The first `count` rows; rows repeat if there are fewer."""
+    chosen = np.arange(count) % _count(samples)
+    return {name: array[chosen] for name, array in samples.items()}
 
 
 def _count(samples: Tensors) -> int:
@@ -124,12 +151,12 @@ def _spikes(chosen: AnyArray) -> AnyArray:
     return flat.reshape(chosen.shape).astype(chosen.dtype)
 
 
-def _with_nonfinite(chosen: AnyArray) -> AnyArray:
+def _with_strange(chosen: AnyArray, values: Sequence[float]) -> AnyArray:
     flat = chosen.astype(np.float64).reshape(len(chosen), -1)
     places = flat.shape[1]
     if places:
         row = np.arange(len(chosen))
-        flat[row, row * max(1, places // len(chosen)) % places] = np.resize([np.nan, np.inf, -np.inf], len(chosen))
+        flat[row, row * max(1, places // len(chosen)) % places] = np.resize(values, len(chosen))
     return flat.reshape(chosen.shape).astype(chosen.dtype)
 
 

@@ -17,6 +17,7 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.graph.survey import Survey
 from onnx_ops.reporting.figures import format_figure, format_interval, number
+from onnx_ops.reporting.structure import coverage_lines, tree_lines
 from onnx_ops.reporting.textplot import ratio_plot
 from onnx_ops.stages.bench import PER_SECOND, Alone, Figure
 from onnx_ops.stages.bench_pair import Paired, Versus
@@ -79,6 +80,8 @@ def parity_document(found: Parity, a: Path, b: Path, target: str, source: str) -
         "reason": found.reason,
         "differences": [codec.to_json(d) for d in found.differences],
         "notes": list(found.notes),
+        "trees": codec.to_json(found.trees),
+        "coverage": codec.to_json(found.coverage),
         "exit_code": found.verdict.exit_code,
     }
 
@@ -100,6 +103,8 @@ def parity_report(found: Parity, a: Path, b: Path, target: str, source: str) -> 
     out.print(f"{escape(RULE)}.", style="dim")
     for note in found.notes:
         out.print(f"[yellow]note[/yellow] {escape(note)}")
+    for line in (*tree_lines(found.trees), *coverage_lines(found.coverage)):
+        out.print(escape(line), soft_wrap=True)
     out.print(f"{_coloured(found.verdict)} {escape(found.reason)}")
 
 

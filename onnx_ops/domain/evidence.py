@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.structure import ActivationMeasurement, Int8Coverage, SourceLimits, TreeStructure
 from onnx_ops.domain.target import HardwareFingerprint
 
 EVIDENCE_SCHEMA = 1
@@ -17,7 +18,11 @@ class ParityMeasurement:
 
     `error` is max |onnx - src64|; `noise` is max(max |src32 - src64|, 2 eps max |src64|); `ratio` is error / noise.
     For integer and string outputs `error` is the share of rows that differ although the source is sure of them.
-    `mismatch` names a difference of shape or of the non-finite values, which no tolerance covers.
+    `mismatch` names a difference of shape or of the non-finite values, which no tolerance covers. `tolerance` tells
+    the fixed tolerance that took the noise's place where the source does not run in float64.
+
+    Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise and lie within the
+    source's answers to inputs jittered by rounding; `unexplained` those that do not, of which alone the error tells.
     """
 
     output: str
@@ -27,6 +32,9 @@ class ParityMeasurement:
     noise: float
     ratio: float
     mismatch: str = ""
+    tolerance: str = ""
+    explained: int = 0
+    unexplained: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +248,10 @@ class Evidence:
     batch_invariance: tuple[BatchInvariance, ...] = ()
     divergence: Divergence | None = None
     weights: tuple[WeightMeasurement, ...] = ()
+    source: SourceLimits | None = None
+    trees: TreeStructure | None = None
+    activations: tuple[ActivationMeasurement, ...] = ()
+    coverage: Int8Coverage | None = None
     metrics: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
     comparisons: tuple[LatencyComparison, ...] = ()

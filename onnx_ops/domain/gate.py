@@ -57,6 +57,10 @@ class ParityGate:
     weight_steps: Annotated[
         float, Ge(0.5), Le(2), doc("Largest error of a quantized weight, in quantization steps.")
     ] = 0.51
+    activation_noise: Annotated[
+        float, Ge(1), Le(10), doc("Largest in-range error of a quantized activation, in units of step / sqrt(12).")
+    ] = 1.74
+    saturation: Annotated[Fraction, doc("Largest share of an activation's values outside its quantized range.")] = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

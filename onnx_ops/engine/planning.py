@@ -17,10 +17,11 @@ from onnx_ops.domain.target import Target
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
-    StageKind.EXPORT: 2,
-    StageKind.VALIDATE: 2,
-    StageKind.QUANTIZE: 2,
+    StageKind.EXPORT: 3,
+    StageKind.VALIDATE: 3,
+    StageKind.QUANTIZE: 3,
     StageKind.BENCHMARK: 3,
+    StageKind.GATE: 2,
     StageKind.REGISTER: 3,
 }
 """Raised by one when the code of a stage changes what it produces from the same inputs."""

@@ -7,7 +7,10 @@ from pathlib import Path
 from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.graph.files import read_structure
+from onnx_ops.graph.files import nodes, read_structure
+
+_ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
+"""Operators that, given no rows, let ONNX Runtime 1.31 abort the process."""
 
 
 def full_check(path: Path) -> None:
@@ -39,6 +42,11 @@ def ceiling(info: ModelInfo, target: Target) -> str:
         accepted, found = target.max_ir_version, info.ir_version
         return f"target {target.name} accepts IR version <= {accepted}, the model has {found}: set export.ir_version"
     return ""
+
+
+def aborts_without_rows(path: Path) -> bool:
+    """Whether ONNX Runtime would abort the process if the model were asked for an empty batch."""
+    return any(node.op_type in _ABORT_WITHOUT_ROWS for node in nodes(read_structure(path)))
 
 
 def _first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.graph.files import read_model
+from onnx_ops.graph.forest import ENSEMBLES
 from onnx_ops.graph.weights import constants
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ Floats = npt.NDArray[np.float64]
 
 MOST_SPLITS = 4096
 
-_ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
 _BELOW = (b"BRANCH_LEQ", b"BRANCH_LT")
 _TRANSPARENT = ("Cast", "Identity")
 _ASIDE = 2.0**-14
@@ -52,7 +52,7 @@ def split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | Non
         Inputs by name; None for a model that is no ensemble over its one matrix of floats, scaled at most.
     """
     model = read_model(path)
-    ensemble = next((node for node in model.graph.node if node.op_type in _ENSEMBLES), None)
+    ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)
     if ensemble is None or len(samples) != 1:
         return None
     ((name, rows),) = samples.items()

@@ -33,7 +33,7 @@ class QuantizedWeight:
 
     A step is never taken as finer than the spacing of float32 at the original's own values, which is all that an
     int32 bias with a tiny scale could resolve. A constant that stayed in float has a step of 8 such spacings at its
-    largest value. For an activation the values are what its levels stand for, as written and as read.
+    largest value.
     """
 
     name: str
@@ -76,19 +76,16 @@ def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...
     )
 
 
-def other_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """What `quantized_weights` leaves out: float constants that both files have, and the round trip of activations.
+def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
+    """What `quantized_weights` leaves out: float constants that both files have.
 
-    Here a dropped bias of a dynamically quantized model shows itself, and an activation that DequantizeLinear reads
-    with another scale or zero point than QuantizeLinear wrote it with. Only round trips that do not share the two
-    by name are listed.
+    Here a dropped bias of a dynamically quantized model shows itself.
 
     Raises:
         NotFound, UserError, Refused: as for reading the files.
     """
     before, after = read_model(source), read_model(derived)
-    tensors = constants(after)
-    return (*_kept(after, constants(before), tensors, _turned(before)), *_activations(after, tensors))
+    return tuple(_kept(after, constants(before), constants(after), _turned(before)))
 
 
 def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
@@ -187,33 +184,6 @@ def _kept(
         largest = np.float32(np.abs(original).max())
         step = np.asarray(_KEPT_SPACINGS * np.spacing(largest), dtype=np.float64)
         yield QuantizedWeight(name=name, original=original.reshape(found.shape), dequantized=found, scale=step)
-
-
-def _activations(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[QuantizedWeight]:
-    """What each level of an activation stands for, as QuantizeLinear means it and as DequantizeLinear reads it."""
-    writers = {node.output[0]: node for node in model.graph.node if node.op_type == "QuantizeLinear"}
-    for node in model.graph.node:
-        writer = writers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        if writer is None or list(writer.input[1:]) == list(node.input[1:]):
-            continue
-        written, read = (_meaning(one, tensors) for one in (writer, node))
-        if written is not None and read is not None and len(written) == len(read):
-            step = np.abs(np.diff(written[:2]))
-            yield QuantizedWeight(name=node.input[0], original=written, dequantized=read, scale=step)
-
-
-def _meaning(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> Floats | None:
-    """The value of every level, lowest first; None for scales that are no constants, or one for each channel."""
-    from onnx import numpy_helper
-
-    if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(tensors):
-        return None
-    scale, zero = (numpy_helper.to_array(tensors[name]) for name in node.input[1:3])
-    if scale.size != 1 or zero.size != 1 or zero.dtype.kind not in "iu" or zero.dtype.itemsize > 2:
-        return None
-    limits = np.iinfo(zero.dtype)
-    levels = np.arange(int(limits.min), int(limits.max) + 1, dtype=np.float64)
-    return np.asarray((levels - float(zero.item())) * float(scale.item()), dtype=np.float64)
 
 
 def _origin(name: str, originals: Mapping[str, onnx.TensorProto]) -> str:

@@ -13,6 +13,7 @@ from onnx_ops.ports.models import (
     OptimizeRequest,
     PairSamples,
     PairSchedule,
+    RewritingRuntime,
     RunSamples,
     Runtime,
     StartSamples,
@@ -20,6 +21,8 @@ from onnx_ops.ports.models import (
     Tensors,
     Tracer,
     TracingExporter,
+    Tree,
+    TreeExporter,
 )
 from onnx_ops.ports.release import EndpointProvider, Ledger, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
@@ -46,6 +49,7 @@ __all__ = [
     "PairSchedule",
     "Ports",
     "Registry",
+    "RewritingRuntime",
     "RunSamples",
     "Runtime",
     "Signer",
@@ -55,6 +59,8 @@ __all__ = [
     "Tensors",
     "Tracer",
     "TracingExporter",
+    "Tree",
+    "TreeExporter",
     "Verifier",
     "Work",
 ]

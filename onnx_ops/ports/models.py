@@ -123,6 +123,28 @@ class TracingExporter(Exporter, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """One decision tree, its n nodes in preorder: a split, then what holds at most its threshold, then the rest.
+
+    `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still takes the first way;
+    `weights` float32 (n, outputs), what a leaf adds to each output. The rest is 0.
+    """
+
+    features: npt.NDArray[np.int64]
+    thresholds: npt.NDArray[np.float32]
+    weights: npt.NDArray[np.float32]
+
+
+@runtime_checkable
+class TreeExporter(Exporter, Protocol):
+    """An exporter that can tell the trees of its source."""
+
+    def trees(self, model: object) -> tuple[Tree, ...] | None:
+        """The trees in the order of the file, with weights as they should stand there; None if it cannot tell."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeRequest:
     """What an optimizer is asked for. `calibration` holds inputs by ONNX name, or None if none was declared."""
 
@@ -275,5 +297,18 @@ class Runtime(Protocol):
 
         Raises:
             MeasurementFailure: a process crashed, or could not run its model.
+        """
+        ...
+
+
+@runtime_checkable
+class RewritingRuntime(Runtime, Protocol):
+    """A runtime that can show the graph that it really runs."""
+
+    def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the graph after the runtime's own optimizations on the target to `copy`.
+
+        Raises:
+            MeasurementFailure: the session could not be built, or its graph cannot be written.
         """
         ...

@@ -23,6 +23,7 @@ from onnx_ops.reporting.plots import (
     weights_figure,
 )
 from onnx_ops.reporting.ratio_plots import measured_ratio, ratio_figure
+from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.style import STYLE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -230,6 +231,7 @@ def _conditions(e: Evidence, digest: Digest) -> str:
         if facts
         else "not recorded",
         "conditions": ", ".join(f"{name} {value}" for name, value in sorted(e.conditions.items())) or "not recorded",
+        **structure_entries(e),
         "compared with": e.baseline or "nothing: the first export is its own baseline",
         "model manifest": e.manifest,
         "evidence": f"{digest} (schema {e.schema})",

@@ -15,12 +15,14 @@ from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.metric import MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
+from onnx_ops.domain.structure import ActivationMeasurement, Int8Coverage, SourceLimits, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import ceiling
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Dataset, Ports, Runtime
 from onnx_ops.stages.champion import Champion, champion_of
+from onnx_ops.stages.coverage import measure_coverage
 from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
 from onnx_ops.stages.invariance import measure_invariance
@@ -88,6 +90,10 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             batch_invariance=measure_invariance(bench.runtime, bench.candidate, target, data.inputs, reference),
             divergence=next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None),
             weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
+            source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
+            trees=next(iter(_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),
+            activations=_documents(ports, variant["activations.json"], ActivationMeasurement) if quantized else (),
+            coverage=_coverage(ports, bench, variant) if quantized else None,
             metrics=metrics.counts,
             scores=metrics.scores,
             comparisons=speed.comparisons,
@@ -112,6 +118,11 @@ def _check_ceiling(bench: Bench, where: str) -> None:
 
 def _documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
+
+
+def _coverage(ports: Ports, bench: Bench, variant: Manifest) -> Int8Coverage | None:
+    excluded = _documents(ports, variant["excluded.json"], str)
+    return measure_coverage(bench.runtime, bench.export, bench.candidate, bench.target, excluded)
 
 
 def _metrics(bench: Bench, is_export: bool, settings: Mapping[str, Any], ports: Ports) -> TaskMetrics:

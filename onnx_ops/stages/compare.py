@@ -13,15 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.analysis.parity import REAL, measure, with_pooled_noise
+from onnx_ops.analysis.parity import measure, with_pooled_noise
+from onnx_ops.analysis.probes import REAL
+from onnx_ops.analysis.trees import compare_trees
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.gate import ParityGate, Verdict, combine
+from onnx_ops.domain.structure import Int8Coverage, TreeStructure
 from onnx_ops.domain.target import SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.graph.check import full_check
+from onnx_ops.graph.check import aborts_without_rows, full_check
 from onnx_ops.graph.files import nodes, read_structure
+from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.stages.coverage import measure_coverage
+from onnx_ops.stages.group_answers import answers_of, refusal
+from onnx_ops.stages.parity import mismatched
 from onnx_ops.stages.probing import Group, Samples, groups_of, shared_inputs
 
 REFERENCE = Target(
@@ -32,8 +39,7 @@ REFERENCE = Target(
 
 RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
 
-NO_ROWS_ABORT = frozenset({"GRU", "LSTM"})
-"""Operators that, given no rows, let ONNX Runtime 1.31 abort the process."""
+Answers = Mapping[str, Tensors | MeasurementFailure]
 
 QUANTIZED = frozenset(
     {"ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
@@ -43,7 +49,6 @@ QUANTIZED = frozenset(
 QUANTIZED_NOTE = "B is quantized: it differs from A by design, and only a task metric tells whether that is too much"
 
 Tell = Callable[[str], None]
-Answers = Mapping[str, Tensors | MeasurementFailure]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +74,17 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """What B is to A. `notes` say what was not compared, and why."""
+    """What B is to A. `notes` say what was not compared, and why.
+
+    `trees` holds the trees of B beside those of A, where both have some; `coverage` what of a quantized B runs in int8.
+    """
 
     a: Digest
     b: Digest
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
+    trees: TreeStructure | None = None
+    coverage: Int8Coverage | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -106,19 +116,20 @@ def compare(
         MeasurementFailure: a model does not run here, or A does not give the same answer twice.
     """
     shared_inputs(a, b)
-    groups = groups_of(samples, empty=not _aborts(a, b))
+    groups = groups_of(samples, empty=not any(map(aborts_without_rows, (a, b))))
     tell(f"running {a.name} on {len(groups)} groups of inputs")
     expected = _answers(runtime, REFERENCE, a, groups)
     tell(f"running {b.name} on {len(groups)} groups of inputs")
     found = _answers(runtime, target, b, groups)
     _check_repeats(runtime, a, groups[0])
     measured: list[ParityMeasurement] = []
-    notes = [QUANTIZED_NOTE] if _has(b, QUANTIZED) and not _has(a, QUANTIZED) else []
+    quantized = _has(b, QUANTIZED) and not _has(a, QUANTIZED)
+    notes = [QUANTIZED_NOTE] if quantized else []
     notes += ["one row is large: edges and large batches were left out"] if samples.large else []
     for group in groups:
         reference, answer = expected[group.name], found[group.name]
         if isinstance(reference, MeasurementFailure):
-            notes.append(f"inputs {group.name!r} were left out: A refuses them ({_short(reference)})")
+            notes.append(f"inputs {group.name!r} were left out: A refuses them ({refusal(reference)})")
         elif isinstance(answer, MeasurementFailure):
             measured.append(_refused(group.name, answer))
         else:
@@ -126,14 +137,20 @@ def compare(
     if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
     labels = {name for name, array in _tensors(expected[REAL]).items() if array.dtype.kind != "f"}
+    trees = compare_trees(read_trees(b), read_trees(a)) if has_trees(a) and has_trees(b) else None
+    if trees is not None and trees.changed:
+        measured.append(mismatched("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
     order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}
     measured = sorted(with_pooled_noise(measured), key=lambda m: order[m.output])
     differences = tuple(_judged(m, labels=m.output in labels) for m in measured)
-    return Parity(a=digest_file(a), b=digest_file(b), differences=differences, notes=tuple(notes))
-
-
-def _aborts(*models: Path) -> bool:
-    return any(_has(model, NO_ROWS_ABORT) for model in models)
+    return Parity(
+        a=digest_file(a),
+        b=digest_file(b),
+        differences=differences,
+        notes=tuple(notes),
+        trees=trees,
+        coverage=measure_coverage(runtime, a, b, target) if quantized else None,
+    )
 
 
 def _has(model: Path, operators: frozenset[str]) -> bool:
@@ -143,20 +160,11 @@ def _has(model: Path, operators: frozenset[str]) -> bool:
 def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Group]) -> Answers:
     """By group; one that the model refuses holds the reason. Refusing the plain rows is refusing to run."""
     try:
-        answers = iter(runtime.run(model, target, tuple(feed for group in groups for feed in group.runs)))
-        return {group.name: _joined([next(answers) for _ in group.runs]) for group in groups}
+        answers = answers_of(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementFailure:
-        pass
-    found: dict[str, Tensors | MeasurementFailure] = {}
-    for group in groups:
-        try:
-            found[group.name] = _joined(runtime.run(model, target, group.runs))
-        except MeasurementFailure as error:
-            if group.name == REAL:
-                full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
-                raise
-            found[group.name] = error
-    return found
+        full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
+        raise
+    return {name: a if isinstance(a, MeasurementFailure) else _joined(a) for name, a in answers.items()}
 
 
 def _joined(answers: Sequence[Tensors]) -> Tensors:
@@ -199,23 +207,14 @@ def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMea
     found = []
     for name, expected in reference.items():
         if name not in answer:
-            found.append(_mismatch(name, group, "B lacks this output"))
+            found.append(mismatched(name, group, "B lacks this output"))
         else:
             found.append(measure(group=group, output=name, onnx=answer[name], single=expected, double=None))
     return found
 
 
 def _refused(group: str, error: MeasurementFailure) -> ParityMeasurement:
-    return _mismatch("*", group, f"B refuses these inputs, A does not: {_short(error)}")
-
-
-def _short(error: MeasurementFailure) -> str:
-    """What ONNX Runtime says at the end of a long line."""
-    return (error.why or error.what).rpartition("Status Message: ")[2]
-
-
-def _mismatch(output: str, group: str, text: str) -> ParityMeasurement:
-    return ParityMeasurement(output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text)
+    return mismatched("*", group, f"B refuses these inputs, A does not: {refusal(error)}")
 
 
 def _judged(m: ParityMeasurement, *, labels: bool) -> Difference:
@@ -223,7 +222,7 @@ def _judged(m: ParityMeasurement, *, labels: bool) -> Difference:
     limit = m.noise * factor
     good = not m.mismatch and m.ratio <= factor
     if m.mismatch:
-        reason = m.mismatch.replace("the source gives", "A gives")
+        reason = m.mismatch.replace("the source gives", "A gives").replace("the source has", "A has")
     elif labels:
         reason = f"answers differ in {100 * m.error:.3g}% of {_rows(m)}, limit 0%"
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.analysis.divergence import Departure, departed, first_departure, spread, telling_rows
-from onnx_ops.analysis.parity import REAL, measure
+from onnx_ops.analysis.probes import REAL
 from onnx_ops.domain.evidence import Divergence, ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
@@ -16,6 +16,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.intermediate import ComputedValue, computed_values, expose
 from onnx_ops.ports import Runtime, Tensors, Tracer
+from onnx_ops.stages.parity import measure_group
 from onnx_ops.stages.reference import ReferenceGroup
 
 SHOWN = 64
@@ -60,7 +61,7 @@ def _locate(look: Look, inside: Inside) -> Divergence:
     plain = replace(look.target, session=replace(look.target.session, graph_level="disabled"))
     group = next(g for g in look.reference if g.name == look.worst.group)
     (outputs,) = look.runtime.run(look.model, plain, (group.inputs,))
-    if not any(departed(m, LIMIT) for m in _measured(group, outputs)):
+    if not any(departed(m, LIMIT) for m in measure_group(group, outputs)):
         return Divergence(note="as it is written the graph agrees with its source; the runtime's optimization departs")
     samples = next((g.inputs for g in look.reference if g.name == REAL), group.inputs)
     tracer = inside(samples)
@@ -115,20 +116,6 @@ def _telling(look: Look, group: ReferenceGroup, outputs: Any) -> Tensors:
         return group.inputs
     chosen = telling_rows(outputs[look.worst.output], reference)
     return {name: array[chosen] for name, array in group.inputs.items()}
-
-
-def _measured(group: ReferenceGroup, outputs: Any) -> list[ParityMeasurement]:
-    names = [name for name in (group.double or group.single or {}) if name in outputs]
-    return [
-        measure(
-            group=group.name,
-            output=name,
-            onnx=outputs[name],
-            single=group.single[name] if group.single is not None else None,
-            double=group.double[name] if group.double is not None else None,
-        )
-        for name in names
-    ]
 
 
 def _arrays(answers: Any) -> dict[str, Any]:

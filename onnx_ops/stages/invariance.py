@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from onnx_ops.analysis.invariance import batch_invariance, noises
-from onnx_ops.analysis.parity import REAL
+from onnx_ops.analysis.probes import REAL
 from onnx_ops.domain.evidence import BatchInvariance
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.analysis.probes import BATCH, ENOUGH_ROWS, REAL, batch_inputs, edge_inputs, nonfinite_inputs
+from onnx_ops.analysis.probes import BATCH, ENOUGH_ROWS, REAL, batch_inputs, probe_groups
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import UserError
 from onnx_ops.graph.inspect import info
@@ -172,11 +171,7 @@ def groups_of(samples: Samples, *, empty: bool = True) -> tuple[Group, ...]:
     """
     if not samples.rows:
         return (Group(name=REAL, runs=(samples.fixed,)),)
-    found: dict[str, Tensors] = {REAL: samples.rows}
-    if not samples.large:
-        found |= edge_inputs(samples.rows)
-        with contextlib.suppress(ValueError):  # no input is of floats
-            found["nonfinite"] = nonfinite_inputs(samples.rows)
+    found = {REAL: samples.rows} if samples.large else probe_groups(samples.rows)
     groups = [Group(name=name, runs=tuple(_runs(rows, samples))) for name, rows in found.items()]
     if not samples.batch:
         for name, index in batch_inputs({"row": np.arange(len(samples))}).items():

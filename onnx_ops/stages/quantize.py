@@ -1,4 +1,4 @@
-"""Quantize: a variant derived from the export, with the error of each quantized weight."""
+"""Quantize: a variant derived from the export, with the error of each quantized weight and activation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from onnx_ops.domain.evidence import WeightMeasurement
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
-from onnx_ops.graph.weights import other_weights, quantized_weights
-from onnx_ops.ports import OptimizeRequest, Ports
+from onnx_ops.graph.weights import kept_weights, quantized_weights
+from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
+from onnx_ops.stages.activations import AS_WRITTEN, ROWS, measure_activations
 from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder, scratch
 
@@ -23,10 +24,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     del key
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
-    calibration = None
+    calibration = unseen = None
     if section.calibrate is not None:
         dataset = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"])
         calibration = dataset.head(section.calibrate.samples).inputs
+        unseen = _unseen(dataset, section.calibrate.samples)
     with scratch() as folder:
         source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
         derived = folder / "onnx"
@@ -36,17 +38,29 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             OptimizeRequest(section=section, source=source, path=path, calibration=calibration)
         )
         write_lineage(path, {"onnx-ops.variant": section.name})
+        files = put_folder(ports.store, derived, MODEL)
+        runtime = ports.runtime(AS_WRITTEN.runtime)
+        activations = measure_activations(runtime, source, path, unseen) if unseen else ()
         return Manifest(
             files={
-                **put_folder(ports.store, derived, MODEL),
+                **files,
                 "info.json": put_document(ports.store, info(path)),
                 "weights.json": put_document(ports.store, measure_weights(source, path)),
+                "activations.json": put_document(ports.store, activations),
+                "excluded.json": put_document(ports.store, section.exclude),
             }
         )
 
 
+def _unseen(dataset: Dataset, calibrated: int) -> Tensors:
+    """Rows of the calibration set that no range was read off, before those that were: never rows that are scored."""
+    count = len(dataset)
+    order = [*range(min(calibrated, count), count), *range(min(calibrated, count))]
+    return {name: array[order[:ROWS]] for name, array in dataset.inputs.items()}
+
+
 def measure_weights(source: Path, derived: Path) -> tuple[WeightMeasurement, ...]:
-    """Distance of every constant of a quantized variant from its original, and of activations from what was meant.
+    """Distance of every constant of a quantized variant from its original.
 
     Raises:
         MeasurementFailure: a quantized weight cannot be compared.
@@ -57,5 +71,5 @@ def measure_weights(source: Path, derived: Path) -> tuple[WeightMeasurement, ...
             steps=weight_error(pair.original, pair.dequantized, pair.scale),
             elements=int(pair.original.size),
         )
-        for pair in (*quantized_weights(source, derived), *other_weights(source, derived))
+        for pair in (*quantized_weights(source, derived), *kept_weights(source, derived))
     )

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
+from onnx_ops.analysis.trees import compare_trees
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.evidence import Divergence, ParityMeasurement
+from onnx_ops.domain.evidence import Divergence
 from onnx_ops.domain.pipeline import Export, Stage
+from onnx_ops.domain.structure import TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import full_check
-from onnx_ops.ports import ExportRequest, Ports, Tensors, Tracer, TracingExporter
+from onnx_ops.graph.forest import has_trees, read_trees
+from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.stages.divergence import Look, locate, worst_of
 from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, put_document, scratch
-from onnx_ops.stages.parity import measure_parity
+from onnx_ops.stages.parity import measure_parity, mismatched
 from onnx_ops.stages.reference import get_reference
 from onnx_ops.stages.usercode import importable
 
@@ -29,6 +33,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     del key
     export = inputs["export"]
     divergence: tuple[Divergence, ...] = ()
+    trees: tuple[TreeStructure, ...] = ()
     with scratch() as folder:
         path = checkout(ports.store, export, MODEL, folder) / MODEL_FILE
         try:
@@ -36,43 +41,60 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             runtime = ports.runtime(REFERENCE_TARGET.runtime)
             reference = get_reference(ports.store, export["reference.npz"])
             measured = measure_parity(runtime, path, REFERENCE_TARGET, reference)
+            source = _Source(stage, inputs["train"], ports, folder / "trained")
+            trees = source.trees(path)
         except (MeasurementFailure, UserError) as error:
-            measured = (_unrunnable(str(error)),)
+            measured = (mismatched("*", "load", f"it does not run: {error}"),)
         else:
             if worst := worst_of(measured):
                 look = Look(runtime=runtime, target=REFERENCE_TARGET, model=path, reference=reference, worst=worst)
-                divergence = (locate(look, _Inside(stage, inputs["train"], ports, folder / "trained")),)
+                divergence = (locate(look, source.tracer),)
     return Manifest(
         files={
             "parity.json": put_document(ports.store, measured),
             "divergence.json": put_document(ports.store, divergence),
+            "trees.json": put_document(ports.store, trees),
         }
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
-    """Looks inside the source, which is loaded only now: an export that is sound has no use for it."""
+class _Source:
+    """The source model, which is loaded only where something of it is asked: most exports need no more than answers."""
 
     stage: Stage
     trained: Manifest
     ports: Ports
     folder: Path
 
-    def __call__(self, samples: Tensors) -> Tracer | None:
-        settings: Mapping[str, Any] = self.stage.settings
-        section = codec.from_json(settings["export"], Export, where=self.stage.id)
+    def tracer(self, samples: Tensors) -> Tracer | None:
+        """Looks inside the source, if its exporter can."""
+        section = self._section()
         exporter = self.ports.exporter(section.framework)
         if not isinstance(exporter, TracingExporter):
             return None
-        with importable(self.ports.root):
-            model = exporter.load(checkout(self.ports.store, self.trained, TRAINED, self.folder))
+        with self._loaded(exporter) as model:
             request = ExportRequest(section=section, samples=samples, path=self.folder / MODEL_FILE)
             return exporter.tracer(model, request)
 
+    def trees(self, path: Path) -> tuple[TreeStructure, ...]:
+        """The trees of the export at `path` beside the source's; nothing if it has none, or its exporter cannot tell.
 
-def _unrunnable(reason: str) -> ParityMeasurement:
-    """An export that the reference runtime refuses is the export's fault: the target's ceiling was checked before."""
-    return ParityMeasurement(
-        output="*", group="load", rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=f"it does not run: {reason}"
-    )
+        Raises:
+            UserError: the export's trees are not well-formed.
+        """
+        exporter = self.ports.exporter(self._section().framework)
+        if not has_trees(path) or not isinstance(exporter, TreeExporter):
+            return ()
+        with self._loaded(exporter) as model:
+            expected = exporter.trees(model)
+        return () if expected is None else (compare_trees(read_trees(path), expected),)
+
+    def _section(self) -> Export:
+        settings: Mapping[str, Any] = self.stage.settings
+        return codec.from_json(settings["export"], Export, where=self.stage.id)
+
+    @contextmanager
+    def _loaded(self, exporter: Exporter) -> Iterator[object]:
+        with importable(self.ports.root):
+            yield exporter.load(checkout(self.ports.store, self.trained, TRAINED, self.folder))

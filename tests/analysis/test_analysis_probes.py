@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from onnx_ops.analysis.parity import batch_inputs, edge_inputs, nonfinite_inputs
+from onnx_ops.analysis.probes import batch_inputs, edge_inputs, in_rows, nonfinite_inputs, probe_groups
 
 IMAGES = np.random.default_rng(0).uniform(0, 16, (100, 8, 8)).astype(np.float32)
 TOKENS = np.random.default_rng(1).integers(3, 50, (100, 12))
@@ -21,7 +21,7 @@ EDGES = {"constants", "spikes", "x10", "x1e3", "x1e5", "x1e-8", "negatives"}
 def test_every_group_has_all_inputs_with_their_types() -> None:
     groups = edge_inputs(SAMPLES)
     assert set(groups) == EDGES
-    for tensors in [*groups.values(), nonfinite_inputs(SAMPLES)]:
+    for tensors in [*groups.values(), *nonfinite_inputs(SAMPLES).values()]:
         for name, array in SAMPLES.items():
             assert tensors[name].dtype == array.dtype
             assert tensors[name].shape == (32, *array.shape[1:])
@@ -62,8 +62,7 @@ def test_text_and_booleans_are_real() -> None:
 def test_nothing_to_distort_gives_no_groups() -> None:
     assert edge_inputs({"words": WORDS}) == {}
     assert set(edge_inputs({"tokens": TOKENS})) == {"constants"}
-    with pytest.raises(ValueError, match="none can be NaN"):
-        nonfinite_inputs({"tokens": TOKENS})
+    assert nonfinite_inputs({"tokens": TOKENS}) == {}
 
 
 def test_multiples_that_overflow_the_type_are_left_out() -> None:
@@ -74,16 +73,24 @@ def test_multiples_that_overflow_the_type_are_left_out() -> None:
 
 @pytest.mark.parametrize("array", [np.ones((1,)), np.ones((3, 0)), np.full((2, 4), np.nan), np.zeros((5, 2))])
 def test_odd_samples_are_no_obstacle(array: npt.NDArray[Any]) -> None:
-    groups = {**edge_inputs({"x": array}), "nonfinite": nonfinite_inputs({"x": array})}
+    groups = probe_groups({"x": array})
+    assert groups.pop("real")["x"] is array
     assert all(tensors["x"].shape == (32, *array.shape[1:]) for tensors in groups.values())
 
 
 def test_nonfinite_rows_have_one_strange_element() -> None:
-    image = nonfinite_inputs(SAMPLES)["image"].reshape(32, -1)
-    assert ((~np.isfinite(image)).sum(axis=1) == 1).all()
-    assert np.isnan(image).any()
-    assert np.isposinf(image).any()
-    assert np.isneginf(image).any()
+    groups = {name: tensors["image"].reshape(32, -1) for name, tensors in nonfinite_inputs(SAMPLES).items()}
+    assert set(groups) == {"nan", "infinite"}
+    assert (np.isnan(groups["nan"]).sum(axis=1) == 1).all()
+    assert not np.isinf(groups["nan"]).any()
+    assert (np.isinf(groups["infinite"]).sum(axis=1) == 1).all()
+    assert np.isposinf(groups["infinite"]).any()
+    assert np.isneginf(groups["infinite"]).any()
+
+
+def test_rows_repeat_up_to_the_number_asked_for() -> None:
+    np.testing.assert_array_equal(in_rows({"x": np.arange(3)}, 5)["x"], [0, 1, 2, 0, 1])
+    assert len(in_rows({"x": np.arange(3)}, 0)["x"]) == 0
 
 
 def test_batches_hold_real_rows() -> None:

@@ -24,8 +24,8 @@ from onnx_ops.domain.target import SessionSettings, Target
 from onnx_ops.errors import StageFailure
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer
 from onnx_ops.stages import divergence, validate
+from onnx_ops.stages.asking import ask_source
 from onnx_ops.stages.divergence import Look, locate, worst_of
-from onnx_ops.stages.export import _answers, _probes
 from onnx_ops.stages.files import TRAINED, put_folder
 from onnx_ops.stages.parity import measure_parity
 from onnx_ops.stages.reference import ReferenceGroup, put_reference
@@ -52,7 +52,7 @@ class Source:
         self.path = folder / "model.onnx"
         request = ExportRequest(section=SECTION, samples=SAMPLES, path=self.path)
         TorchExporter().export(self.model, request)
-        self.reference: list[ReferenceGroup] = _answers(TorchExporter(), self.model, _probes(self.path, SAMPLES))
+        self.reference: list[ReferenceGroup] = ask_source(TorchExporter(), self.model, self.path, SAMPLES).groups
         self.tracer: Tracer = TorchExporter().tracer(self.model, request)
 
     def worst(self, path: Path, target: Target = TARGET) -> ParityMeasurement | None:

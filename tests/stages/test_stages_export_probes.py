@@ -12,8 +12,8 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Dataset
+from onnx_ops.stages.asking import probes as probes_of
 from onnx_ops.stages.benchmark import Bench, _check_ceiling
-from onnx_ops.stages.export import _probes
 from onnx_ops.testing.models import rows, write_perceptron
 
 TARGET = Target(name="cpu", max_opset=17, max_ir_version=9)
@@ -36,15 +36,15 @@ def write_recurrent(path: Path) -> None:
 def test_a_free_batch_is_asked_at_every_size(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path)
-    probes = _probes(path, rows(40))
-    assert {"real", "constants", "nonfinite", "batch-0", "batch-257"} <= set(probes)
+    probes = probes_of(path, rows(40))
+    assert {"real", "constants", "nan", "infinite", "batch-0", "batch-257"} <= set(probes)
     assert len(probes["real"]["x"]) == 40
 
 
 def test_a_fixed_batch_is_asked_at_its_own_size_and_runs(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path, batch=2)
-    probes = _probes(path, rows(40))
+    probes = probes_of(path, rows(40))
     assert not [name for name in probes if name.startswith("batch-")]
     assert {tensors["x"].shape for tensors in probes.values()} == {(2, 8)}
     assert len(OnnxRuntime().run(path, Target(name="cpu"), tuple(probes.values()))) == len(probes)
@@ -53,7 +53,7 @@ def test_a_fixed_batch_is_asked_at_its_own_size_and_runs(tmp_path: Path) -> None
 def test_a_fixed_batch_larger_than_the_data_repeats_rows(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path, batch=5)
-    real = _probes(path, rows(3))["real"]["x"]
+    real = probes_of(path, rows(3))["real"]["x"]
     np.testing.assert_array_equal(real, rows(3)["x"][[0, 1, 2, 0, 1]])
 
 
@@ -61,7 +61,7 @@ def test_a_recurrent_model_is_not_asked_without_rows(tmp_path: Path) -> None:
     """ONNX Runtime would abort the process."""
     path = tmp_path / "model.onnx"
     write_recurrent(path)
-    probes = _probes(path, {"x": np.ones((6, 2, 4), dtype=np.float32)})
+    probes = probes_of(path, {"x": np.ones((6, 2, 4), dtype=np.float32)})
     assert "batch-0" not in probes
     assert "batch-1" in probes
 

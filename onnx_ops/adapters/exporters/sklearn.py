@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.adapters.exporters.sklearn_trees import send_missing, source_trees
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import write_model
 from onnx_ops.graph.hygiene import renumber
-from onnx_ops.ports.models import Array, ExportRequest, Tensors
+from onnx_ops.ports.models import Array, ExportRequest, Tensors, Tree
 
 FILE = "model.joblib"
 LABEL, PROBABILITIES, VARIABLE = "label", "probabilities", "variable"
@@ -61,6 +62,7 @@ class SklearnExporter:
             del converted.graph.output[1:]
         _name_dimensions(converted, section.dynamic.get(name, {}).get(0, "batch"))
         _set_targets(converted, model, rows)
+        send_missing(converted, model)
         renumber(converted, _GENERATED)
         write_model(converted, request.path)
 
@@ -82,6 +84,10 @@ class SklearnExporter:
             if precision == "float32" and "Buffer dtype mismatch" in str(error):
                 return None  # its compiled parts know float64 only
             raise
+
+    def trees(self, model: object) -> tuple[Tree, ...] | None:
+        """Those of a decision tree, a forest or gradient boosting, alone or at the end of a pipeline; else None."""
+        return source_trees(model)
 
 
 def _answers(estimator: Any, rows: Any) -> dict[str, Array]:

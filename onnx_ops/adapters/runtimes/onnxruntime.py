@@ -40,7 +40,7 @@ Timed = Callable[[], tuple[int, bool]]
 
 
 class OnnxRuntime:
-    """Fulfils `ports.Runtime`. Every call builds the sessions it needs and lets go of them."""
+    """Fulfils `ports.RewritingRuntime`. Every call builds the sessions it needs and lets go of them."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         return fingerprint(target.runtime, DISTRIBUTION)
@@ -59,6 +59,10 @@ class OnnxRuntime:
             nodes=dict(sorted(nodes.items())),
             build=ort.get_build_info(),
         )
+
+    def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Graphs of providers that compile their part cannot be written."""
+        new_session(model, target, write_to=copy)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         session = new_session(model, target)

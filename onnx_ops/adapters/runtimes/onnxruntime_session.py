@@ -18,6 +18,10 @@ _LEVELS = {
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
+_EXTERNAL_WEIGHTS = "session.optimized_model_external_initializers_file_name"
+_LARGE = 1 << 30
+"""Bytes of a file whose rewritten graph may not fit into one protobuf."""
+
 _QUIET = 4
 """Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
 
@@ -46,8 +50,14 @@ def check_machine(target: Target) -> None:
         )
 
 
-def new_session(model: Path, target: Target, *, record_assignment: bool = False) -> Any:
+def new_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
     """A session as the target says.
+
+    Args:
+        model: the file.
+        target: says how.
+        record_assignment: keep which provider took which node.
+        write_to: where to write the graph after the runtime's own optimizations.
 
     Raises:
         MeasurementFailure: the machine lacks something, or the runtime refuses the model or a setting.
@@ -59,6 +69,10 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False)
         options = _options(ort, target.session)
         if record_assignment:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        if write_to is not None:
+            options.optimized_model_filepath = str(write_to)
+            if model.stat().st_size > _LARGE:
+                options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{write_to.name}.data")
         # Its fallback would print, and measure another provider than the one asked for.
         return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from onnx_ops.analysis.parity import with_pooled_noise
 from onnx_ops.analysis.rules.common import not_measured, one_line
 from onnx_ops.analysis.rules.invariance import judge_invariance
+from onnx_ops.analysis.rules.structure import judge_activations, judge_coverage, judge_nan, judge_trees
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 
@@ -18,6 +19,10 @@ def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     else:
         yield _judge_outputs("export", gate, evidence.export_parity, evidence.divergence)
         yield _judge_weights(gate, evidence)
+        yield from judge_activations(gate, evidence)
+    yield from judge_trees(evidence)
+    yield from judge_coverage(evidence)
+    yield from judge_nan(evidence)
     yield from judge_invariance(gate, evidence)
 
 
@@ -39,8 +44,8 @@ def _judge_outputs(
     elif worst.noise == 0 and worst.error > 0:
         reason = f"{where}: error {worst.error:.3g} where the source leaves no room, {rows} rows"
     else:
-        figures = f"error {worst.error:.3g} is {worst.ratio:.3g}x the source's noise {worst.noise:.3g}"
-        reason = f"{where}: {figures}, limit {gate.noise_factor:.4g}x, {rows} rows"
+        reason = f"{where}: {_figures(worst)}, limit {gate.noise_factor:.4g}x, {rows} rows"
+    reason += _jumps(measurements)
     good = not worst.mismatch and worst.ratio <= gate.noise_factor
     if divergence is not None and not good:
         reason += f"; first diverging node: {_place(divergence)}"
@@ -55,6 +60,24 @@ def _judge_outputs(
         unit="x",
         n=rows,
     )
+
+
+def _figures(worst: ParityMeasurement) -> str:
+    """The error in units of the noise, or of the fixed tolerance that took its place."""
+    if worst.tolerance:
+        unit = f"a tenth of the tolerance {worst.tolerance} (the source does not run in float64)"
+    else:
+        unit = f"the source's noise {worst.noise:.3g}"
+    return f"error {worst.error:.3g} is {worst.ratio:.3g}x {unit}"
+
+
+def _jumps(measurements: Sequence[ParityMeasurement]) -> str:
+    """Rows in which a tree decides otherwise: those that rounding of the inputs explains, and the others."""
+    explained = sum(m.explained for m in measurements)
+    unexplained = sum(m.unexplained for m in measurements)
+    if not explained and not unexplained:
+        return ""
+    return f"; of {explained + unexplained} answers that differ, {explained} are explained by rounding of the inputs"
 
 
 def _place(divergence: Divergence) -> str:

@@ -1,0 +1,129 @@
+"""The trees of scikit-learn's estimators, as their export should hold them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from onnx_ops.graph.forest import ENSEMBLES, preorder
+from onnx_ops.ports.models import Tree
+
+_FORESTS = ("RandomForestClassifier", "RandomForestRegressor", "ExtraTreesClassifier", "ExtraTreesRegressor")
+_BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
+
+
+def source_trees(model: object) -> tuple[Tree, ...] | None:
+    """The trees of a decision tree, a forest or gradient boosting, alone or at the end of a pipeline; else None.
+
+    A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
+    classes tree i belongs to class i modulo k. Of two classes a file holds the weights of the second only.
+    """
+    last, grown = _last(model), _estimators(model)
+    if not grown:
+        return None
+    if _is_one_of(last, _BOOSTED):
+        classes = last.estimators_.shape[1]
+        return tuple(
+            _tree(one, float(last.learning_rate), column=place % classes, width=classes)
+            for place, one in enumerate(grown)
+        )
+    return tuple(_tree(one, 1.0 / len(grown)) for one in grown)
+
+
+def _last(model: object) -> Any:
+    """The model, or the last step of a pipeline."""
+    return model[-1] if isinstance(model, importlib.import_module("sklearn.pipeline").Pipeline) else model
+
+
+def _estimators(model: object) -> list[Any]:
+    """The trees that a model ends in, in the order of the export; none for other models."""
+    last = _last(model)
+    if isinstance(last, importlib.import_module("sklearn.tree").BaseDecisionTree):
+        return [last]
+    if _is_one_of(last, _FORESTS):
+        return list(last.estimators_)
+    return list(last.estimators_.ravel()) if _is_one_of(last, _BOOSTED) else []
+
+
+def _is_one_of(estimator: Any, names: tuple[str, ...]) -> bool:
+    module = importlib.import_module("sklearn.ensemble")
+    return isinstance(estimator, tuple(getattr(module, name) for name in names))
+
+
+def _tree(estimator: Any, factor: float, *, column: int | None = None, width: int = 1) -> Tree:
+    """Every leaf's weight times `factor`; a boosted tree adds to the output `column` of `width` alone."""
+    grown = estimator.tree_
+    limits = _limits(grown.threshold)
+    inner = grown.children_left >= 0
+    values = _weights(estimator, grown.value) * factor
+    if column is not None:
+        whole = np.zeros((len(values), width))
+        whole[:, column] = values[:, 0]
+        values = whole
+    splits = {
+        int(node): (
+            int(grown.feature[node]),
+            float(limits[node]),
+            int(grown.children_left[node]),
+            int(grown.children_right[node]),
+        )
+        for node in np.flatnonzero(inner)
+    }
+    leaves = {int(node): dict(enumerate(values[node].tolist())) for node in np.flatnonzero(~inner)}
+    return preorder([0], splits, leaves, values.shape[1])
+
+
+def _limits(thresholds: Any) -> Any:
+    """The estimator compares float32 features with float64 thresholds: the largest float32 that is still at most so."""
+    nearest = thresholds.astype(np.float32)
+    below = np.nextafter(nearest, np.float32(-np.inf))
+    return np.where(nearest.astype(np.float64) > thresholds, below, nearest)
+
+
+def _weights(estimator: Any, value: Any) -> Any:
+    """Of shape (nodes, outputs). Classes as shares of the node's rows; of two the second only."""
+    from sklearn.base import is_classifier
+
+    if not is_classifier(estimator):
+        return value[:, :, 0]
+    shares = value[:, 0, :] / value[:, 0, :].sum(axis=1, keepdims=True)
+    return shares[:, 1:] if shares.shape[1] == 2 else shares
+
+
+def send_missing(converted: Any, model: object) -> None:
+    """Let NaN take the way in the export that it takes in the source, which the converter does not tell.
+
+    A tree sends NaN where most rows of its training went, unless it has seen NaN and learnt better.
+
+    Args:
+        converted: the ONNX model, changed in place.
+        model: the estimator; left alone unless its trees are those of the one ensemble of the export.
+    """
+    ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
+    grown = [estimator.tree_ for estimator in _estimators(model)]
+    if len(ensembles) != 1 or not grown:
+        return
+    values = {a.name: list(importlib.import_module("onnx").helper.get_attribute_value(a)) for a in _lists(ensembles[0])}
+    numbers = zip(values["nodes_treeids"], values["nodes_nodeids"], strict=True)
+    places = {number: place for place, number in enumerate(numbers)}
+    tracks = [0] * len(places)
+    for number, tree in enumerate(grown):
+        goes_low = tree.missing_go_to_left
+        waiting = [(0, 0)]
+        while waiting:
+            here, node = waiting.pop()
+            if tree.children_left[here] < 0:
+                continue
+            place = places[number, node]
+            tracks[place] = int(goes_low[here])
+            waiting.append((int(tree.children_left[here]), values["nodes_truenodeids"][place]))
+            waiting.append((int(tree.children_right[here]), values["nodes_falsenodeids"][place]))
+    for attribute in ensembles[0].attribute:
+        if attribute.name == "nodes_missing_value_tracks_true":
+            attribute.ints[:] = tracks
+
+
+def _lists(node: Any) -> list[Any]:
+    return [a for a in node.attribute if a.name.startswith("nodes_") and a.name.endswith("ids")]

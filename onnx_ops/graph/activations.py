@@ -1,0 +1,89 @@
+"""Quantized activations of a graph: what is written in steps, what is read back, and the range that the steps span."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onnx_ops.graph.files import read_model
+from onnx_ops.graph.weights import constants
+
+if TYPE_CHECKING:
+    import onnx
+
+_OUTPUT_SUFFIX = "_QuantizeLinear_Input"
+"""ONNX Runtime's quantizer gives a graph output's name to what is read back, and this one to what is written."""
+
+_WIDEST = 2
+"""Bytes of a level: activations have 8 or 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedActivation:
+    """One QuantizeLinear of the main graph with fixed parameters, and a DequantizeLinear that reads it.
+
+    `name` is the float value that is written, `origin` its name in the float export, `read` the value read back. `low`
+    and `high` are what the least and the largest level stand for, `step` their distance. A range that begins at 0 clips
+    on purpose: what lies below is a ReLU that was folded into it.
+    """
+
+    name: str
+    origin: str
+    read: str
+    step: float
+    low: float
+    high: float
+
+
+def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
+    """Every pair of QuantizeLinear and DequantizeLinear with one constant scale, in the order of the graph.
+
+    Scales that are computed (dynamic quantization) or differ by channel are left out.
+
+    Raises:
+        NotFound, UserError, Refused: as for reading the file.
+    """
+    model = read_model(path)
+    stored = constants(model)
+    readers: dict[str, list[str]] = {}
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear":
+            readers.setdefault(node.input[0], []).append(node.output[0])
+    found = []
+    for node in model.graph.node:
+        if node.op_type != "QuantizeLinear" or node.input[0] in stored:
+            continue
+        if (levels := _levels(node, stored)) is None:
+            continue
+        step, low, high = levels
+        found += [
+            QuantizedActivation(
+                name=node.input[0],
+                origin=node.input[0].removesuffix(_OUTPUT_SUFFIX),
+                read=read,
+                step=step,
+                low=low,
+                high=high,
+            )
+            for read in readers.get(node.output[0], ())
+        ]
+    return tuple(found)
+
+
+def _levels(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
+    """The step, and what the least and the largest level stand for."""
+    from onnx import numpy_helper
+
+    if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(stored):
+        return None
+    scale, zero = (numpy_helper.to_array(stored[name]) for name in node.input[1:3])
+    if scale.size != 1 or zero.size != 1 or zero.dtype.kind not in "iu" or zero.dtype.itemsize > _WIDEST:
+        return None
+    limits, step, centre = np.iinfo(zero.dtype), float(scale.item()), int(zero.item())
+    if not (np.isfinite(step) and step > 0):
+        return None
+    return step, (int(limits.min) - centre) * step, (int(limits.max) - centre) * step

@@ -1,0 +1,60 @@
+"""What is known of a variant beside its answers, in words: trees, activations, int8 coverage, the source's limits."""
+
+from __future__ import annotations
+
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.structure import ActivationMeasurement, Int8Coverage, SourceLimits, TreeStructure
+from onnx_ops.reporting.figures import format_figure, number
+
+_NAN = {
+    "refused": "refused by the source: an endpoint must refuse them too",
+    "answered": "answered by the source with numbers",
+    "passed on": "answered by the source with NaN",
+}
+_CLIPPED = 1e6
+
+
+def structure_entries(evidence: Evidence) -> dict[str, str]:
+    """Names and texts of what was found; nothing of what was not looked at."""
+    activations = "; ".join(map(_activation, evidence.activations))
+    entries = {
+        "trees": "; ".join(tree_lines(evidence.trees)),
+        "int8": "; ".join(coverage_lines(evidence.coverage)),
+        "activations": activations,
+        **_limits(evidence.source),
+    }
+    return {name: text for name, text in entries.items() if text}
+
+
+def tree_lines(found: TreeStructure | None) -> list[str]:
+    """The trees counted, and each difference that is told."""
+    if found is None:
+        return []
+    counted = f"{found.trees} trees, {found.splits} splits, {found.leaves} leaves: "
+    return [counted + (f"{found.changed} differ" if found.changed else "all the same"), *found.differences]
+
+
+def coverage_lines(found: Int8Coverage | None) -> list[str]:
+    """How much runs in int8, and each operator that does not, with its reason."""
+    if found is None or not (found.int8 or found.floats):
+        return []
+    total = len(found.int8) + len(found.floats)
+    lines = [f"{len(found.int8)} of {total} MatMul/Conv/Gemm run in int8"]
+    lines += [f"in float: {one.name} ({one.op_type}): {one.reason}" for one in found.floats]
+    return lines + [f"excluded, and yet in int8: {name}" for name in found.unheeded]
+
+
+def _activation(one: ActivationMeasurement) -> str:
+    away = "" if one.departure is None else f", {_times(one.departure)} from the float export"
+    return f"{one.tensor}: noise {_times(one.noise)}{away}, {format_figure(one.saturated, '1')} saturated"
+
+
+def _times(value: float) -> str:
+    return f"{number(value)}×" if value < _CLIPPED else ">1e6×"
+
+
+def _limits(source: SourceLimits | None) -> dict[str, str]:
+    if source is None:
+        return {}
+    refused = ", ".join(f"{name} ({why})" for name, why in sorted(source.refused.items()))
+    return {"NaN inputs": _NAN.get(source.nan, ""), "inputs that the source refuses": refused}

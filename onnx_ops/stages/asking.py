@@ -1,0 +1,149 @@
+"""Asks the source model on every group of inputs that its export takes, and notes what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from onnx_ops.analysis.jitter import COPIES, envelope, jittered, joined
+from onnx_ops.analysis.probes import BATCH, NAN, REAL, batch_inputs, in_rows, probe_groups
+from onnx_ops.analysis.sizes import Axes, sized_inputs
+from onnx_ops.domain.structure import NanPolicy, SourceLimits
+from onnx_ops.errors import UserError
+from onnx_ops.graph.check import aborts_without_rows
+from onnx_ops.graph.forest import has_trees
+from onnx_ops.graph.inspect import info
+from onnx_ops.graph.trees import split_probes
+from onnx_ops.ports import Exporter, Tensors
+from onnx_ops.stages.files import rows
+from onnx_ops.stages.reference import ReferenceGroup
+
+SPLITS = "splits"
+"""Group of inputs close to the splits of a tree, but not so close that rounding could cross one."""
+
+_JITTER_BYTES = 1 << 26
+_WORDS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The source's answers by group of inputs, and its limits."""
+
+    groups: list[ReferenceGroup]
+    limits: SourceLimits
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    exporter: Exporter
+    model: object
+    jumps: bool
+
+    def group(self, name: str, tensors: Tensors) -> ReferenceGroup:
+        """Raises ValueError if the source refuses the inputs."""
+        single = self.exporter.reference(self.model, tensors, "float32")
+        double = self.exporter.reference(self.model, tensors, "float64")
+        bounds = None
+        if self.jumps and name != SPLITS and len(next(iter(tensors.values()))):
+            bounds = self._bounds(tensors, [answer for answer in (double, single) if answer is not None])
+        return ReferenceGroup(name=name, inputs=tensors, single=single, double=double, bounds=bounds)
+
+    def _bounds(self, tensors: Tensors, known: list[Tensors]) -> Tensors | None:
+        """What the source answers to the rows as they are and jittered, a part of the rows at a time."""
+        count = len(next(iter(tensors.values())))
+        row_bytes = sum(array.nbytes for array in tensors.values()) // count
+        step = max(1, _JITTER_BYTES // max(1, COPIES * row_bytes))
+        parts = []
+        for start in range(0, count, step):
+            chosen = rows(tensors, start, start + step)
+            many = self.exporter.reference(self.model, jittered(chosen, seed=start), "float64")
+            if many is None:
+                return None
+            size = len(next(iter(chosen.values())))
+            answers = [rows(many, copy * size, (copy + 1) * size) for copy in range(COPIES)]
+            parts.append(envelope([*(rows(answer, start, start + step) for answer in known), *answers]))
+        return joined(parts)
+
+
+def ask_source(exporter: Exporter, model: object, path: Path, samples: Tensors) -> Asked:
+    """The source's answers wherever it has some; what it refuses has nothing to be compared with, and is noted.
+
+    Args:
+        exporter: of the model's framework.
+        model: the source.
+        path: its export, which says what inputs there may be.
+        samples: real inputs by ONNX name.
+
+    Raises:
+        UserError: it refuses the real samples.
+    """
+    source = _Source(exporter, model, has_trees(path))
+    groups: list[ReferenceGroup] = []
+    refused: dict[str, str] = {}
+    for name, tensors in probes(path, samples).items():
+        try:
+            answered = source.group(name, tensors)
+        except ValueError as error:
+            if name == REAL:
+                raise UserError(
+                    "the source model refuses the samples",
+                    where="validate.samples",
+                    why=_words(error),
+                    remedy="Validate with rows that it answers.",
+                ) from error
+            refused[name] = _words(error)
+            continue
+        if answered.single is not None or answered.double is not None:
+            groups.append(answered)
+    return Asked(groups=groups, limits=SourceLimits(nan=_nan_policy(groups, refused), refused=refused))
+
+
+def probes(path: Path, samples: Tensors) -> dict[str, Tensors]:
+    """Groups of inputs that the export takes, the real samples first: at a fixed batch, whole ones only."""
+    sizes = {spec.shape[0] for spec in info(path).inputs if spec.shape}
+    fixed = max((size for size in sizes if isinstance(size, int)), default=0)
+    found = probe_groups(samples)
+    if (splits := split_probes(path, samples)) is not None:
+        found[SPLITS] = splits
+    found |= sized_inputs(samples, _free_axes(path, samples))
+    if fixed:
+        return {name: in_rows(tensors, fixed) for name, tensors in found.items()}
+    found |= batch_inputs(samples)
+    if aborts_without_rows(path):
+        del found[f"{BATCH}0"]
+    return found
+
+
+def _free_axes(path: Path, samples: Tensors) -> Axes:
+    """Where the export's named dimensions stand; the batch, and dimensions without a name, are not among them."""
+    specs = [spec for spec in info(path).inputs if spec.name in samples]
+    batch = {spec.shape[0] for spec in specs if spec.shape}
+    found: dict[str, list[tuple[str, int]]] = {}
+    for name, axis, symbol in _symbols((spec.name, spec.shape) for spec in specs):
+        if symbol not in batch and axis < samples[name].ndim:
+            found.setdefault(symbol, []).append((name, axis))
+    return found
+
+
+def _symbols(shapes: Iterator[tuple[str, tuple[int | str, ...]]]) -> Iterator[tuple[str, int, str]]:
+    for name, shape in shapes:
+        for axis, symbol in enumerate(shape[1:], start=1):
+            if isinstance(symbol, str) and symbol != "?":
+                yield name, axis, symbol
+
+
+def _nan_policy(groups: list[ReferenceGroup], refused: Mapping[str, str]) -> NanPolicy:
+    if NAN in refused:
+        return "refused"
+    answers = next((group.double or group.single for group in groups if group.name == NAN), None)
+    if answers is None:
+        return ""
+    floats = [array for array in answers.values() if array.dtype.kind == "f"]
+    return "passed on" if any(np.isnan(array).any() for array in floats) else "answered"
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:_WORDS] or type(error).__name__

@@ -1,0 +1,262 @@
+"""What a source is asked, what it refuses, and what that means for its export."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from sklearn.datasets import load_breast_cancer
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from onnx_ops import codec
+from onnx_ops.adapters.exporters.onnx import OnnxExporter
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.exporters.torch import TorchExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import Manifest, digest_bytes
+from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.pipeline import Export, Stage, StageKind
+from onnx_ops.domain.structure import SourceLimits, TreeStructure
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.graph.metadata import NAN_PROPERTY, read_lineage
+from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
+from onnx_ops.stages import export, validate
+from onnx_ops.stages.asking import Asked, ask_source, probes
+from onnx_ops.stages.files import TRAINED, put_dataset, put_folder
+from onnx_ops.stages.parity import measure_parity
+from onnx_ops.stages.reference import get_reference, put_reference
+from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.models import rows, write_perceptron
+
+TARGET = Target(name="cpu")
+
+
+class Pooled(nn.Module):
+    """Takes images of any height and width, at least 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 4, 2), nn.Linear(4, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.conv(image)).mean(dim=(2, 3)))
+
+
+def exported(exporter: Exporter, model: Any, section: Export, samples: Tensors, path: Path) -> Asked:
+    exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
+    return ask_source(exporter, model, path, samples)
+
+
+def worst(path: Path, asked: Asked) -> ParityMeasurement:
+    found = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
+    return max(found, key=lambda m: (bool(m.mismatch), m.ratio))
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensors:
+    return {"image": np.random.default_rng(0).random((40, 1, 6, 8), dtype=np.float32)}
+
+
+FREE = Export(framework="torch", dynamic={"image": {0: "batch", 2: "height", 3: "width"}})
+
+
+def test_free_axes_are_exercised_and_what_the_source_refuses_is_noted(images: Tensors, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "model.onnx"
+    asked = exported(TorchExporter(), Pooled().eval(), FREE, images, path)
+    shapes = {group.inputs["image"].shape[2:] for group in asked.groups}
+    assert {(3, 8), (7, 8), (12, 8), (6, 5), (6, 9), (6, 16), (12, 16)} <= shapes
+    assert {name for name in asked.limits.refused if name.startswith("axis-")} >= {"axis-height-1", "axis-width-1"}
+    assert "kernel" in asked.limits.refused["axis-height-1"].lower()
+    assert worst(path, asked).ratio <= 10
+    assert not worst(path, asked).mismatch
+
+
+def test_an_export_that_takes_one_size_only_fails_where_its_source_takes_others(
+    images: Tensors, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "model.onnx"
+    asked = exported(TorchExporter(), Pooled().eval(), FREE, images, path)
+    model = onnx.load(path)
+    size = numpy_helper.from_array(np.array([0, 1, 6, 8]), "frozen.size")
+    model.graph.initializer.append(size)
+    for node in model.graph.node:
+        node.input[:] = ["frozen" if name == "image" else name for name in node.input]
+    model.graph.node.insert(0, onnx.helper.make_node("Reshape", ["image", "frozen.size"], ["frozen"]))
+    onnx.save(model, path)
+    found = worst(path, asked)
+    assert found.group.startswith("axis-")
+    assert "the export refuses these inputs" in found.mismatch
+
+
+def test_a_fixed_size_has_nothing_to_exercise(images: Tensors, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "model.onnx"
+    section = Export(framework="torch", dynamic={"image": {0: "batch"}})
+    TorchExporter().export(Pooled().eval(), ExportRequest(section=section, samples=images, path=path))
+    assert not [name for name in probes(path, images) if name.startswith("axis-")]
+
+
+def cancer(rows: int) -> tuple[Any, Any]:
+    x, y = load_breast_cancer(return_X_y=True)
+    return x[:rows].astype(np.float32), y[:rows]
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        (make_pipeline(StandardScaler(), LogisticRegression()), "refused"),
+        (RandomForestClassifier(3, random_state=0), "answered"),
+    ],
+)
+def test_nan_is_compared_where_the_source_answers_it_and_noted_where_not(
+    model: Any, policy: str, tmp_path: Path
+) -> None:
+    x, y = cancer(200)
+    asked = exported(SklearnExporter(), model.fit(x, y), Export(framework="sklearn"), {"x": x}, tmp_path / "m.onnx")
+    assert asked.limits.nan == policy
+    assert ("nan" in asked.limits.refused) == (policy == "refused")
+    assert ("nan" in [group.name for group in asked.groups]) == (policy != "refused")
+    assert "infinity" in asked.limits.refused["infinite"]
+    assert worst(tmp_path / "m.onnx", asked).ratio <= 10
+
+
+def test_nan_that_is_passed_on_is_told(images: Tensors, tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    asked = ask_source(OnnxExporter(), str(tmp_path / "model.onnx"), tmp_path / "model.onnx", rows(40))
+    assert asked.limits.nan in ("passed on", "answered")
+    answers = next(g.single for g in asked.groups if g.name == "nan") or {}
+    assert (asked.limits.nan == "passed on") == bool(np.isnan(answers["scores"]).any())
+
+
+def test_a_source_that_refuses_the_real_rows_is_the_users_to_mend(tmp_path: Path) -> None:
+    x, y = cancer(100)
+    model = make_pipeline(StandardScaler(), LogisticRegression()).fit(x, y)
+    path = tmp_path / "model.onnx"
+    request = ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=path)
+    SklearnExporter().export(model, request)
+    x[3, 2] = np.nan
+    with pytest.raises(UserError, match="refuses the samples"):
+        ask_source(SklearnExporter(), model, path, {"x": x})
+
+
+@pytest.fixture(scope="module")
+def scaled_forest() -> tuple[Any, Tensors]:
+    x, y = cancer(569)
+    return make_pipeline(StandardScaler(), RandomForestClassifier(12, random_state=0)).fit(x, y), {"x": x[:256]}
+
+
+def reciprocal(path: Path) -> None:
+    """A scaler that multiplies by 1 / deviation rounds otherwise, and is as right."""
+    model = onnx.load(path)
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    node = next(node for node in model.graph.node if node.op_type == "Div")
+    node.op_type = "Mul"
+    tensor = tensors[node.input[1]]
+    tensor.CopyFrom(numpy_helper.from_array(1 / numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(model, path)
+
+
+def test_a_forest_that_rounding_sends_another_way_is_explained_by_jitter(
+    scaled_forest: tuple[Any, Tensors], tmp_path: Path
+) -> None:
+    model, samples = scaled_forest
+    path = tmp_path / "model.onnx"
+    asked = exported(SklearnExporter(), model, Export(framework="sklearn"), samples, path)
+    thresholds = np.concatenate([tree.tree_.threshold[tree.tree_.feature >= 0] for tree in model[-1].estimators_])
+    features = np.concatenate([tree.tree_.feature[tree.tree_.feature >= 0] for tree in model[-1].estimators_])
+    x = np.repeat(samples["x"][:1], len(thresholds), axis=0).astype(np.float64)
+    middle = thresholds * model[0].scale_[features] + model[0].mean_[features]
+    x[np.arange(len(x)), features] = middle
+    on_the_edge = {"x": x.astype(np.float32)}
+    reciprocal(path)
+    groups = ask_source(SklearnExporter(), model, path, on_the_edge).groups
+    real = next(group for group in groups if group.name == "real")
+    (explained,) = [m for m in measure_parity(OnnxRuntime(), path, TARGET, [real]) if m.output == "probabilities"]
+    assert explained.explained > 0
+    assert explained.unexplained == 0
+    assert explained.ratio <= 10
+    plain = replace(real, bounds=None, single=real.double)
+    assert max(m.ratio for m in measure_parity(OnnxRuntime(), path, TARGET, [plain])) > 1000
+    assert worst(path, asked).ratio <= 10
+
+
+@pytest.mark.parametrize("fault", ["features swapped", "tree dropped", "classes permuted", "scaler mean rolled"])
+def test_jitter_explains_no_fault(scaled_forest: tuple[Any, Tensors], fault: str, tmp_path: Path) -> None:
+    model, samples = scaled_forest
+    path = tmp_path / "model.onnx"
+    asked = exported(SklearnExporter(), model, Export(framework="sklearn"), samples, path)
+    broken = onnx.load(path)
+    if fault == "features swapped":
+        order = np.arange(samples["x"].shape[1])
+        order[[2, 5]] = order[[5, 2]]
+        broken.graph.initializer.append(numpy_helper.from_array(order, "order"))
+        broken.graph.node[0].input[0] = "swapped"
+        broken.graph.node.insert(0, onnx.helper.make_node("Gather", ["x", "order"], ["swapped"], axis=1))
+    elif fault == "scaler mean rolled":
+        name = next(node.input[1] for node in broken.graph.node if node.op_type == "Sub")
+        tensor = next(tensor for tensor in broken.graph.initializer if tensor.name == name)
+        tensor.CopyFrom(numpy_helper.from_array(np.roll(numpy_helper.to_array(tensor), 1), name))
+    else:
+        attributes = next(n for n in broken.graph.node if n.op_type.startswith("TreeEnsemble")).attribute
+        weights = next(a for a in attributes if a.name == "class_weights")
+        trees = next(a for a in attributes if a.name == "class_treeids").ints
+        if fault == "tree dropped":
+            weights.floats[:] = [0.0 if tree == 3 else w for tree, w in zip(trees, weights.floats, strict=True)]
+        else:
+            weights.floats[:] = [1 / 12 - w for w in weights.floats]
+    onnx.save(broken, path)
+    measured = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
+    assert max(m.unexplained for m in measured if m.group == "real") > 0
+    assert max(m.ratio for m in measured if m.group == "real") > 10
+
+
+def test_the_stages_store_limits_trees_and_bounds(scaled_forest: tuple[Any, Tensors], tmp_path: Path) -> None:
+    model, samples = scaled_forest
+    ports = replace(
+        FakeWorld().ports(root=tmp_path), exporter=lambda _: SklearnExporter(), runtime=lambda _: OnnxRuntime()
+    )
+    trained = tmp_path / "trained"
+    trained.mkdir()
+    SklearnExporter().save(model, trained)
+    inputs = {
+        "train": Manifest(files=put_folder(ports.store, trained, TRAINED)),
+        "data/test": put_dataset(ports.store, Dataset(inputs=samples)),
+    }
+    section = codec.to_json(Export(framework="sklearn"))
+    settings = {"section": section, "data": "test", "limit": 64, "pipeline": "p"}
+    stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
+    done = export.execute(stage, digest_bytes(b""), inputs, ports)
+    limits = codec.loads(ports.store.read(done["source.json"]), SourceLimits)
+    assert limits.nan == "answered"
+    assert read_lineage(ports.store.path(done["onnx/model.onnx"]))[NAN_PROPERTY] == "answered"
+    assert any(group.bounds for group in get_reference(ports.store, done["reference.npz"]))
+    stage = Stage(id="validate", kind=StageKind.VALIDATE, settings={"export": section})
+    validated = validate.execute(stage, digest_bytes(b""), {**inputs, "export": done}, ports)
+    (trees,) = codec.loads(ports.store.read(validated["trees.json"]), tuple[TreeStructure, ...])
+    assert (trees.trees, trees.changed) == (12, 0)
+
+
+def test_references_come_back_as_they_were_stored(scaled_forest: tuple[Any, Tensors], tmp_path: Path) -> None:
+    model, samples = scaled_forest
+    asked = exported(SklearnExporter(), model, Export(framework="sklearn"), samples, tmp_path / "model.onnx")
+    store = FakeWorld().ports(root=tmp_path).store
+    found = get_reference(store, put_reference(store, asked.groups))
+    restored = {group.name: group for group in found}
+    assert len(found) == len(restored) == len(asked.groups)
+    for before in asked.groups:
+        after = restored[before.name]
+        assert after.outputs == before.outputs
+        assert (after.bounds or {}).keys() == (before.bounds or {}).keys()

@@ -1,0 +1,68 @@
+"""compare tells a changed tree that no row shows, and what of a quantized file runs in int8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from sklearn.datasets import load_iris
+from sklearn.ensemble import RandomForestClassifier
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
+from onnx_ops.ports import ExportRequest, OptimizeRequest
+from onnx_ops.spec.builtin import BUILTIN
+from onnx_ops.stages.compare import Parity, compare
+from onnx_ops.stages.probing import made_up, shared_inputs
+from onnx_ops.testing.models import rows, write_perceptron
+
+
+def compared(a: Path, b: Path) -> Parity:
+    samples = made_up(shared_inputs(a, b), count=64, dims={})
+    return compare(OnnxRuntime(), BUILTIN["cpu-1t"], a, b, samples)
+
+
+@pytest.fixture
+def forest(tmp_path: Path) -> Path:
+    x, y = load_iris(return_X_y=True)
+    x = x.astype(np.float32)
+    path = tmp_path / "forest.onnx"
+    request = ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=path)
+    SklearnExporter().export(RandomForestClassifier(4, random_state=0).fit(x, y), request)
+    return path
+
+
+def test_a_forest_is_itself(forest: Path) -> None:
+    found = compared(forest, forest)
+    assert found.verdict is Verdict.PASS
+    assert found.trees is not None
+    assert (found.trees.trees, found.trees.changed) == (4, 0)
+
+
+def test_a_threshold_that_moved_by_one_float_is_told(forest: Path) -> None:
+    model = onnx.load(forest)
+    values = next(a for node in model.graph.node for a in node.attribute if a.name == "nodes_values")
+    values.floats[0] = float(np.nextafter(np.float32(values.floats[0]), np.float32(np.inf)))
+    moved = forest.with_name("moved.onnx")
+    onnx.save(model, moved)
+    found = compared(forest, moved)
+    assert found.verdict is Verdict.FAIL
+    assert "tree 0, node 0: threshold" in found.reason
+    assert "A has" in found.reason
+
+
+def test_a_quantized_file_tells_its_coverage(tmp_path: Path) -> None:
+    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
+    write_perceptron(source)
+    section = Quantize(name="int8", method="static", calibrate=Calibrate(), exclude=("third",))
+    StaticQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=rows(64)))
+    found = compared(source, derived)
+    assert found.coverage is not None
+    assert found.coverage.int8 == ("first", "second")
+    assert [one.name for one in found.coverage.floats] == ["third"]
+    assert compared(source, source).coverage is None
