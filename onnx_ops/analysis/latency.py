@@ -189,6 +189,31 @@ def self_test(self_log_ratios: Sequence[Sequence[float]], tolerance: float, *, a
     return None
 
 
+def withheld(
+    log_ratios: Sequence[Sequence[float]],
+    self_log_ratios: Sequence[Sequence[float]],
+    tolerance: float,
+    *,
+    alpha: float = ALPHA,
+) -> str | None:
+    """Why the verdict of `compare` must not be given on this host, or None.
+
+    What `self_test` says, unless the interval lies so far from the limit that the baseline against itself, at the
+    worse end of its own interval, would not reach from one to the other: a model that is twice as slow is told on a
+    host that could not tell five percent.
+    """
+    noise = self_test(self_log_ratios, tolerance, alpha=alpha)
+    if noise is None or not any(len(pair) for pair in self_log_ratios):
+        return noise
+    found = compare(log_ratios, tolerance=tolerance, alpha=alpha)
+    against = compare(self_log_ratios, tolerance=tolerance, alpha=alpha)
+    if not against.low > 0:
+        return noise
+    reach = max(against.high, 1 / against.low)
+    limit = 1 + tolerance
+    return None if found.low > limit * reach or found.high * reach < limit else noise
+
+
 def needs_more(
     log_ratios: Sequence[Sequence[float]],
     self_log_ratios: Sequence[Sequence[float]],
@@ -213,7 +238,9 @@ def needs_more(
         compare(log_ratios, tolerance=tolerance, alpha=alpha).verdict is Verdict.INCONCLUSIVE
         for tolerance in tolerances
     )
-    return undecided or any(self_test(self_log_ratios, t, alpha=alpha) is not None for t in tolerances if t > 0)
+    return undecided or any(
+        withheld(log_ratios, self_log_ratios, t, alpha=alpha) is not None for t in tolerances if t > 0
+    )
 
 
 def next_look(pairs: int) -> int:

@@ -165,7 +165,7 @@ def paired_report(found: Paired, a: Path, b: Path) -> None:
     for figure in found.figures:
         out.print(escape(_versus(figure)), soft_wrap=True)
     lost = 100 * comparison.preempted / max(1, comparison.runs)
-    out.print(f"latency: {comparison.runs} runs, {lost:.3g}% preempted and left out")
+    out.print(f"{comparison.runs} timed runs, {lost:.3g}% preempted and left out")
     facts = found.evidence.runtime
     if facts is not None:
         out.print(escape(_machine(found.evidence.hardware, facts, found.evidence.conditions)), style="dim")

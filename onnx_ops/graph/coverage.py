@@ -36,7 +36,13 @@ _FLOAT_OPERATORS = frozenset(
     {"Conv", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul", "NhwcFusedConv", "TransposeMatMul"}
 )
 _WITHOUT_KERNEL = frozenset({"ConvTranspose"})
-_KINDS = {"FusedConv": "Conv", "NhwcFusedConv": "Conv", "FusedGemm": "Gemm"}
+_KINDS = {
+    "FusedConv": "Conv",
+    "FusedGemm": "Gemm",
+    "FusedMatMul": "MatMul",
+    "NhwcFusedConv": "Conv",
+    "TransposeMatMul": "MatMul",
+}
 
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
 """What the quantizers and the runtime put around a node's name when they rewrite it."""

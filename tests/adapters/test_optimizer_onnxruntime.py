@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.adapters.optimizers import onnxruntime as adapter
 from onnx_ops.adapters.optimizers.calibration import BATCH, BatchReader
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
+from onnx_ops.adapters.runtimes.hardware import lacking_flags
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
@@ -35,13 +37,25 @@ STATIC = Quantize(name="int8-static", method="static", calibrate=Calibrate(sampl
 DYNAMIC = Quantize(name="int8-dynamic", method="dynamic")
 
 
+SATURATES = platform.machine() == "x86_64" and len(lacking_flags(("avx512_vnni", "avx_vnni"))) == 2
+"""Whether 8-bit products of this CPU saturate, so that weights need their reduced range."""
+
+
 class TestDynamic(OptimizerSuite):
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return replace(DYNAMIC, options={"reduce_range": SATURATES})
+
     @pytest.fixture
     def optimizer(self) -> DynamicQuantizer:
         return DynamicQuantizer()
 
 
 class TestStatic(OptimizerSuite):
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return replace(STATIC, options={"reduce_range": SATURATES})
+
     @pytest.fixture
     def optimizer(self) -> StaticQuantizer:
         return StaticQuantizer()

@@ -303,7 +303,7 @@ class TestLatency:
         assert judge([self.GATE], FP32).results == ()
 
     def test_a_noisy_host_blames_nobody(self) -> None:
-        noisy = against("champion", 1.5, self_log_ratios=((0.2,), (-0.2,), (0.1,), (-0.1,), (0.0,)))
+        noisy = against("champion", 1.15, self_log_ratios=((0.2,), (-0.2,), (0.1,), (-0.1,), (0.0,)))
         result = only(judge([self.GATE], replace(INT8, comparisons=(noisy,))), "latency", "ratio vs champion")
         assert result.verdict is Verdict.INCONCLUSIVE
         assert "noisy host" in result.reason

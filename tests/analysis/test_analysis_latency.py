@@ -26,6 +26,7 @@ from onnx_ops.analysis.latency import (
     samples_needed,
     self_test,
     session_interval,
+    withheld,
 )
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import MeasurementFailure
@@ -64,7 +65,7 @@ def decide(candidate: Blocks, itself: Blocks, tolerance: float) -> tuple[Verdict
         pairs = next_look(pairs)
         if not needs_more(candidate[:pairs].tolist(), itself[:pairs].tolist(), [tolerance]):
             break
-    if self_test(itself[:pairs].tolist(), tolerance) is not None:
+    if withheld(candidate[:pairs].tolist(), itself[:pairs].tolist(), tolerance) is not None:
         return Verdict.INCONCLUSIVE, pairs
     return compare(candidate[:pairs].tolist(), tolerance=tolerance).verdict, pairs
 
@@ -74,6 +75,9 @@ def rates(ratio: float, seed: int, *, trials: int = 500, flagged: float = 1.0) -
     candidates = simulate(trials, ratio, seed, flagged=flagged)
     verdicts = [decide(c, a, 0.05)[0] for c, a in zip(candidates, itself, strict=True)]
     return {verdict: verdicts.count(verdict) / trials for verdict in Verdict}
+
+
+NOISY = [[0.1], [-0.1], [0.05], [-0.2], [0.15]]
 
 
 class TestHodgesLehmann:
@@ -228,13 +232,28 @@ class TestSelfTest:
         assert self_test([[0.001], [-0.001], [0.0], [0.002], [-0.002]], 0.05) is None
 
     def test_noisy_host_is_named(self) -> None:
-        assert "noisy host" in str(self_test([[0.1], [-0.1], [0.05], [-0.2], [0.15]], 0.05))
+        assert "noisy host" in str(self_test(NOISY, 0.05))
 
     def test_biased_host_is_named(self) -> None:
         assert "biased host" in str(self_test([[0.1]] * 5, 0.05))
 
     def test_silence_is_not_quiet(self) -> None:
         assert "not measured" in str(self_test([], 0.05))
+
+
+class TestWithheld:
+    def test_a_noisy_host_withholds_what_its_noise_could_explain(self) -> None:
+        for log_ratio in (-0.1, 0.0, 0.1, 0.2):
+            assert "noisy host" in str(withheld([[log_ratio]] * 5, NOISY, 0.05))
+
+    @pytest.mark.parametrize("log_ratio", [-2.0, 2.0])
+    def test_a_noisy_host_tells_what_its_noise_cannot_explain(self, log_ratio: float) -> None:
+        assert withheld([[log_ratio]] * 5, NOISY, 0.05) is None
+
+    @given(st.floats(-3, 3))
+    def test_an_unmeasured_host_withholds_everything(self, log_ratio: float) -> None:
+        assert withheld([[log_ratio]] * 5, [], 0.05) is not None
+        assert withheld([[log_ratio]] * 5, [[0.0]], 0.05) is not None
 
 
 class TestLooks:
@@ -251,7 +270,10 @@ class TestLooks:
         assert needs_more(quiet, quiet, [0.05, 0.0])
 
     def test_goes_on_while_the_host_is_noisy(self) -> None:
-        assert needs_more([[-0.3]] * 5, [[0.1], [-0.1], [0.05], [-0.2], [0.15]], [0.05])
+        assert needs_more([[0.0]] * 5, NOISY, [0.05])
+
+    def test_stops_where_no_noise_of_the_host_could_matter(self) -> None:
+        assert not needs_more([[2.0]] * 5, NOISY, [0.05])
 
     def test_goes_on_between_looks_and_stops_after_the_last(self) -> None:
         assert needs_more([[-0.3]] * 7, [[0.0]] * 7, [0.05])

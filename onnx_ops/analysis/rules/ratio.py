@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.analysis.latency import Comparison, compare, self_test
+from onnx_ops.analysis.latency import Comparison, compare, withheld
 from onnx_ops.analysis.rules.common import baseline_of, finite, not_measured
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import GateResult, Verdict
@@ -27,7 +27,7 @@ class Ratio:
 def judge_ratio(ratio: Ratio, max_regression: float) -> GateResult:
     """`analysis.latency.compare`, unless the baseline against itself shows that this host cannot tell."""
     found = compare(ratio.log_ratios, tolerance=max_regression)
-    noisy = self_test(ratio.self_log_ratios, max_regression)
+    noisy = withheld(ratio.log_ratios, ratio.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
     reason = ratio_text(ratio, found, limit)
     return GateResult(
