@@ -1,0 +1,52 @@
+"""Evidence that was written once is read and judged for ever, to the byte.
+
+Each folder below `schema-N` holds evidence of that schema as a pipeline wrote it, the gates it was judged by, and the
+decision that they led to. A change of a rule that changes a stored decision must be seen here first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.analysis.judge import judge
+from onnx_ops.domain.evidence import EVIDENCE_SCHEMA, Evidence
+from onnx_ops.domain.gate import Gate, Verdict
+
+HERE = Path(__file__).parent
+CASES = sorted(path.parent for path in HERE.glob("schema-*/*/evidence.json"))
+
+
+def decided(case: Path) -> bytes:
+    evidence = codec.loads((case / "evidence.json").read_bytes(), Evidence)
+    return codec.dumps(judge(codec.loads((case / "gates.json").read_bytes(), tuple[Gate, ...]), evidence))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
+def test_stored_evidence_is_judged_again_to_the_byte(case: Path) -> None:
+    assert decided(case) == (case / "decision.json").read_bytes()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
+def test_nothing_of_stored_evidence_is_lost_by_reading_it(case: Path) -> None:
+    data = (case / "evidence.json").read_bytes()
+    evidence = codec.loads(data, Evidence)
+    assert f"schema-{evidence.schema}" == case.parent.name
+    if evidence.schema == EVIDENCE_SCHEMA:
+        assert codec.dumps(evidence) == data
+
+
+def test_every_schema_up_to_the_present_one_has_cases_that_pass_and_that_fail() -> None:
+    for schema in range(1, EVIDENCE_SCHEMA + 1):
+        lines = [
+            result.verdict
+            for case in CASES
+            if case.parent.name == f"schema-{schema}"
+            for result in judge(
+                codec.loads((case / "gates.json").read_bytes(), tuple[Gate, ...]),
+                codec.loads((case / "evidence.json").read_bytes(), Evidence),
+            ).results
+        ]
+        assert {Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE} <= set(lines)
