@@ -1,6 +1,6 @@
 """Do the gates keep their promises? Injected faults and known truths against the product's own code.
 
-    python benchmarks/gate_truth.py [--quick] [--only latency|parity|quantization|metric] [--trials N]
+    python benchmarks/gate_truth.py [--quick] [--only latency|parity|quantization|metric] [--trials N] [--load bursts]
 
 Ends 1 if a promised bound does not hold. The full run takes minutes; `--quick` has fewer trials and seeds.
 """
@@ -22,11 +22,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few trials: shows gross breaks, not rates")
     parser.add_argument("--only", choices=GATES, help="one gate")
     parser.add_argument("--trials", type=int, help="latency trials of each slow-down (300, quick 6)")
+    parser.add_argument("--load", choices=("as it is", "bursts"), help="one of the loads under which latency is tried")
     options = parser.parse_args()
     claims: list[Claim] = []
     for gate in [options.only] if options.only else GATES:
         begun = time.perf_counter()
-        extra = {"trials": options.trials} if gate == "latency" else {}
+        extra = {"trials": options.trials, "load": options.load} if gate == "latency" else {}
         claims += importlib.import_module(f"truth.{gate}").prove(quick=options.quick, **extra)
         print(f"  ({gate}: {time.perf_counter() - begun:.0f} s)", flush=True)
     summary(claims)
