@@ -1,0 +1,56 @@
+"""Damaged requests against the wire for as long as asked: only refusals with a status of 4xx may come out of it.
+
+    python benchmarks/fuzz_wire.py --minutes 10 [--seed 1]
+
+Prints the number of requests read and refused, and the growth of memory after the first tenth. An error that is no
+refusal ends it with the seed and the number of the request that repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/serving/wire"))
+
+from wire_mutations import attack, seeds
+
+_ALLOWED_MB = 64
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    corpus = seeds()
+    counts: Counter[str] = Counter()
+    start, first = time.monotonic(), 0.0
+    number = 0
+    while (passed := time.monotonic() - start) < given.minutes * 60:
+        if not first and passed > given.minutes * 6:
+            first = memory()
+        number += 1
+        try:
+            draw = random.Random(f"{given.seed}/{number}")  # noqa: S311 (to be repeatable)
+            counts[attack(draw, corpus)] += 1
+        except Exception:
+            print(f"seed {given.seed}, request {number}")
+            raise
+    growth = memory() - first
+    print(f"{number} requests: {dict(counts)}; memory at most {memory():.0f} MB, {growth:.0f} MB of it after a tenth")
+    return 0 if growth < _ALLOWED_MB else 1
+
+
+def memory() -> float:
+    """Most memory that the process ever had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

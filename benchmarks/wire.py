@@ -1,0 +1,110 @@
+"""What a request costs on the wire, beside the snippet of the tutorials: `json` and pydantic lists in FastAPI.
+
+    python benchmarks/wire.py
+
+Only bytes to arrays and arrays to bytes, in one process, no HTTP and no model; the least of many interleaved rounds.
+The second table shows from which size simdjson gains on orjson (`_LARGE` in serving/wire/document.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+from pydantic import BaseModel
+
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.serving.wire import Signature, document, read_infer, write
+
+
+class Features(BaseModel):
+    """The body of the snippet."""
+
+    data: list[float]
+
+
+def snippet(body: bytes, shape: tuple[int, ...], answer: np.ndarray[Any, Any]) -> bytes:
+    np.array(Features.model_validate(json.loads(body)).data, np.float32).reshape(shape)
+    return json.dumps({"prediction": answer.tolist()}).encode()
+
+
+def wire(body: bytes, length: int | None, model: Signature, answer: np.ndarray[Any, Any]) -> bytes:
+    call = read_infer(body, length, model)
+    return write(call, model, [answer])[0]
+
+
+def least(cases: Mapping[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, float]:
+    """Microseconds a call: the least of the rounds."""
+    best = dict.fromkeys(cases, math.inf)
+    for _ in range(rounds):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                case()
+            best[name] = min(best[name], (time.perf_counter() - start) / repeats * 1e6)
+    return best
+
+
+def compare(shape: tuple[int, ...], answers: int, rounds: int, repeats: int) -> None:
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=shape).astype(np.float32)
+    y = draw.normal(size=(shape[0], answers)).astype(np.float32)
+    dims: tuple[int | str, ...] = ("batch", *shape[1:])
+    model = Signature(
+        model="m",
+        version="1",
+        inputs={"x": TensorSpec(name="x", dtype="float32", shape=dims)},
+        outputs={"y": TensorSpec(name="y", dtype="float32", shape=("batch", answers))},
+    )
+    tensor = {"name": "x", "datatype": "FP32", "shape": list(shape)}
+    option = orjson.OPT_SERIALIZE_NUMPY
+    flat = orjson.dumps({"inputs": [{**tensor, "data": x.reshape(-1)}]}, option=option)
+    nested = orjson.dumps({"inputs": [{**tensor, "data": x}]}, option=option)
+    parameters = {"binary_data_size": x.nbytes}
+    head = orjson.dumps({"inputs": [{**tensor, "parameters": parameters}], "parameters": {"binary_data_output": True}})
+    body = orjson.dumps({"data": x.reshape(-1)}, option=option)
+    found = least(
+        {
+            "snippet": lambda: snippet(body, shape, y),
+            "orjson.loads alone": lambda: orjson.loads(flat),
+            "JSON flat": lambda: wire(flat, None, model, y),
+            "JSON nested": lambda: wire(nested, None, model, y),
+            "binary": lambda: wire(head + x.tobytes(), len(head), model, y),
+        },
+        rounds,
+        repeats,
+    )
+    for name, cost in found.items():
+        print(f"{shape!s:20} {name:20} {cost:10.1f} us   snippet / this = {found['snippet'] / cost:7.1f}")
+
+
+def threshold() -> None:
+    draw = np.random.default_rng(0)
+    for count in (32, 64, 128, 256, 512, 4096):
+        model = Signature(
+            model="m",
+            version="1",
+            inputs={"x": TensorSpec(name="x", dtype="float32", shape=("n",))},
+            outputs={"y": TensorSpec(name="y", dtype="float32", shape=("n",))},
+        )
+        tensor = {"name": "x", "datatype": "FP32", "shape": [count], "data": draw.normal(size=count).astype(np.float32)}
+        body = orjson.dumps({"inputs": [tensor]}, option=orjson.OPT_SERIALIZE_NUMPY)
+        found: dict[str, float] = {}
+        for _ in range(20):
+            for name, large in (("orjson", 1 << 40), ("simdjson", 0)):
+                document._LARGE = large  # noqa: SLF001 (the number that is on trial)
+                cost = least({name: lambda b=body, m=model: read_infer(b, None, m)}, 5, 100)[name]  # type: ignore[misc]
+                found[name] = min(found.get(name, math.inf), cost)
+        print(f"{len(body):8} bytes  orjson {found['orjson']:8.1f} us  simdjson {found['simdjson']:8.1f} us")
+
+
+if __name__ == "__main__":
+    compare((1, 16), 10, 300, 100)
+    compare((1, 64), 10, 300, 100)
+    compare((1, 3, 224, 224), 1000, 15, 2)
+    threshold()

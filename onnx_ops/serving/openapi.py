@@ -1,0 +1,275 @@
+"""The server's own OpenAPI document, made from the tensors of the model that it serves.
+
+https://spec.openapis.org/oas/v3.1.1.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+from urllib.parse import quote
+
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.protocol import headers
+from onnx_ops.protocol.tensors import DATATYPE_OF
+from onnx_ops.serving.wire import Signature
+
+Schema = dict[str, Any]
+
+_ERRORS = {
+    "400": "The request does not fit the model; the message names the tensor.",
+    "404": "No such model, version or deployment.",
+    "413": "The body is larger than the server's limit.",
+    "415": "The body is compressed.",
+    "429": "More requests wait than the server's queue holds.",
+    "500": "The model failed on these inputs.",
+    "503": "Nothing is published yet, or the deployment is not loaded.",
+    "504": "The request's deadline passed.",
+}
+_IN_BODY = ("400", "404", "413", "415", "429", "500", "503", "504")
+_TEXT: Schema = {"type": "string"}
+
+
+def describe(signatures: Sequence[Signature]) -> Schema:
+    """The OpenAPI 3.1 document of an endpoint.
+
+    Args:
+        signatures: of the deployments that are loaded, at least one, all of one model. Deployments whose tensors are
+            alike share their schemas.
+    """
+    model = signatures[0].model
+    kinds = list({repr((s.inputs, s.outputs, s.optional)): s for s in signatures}.values())
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": f"Endpoint of {model}",
+            "version": version("onnx-ops"),
+            "description": "Open Inference Protocol v2, and the protocol of MLflow's scoring server.",
+        },
+        "paths": _paths(f"/v2/models/{quote(model, safe='')}", sorted({s.version for s in signatures})),
+        "components": {
+            "schemas": {
+                "Error": _object({"error": _TEXT}),
+                "Ready": {"type": "object", "properties": {"ready": {"type": "boolean"}, "name": _TEXT}},
+                "Server": _object({"name": _TEXT, "version": _TEXT, "extensions": _list(_TEXT)}),
+                "Model": _model(),
+                "InferRequest": _either(_infer_request(s) for s in kinds),
+                "InferAnswer": _either(_infer_answer(s) for s in kinds),
+                "Invocation": _either(_invocation(s) for s in kinds),
+                "Predictions": {
+                    "type": "object",
+                    "required": ["predictions"],
+                    "properties": {"predictions": {"type": ["object", "array"]}},
+                },
+            },
+        },
+    }
+
+
+def _paths(base: str, versions: list[str]) -> Schema:
+    invocations = {"post": _invocations()}
+    named = {"name": "endpoint", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[\\w-]+$"}}
+    paths: Schema = {
+        "/v2": {"get": _get("About the server", "Server")},
+        "/v2/health/live": {
+            "get": _get("Is the server alive?", {"type": "object", "properties": {"live": {"type": "boolean"}}})
+        },
+        "/v2/health/ready": {"get": _ready("Is every deployment with traffic loaded?")},
+        "/ping": {"get": _ready("The same for SageMaker and MLflow")},
+        "/version": {"get": _plain("The server's version")},
+        "/metrics": {"get": _plain("Counts in Prometheus' text format")},
+        "/openapi.json": {"get": _get("This document", {"type": "object"}, "503")},
+        "/invocations": invocations,
+        "/endpoints/{endpoint}/invocations": {"parameters": [named], **invocations},
+    }
+    chosen = {"name": "version", "in": "path", "required": True, "schema": {"enum": versions}}
+    for place, shared in ((base, {}), (base + "/versions/{version}", {"parameters": [chosen]})):
+        paths[place] = {**shared, "get": _get("The model's inputs and outputs", "Model", "404", "503")}
+        paths[place + "/ready"] = {**shared, "get": _get("Is the model loaded?", "Ready", "404", "503")}
+        paths[place + "/infer"] = {**shared, "post": _infer()}
+    return paths
+
+
+def _infer() -> Schema:
+    return {
+        "summary": "Run the model",
+        "parameters": [*_request_headers(), _length_header()],
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": _ref("InferRequest")},
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            },
+        },
+        "responses": {
+            "200": {
+                "description": "The outputs; in the binary form if the request asked for it.",
+                "content": {
+                    "application/json": {"schema": _ref("InferAnswer")},
+                    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                },
+            },
+            **_errors(*_IN_BODY),
+        },
+    }
+
+
+def _invocations() -> Schema:
+    return {
+        "summary": "Run the model, in any form of MLflow's scoring server or of Open Inference",
+        "parameters": [*_request_headers(), _length_header()],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref("Invocation")}, "text/csv": {"schema": _TEXT}},
+        },
+        "responses": {
+            "200": {
+                "description": "Predictions, or an Open Inference answer to such a request.",
+                "content": {
+                    "application/json": {"schema": {"anyOf": [_ref("Predictions"), _ref("InferAnswer")]}},
+                    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                },
+            },
+            **_errors(*_IN_BODY),
+        },
+    }
+
+
+def _request_headers() -> list[Schema]:
+    about = {
+        headers.USER_KEY: "Requests with the same key are answered by the same deployment.",
+        headers.REQUEST_ID: "Passed through to the answer.",
+        **dict.fromkeys(headers.PINS, "Forces a deployment by name."),
+    }
+    word = {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"}
+    return [{"name": name, "in": "header", "description": text, "schema": word} for name, text in about.items()]
+
+
+def _length_header() -> Schema:
+    return {
+        "name": headers.BINARY_LENGTH,
+        "in": "header",
+        "description": "Bytes of JSON before the tensors' bytes; announces a body in the binary form.",
+        "schema": {"type": "integer", "minimum": 0},
+    }
+
+
+def _get(summary: str, schema: str | Schema, *errors: str) -> Schema:
+    content = {"application/json": {"schema": _ref(schema) if isinstance(schema, str) else schema}}
+    return {"summary": summary, "responses": {"200": {"description": "Yes.", "content": content}, **_errors(*errors)}}
+
+
+def _ready(summary: str) -> Schema:
+    operation = _get(summary, "Ready")
+    content = {"application/json": {"schema": _ref("Ready")}}
+    operation["responses"]["503"] = {"description": "Not yet.", "content": content}
+    return operation
+
+
+def _plain(summary: str) -> Schema:
+    return {"summary": summary, "responses": {"200": {"description": "Text.", "content": {"text/plain": {}}}}}
+
+
+def _errors(*statuses: str) -> Schema:
+    content = {"application/json": {"schema": _ref("Error")}}
+    return {status: {"description": _ERRORS[status], "content": content} for status in statuses}
+
+
+def _model() -> Schema:
+    tensor = _object({"name": _TEXT, "datatype": {"enum": list(DATATYPE_OF.values())}, "shape": _list(_INTEGER)})
+    names = {"name": _TEXT, "versions": _list(_TEXT), "platform": _TEXT}
+    return _object({**names, "inputs": _list(tensor), "outputs": _list(tensor)})
+
+
+_INTEGER: Schema = {"type": "integer"}
+_PARAMETERS: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
+
+
+def _infer_request(signature: Signature) -> Schema:
+    wanted = {"type": "object", "required": ["name"], "properties": {"name": {"enum": list(signature.outputs)}}}
+    return {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "id": _TEXT,
+            "inputs": {
+                **_list({"anyOf": [_tensor(spec, answer=False) for spec in signature.inputs.values()]}),
+                "minItems": len(signature.required),
+                "maxItems": len(signature.inputs),
+            },
+            "outputs": _list(wanted),
+            "parameters": {"type": "object", "properties": {"binary_data_output": {"type": "boolean"}}},
+        },
+    }
+
+
+def _infer_answer(signature: Signature) -> Schema:
+    tensors = {"anyOf": [_tensor(spec, answer=True) for spec in signature.outputs.values()]}
+    document = _object({"model_name": _TEXT, "model_version": _TEXT, "outputs": _list(tensors)})
+    document["properties"]["id"] = _TEXT
+    return document
+
+
+def _tensor(spec: TensorSpec, *, answer: bool) -> Schema:
+    rank = len(spec.shape)
+    dims = [{"const": d} if isinstance(d, int) else {"type": "integer", "minimum": 0} for d in spec.shape]
+    shape: Schema = {"type": "array", "minItems": rank, "maxItems": rank}
+    document = _object(
+        {
+            "name": {"const": spec.name},
+            "datatype": {"const": DATATYPE_OF[spec.dtype]},
+            "shape": {**shape, "prefixItems": dims} if dims else shape,
+        }
+    )
+    flat = _list(_element(spec.dtype, answer=answer))
+    document["properties"]["data"] = (
+        flat if answer else {"description": "Flat, or nested as the shape.", **_nested(flat)}
+    )
+    document["properties"]["parameters"] = _PARAMETERS
+    return document
+
+
+def _invocation(signature: Signature) -> Schema:
+    columns = {name: {"type": ["array", "number", "string", "boolean"]} for name in signature.inputs}
+    named: Schema = {"type": "object", "required": sorted(signature.required), "properties": columns}
+    rows: Schema = {"type": "array", "items": {}}
+    split = _object({"columns": _list({"type": ["string", "integer"]}), "data": _list(rows)})
+    forms: dict[str, Schema] = {
+        "inputs": {"anyOf": [named, rows]},
+        "instances": {**rows, "minItems": 1},
+        "dataframe_split": split,
+        "dataframe_records": {**_list({"type": "object"}), "minItems": 1},
+    }
+    return {"oneOf": [*(_object({form: schema}) for form, schema in forms.items()), _ref("InferRequest")]}
+
+
+def _nested(flat: Schema) -> Schema:
+    return {"anyOf": [flat, _list(_list({}))]}
+
+
+def _element(dtype: str, *, answer: bool) -> Schema:
+    if dtype in ("bool", "string"):
+        return {"type": {"bool": "boolean", "string": "string"}[dtype]}
+    if "float" in dtype:
+        return {"type": ["number", "null"]} if answer else {"type": "number"}
+    bits = int(dtype.lstrip("uint"))
+    low, high = (0, 2**bits - 1) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _either(schemas: Iterable[Schema]) -> Schema:
+    found = list(schemas)
+    return found[0] if len(found) == 1 else {"anyOf": found}
+
+
+def _object(properties: Mapping[str, Schema]) -> Schema:
+    return {"type": "object", "required": list(properties), "properties": dict(properties)}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}

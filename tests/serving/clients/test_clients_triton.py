@@ -1,0 +1,72 @@
+"""`tritonclient.http`, as its users call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from serving_process import Server
+from tritonclient.utils import InferenceServerException
+
+VALUES: dict[str, tuple[str, np.ndarray[Any, Any]]] = {
+    "fp32": ("FP32", np.array([[1.5, -2], [3, 0.1]], np.float32)),
+    "fp16": ("FP16", np.array([[1.5, -2], [3, 0.25]], np.float16)),
+    "fp64": ("FP64", np.array([[1.5, -2], [3, 0.1]])),
+    "int64": ("INT64", np.array([[2**62 + 1, -2], [3, 4]])),
+    "int8": ("INT8", np.array([[127, -128], [3, 4]], np.int8)),
+    "uint64": ("UINT64", np.array([[2**64 - 1, 2], [3, 4]], np.uint64)),
+    "bool": ("BOOL", np.array([[True, False], [False, True]])),
+    "text": ("BYTES", np.array([["é", ""], ["a,b", "日本"]], object)),
+}
+JSON_REFUSED = ("fp16",)
+"""Types for which the client itself has no JSON."""
+
+
+@pytest.fixture
+def client(types: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(f"127.0.0.1:{types.port}") as client:
+        yield client
+
+
+def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("m")
+    assert client.is_model_ready("m", "1")
+    assert not client.is_model_ready("other")
+    assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
+    metadata = client.get_model_metadata("m", "1")
+    assert {"name": "text", "datatype": "BYTES", "shape": [-1, 2]} in metadata["inputs"]
+    assert metadata["versions"] == ["1"]
+
+
+@pytest.mark.parametrize("binary_input", [True, False])
+@pytest.mark.parametrize("binary_output", [True, False, None])
+def test_the_six_combinations_carry_every_type(
+    client: triton.InferenceServerClient, binary_input: bool, binary_output: bool | None
+) -> None:
+    inputs = []
+    for name, (datatype, array) in VALUES.items():
+        tensor = triton.InferInput(name, list(array.shape), datatype)
+        tensor.set_data_from_numpy(array, binary_data=binary_input or name in JSON_REFUSED)
+        inputs.append(tensor)
+    outputs = None
+    if binary_output is not None:
+        outputs = [triton.InferRequestedOutput(f"{name}_out", binary_data=binary_output) for name in VALUES]
+    answer = client.infer("m", inputs, outputs=outputs, request_id="7")
+    assert answer.get_response()["id"] == "7"
+    for name, (_, array) in VALUES.items():
+        found = answer.as_numpy(f"{name}_out")
+        if found.dtype == object:
+            found = np.array([[v.decode() if isinstance(v, bytes) else v for v in row] for row in found], object)
+        np.testing.assert_array_equal(found, array)
+
+
+def test_an_error_is_the_servers_words(client: triton.InferenceServerClient) -> None:
+    tensor = triton.InferInput("fp32", [1, 3], "FP32")
+    tensor.set_data_from_numpy(np.zeros((1, 3), np.float32))
+    with pytest.raises(InferenceServerException, match="tensor 'fp32' must have shape"):
+        client.infer("m", [tensor])

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from onnx_ops.serving.wire import document
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_is_large() -> Iterator[None]:
+    """Takes the path of large bodies for bodies that a test can afford."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document, "_LARGE", 2048)
+        yield

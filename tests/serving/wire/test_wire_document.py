@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_cases import encode
+
+from onnx_ops.errors import TooLarge
+from onnx_ops.serving.wire import document
+from onnx_ops.serving.wire.document import Block, parse
+
+PAD = {"pad": " " * 3000}
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=4)
+)
+TREES = st.recursive(
+    SCALARS.filter(lambda value: value not in (np.inf, -np.inf)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab\0é[", max_size=4), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+def materialised(value: object) -> object:
+    if isinstance(value, Block):
+        return value.lists()
+    if isinstance(value, dict):
+        return {key: materialised(item) for key, item in value.items()}
+    return [materialised(item) for item in value] if isinstance(value, list) else value
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(["inputs", "data", "shape", "x"]), TREES))
+def test_a_large_document_is_the_same_as_a_small_one(tree: dict[str, object]) -> None:
+    found, literals = parse(encode({**tree, **PAD}))
+    expected, _ = parse(encode(tree))
+    assert json.dumps(materialised(found)) == json.dumps({**expected, **PAD})
+    assert literals or not any(word in json.dumps(tree) for word in ("true", "false"))
+
+
+def test_numbers_stay_a_block_only_if_they_are_rectangular() -> None:
+    found, _ = parse(encode({"data": [[1, 2], [3, 4]], **PAD}))
+    assert isinstance(found["data"], Block)
+    assert found["data"].shape == (2, 2)
+    del found
+    for ragged in ([[1, 2], [3]], [1, [2, 3], []], [[1, [2]], [3, 4]], [[1], 2]):
+        found, _ = parse(encode({"data": ragged, **PAD}))
+        assert found["data"] == ragged
+
+
+def test_a_repeated_key_has_its_last_value_in_large_bodies_too() -> None:
+    found, _ = parse(b'{"data": [1], "data": [2], "pad": "' + b" " * 3000 + b'"}')
+    assert materialised(found["data"]) == [2]
+
+
+def test_a_key_with_nul_is_no_trouble() -> None:
+    found, _ = parse(encode({"a\0b": [1], "a": [2], **PAD}))
+    assert materialised(found) == {"a\0b": [1], "a": [2], **PAD}
+
+
+def test_blocks_are_values_of_objects_only() -> None:
+    found, _ = parse(encode({"data": [{}, [[1]], "["], **PAD}))
+    assert found["data"] == [{}, [[1]], "["]
+
+
+def test_a_block_that_lives_does_not_change_with_the_next_body() -> None:
+    first, _ = parse(encode({"data": [1] * 2000}))
+    second, _ = parse(encode({"data": [2] * 2000}))
+    assert materialised(first["data"]) == [1] * 2000
+    assert materialised(second["data"]) == [2] * 2000
+
+
+def test_threads_do_not_share_a_parser() -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            found, _ = parse(encode({"data": [number] * 2000}))
+            block = found["data"]
+            if materialised(block) != [number] * 2000:
+                wrong.append(number)
+            del found, block
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("body", [b"[" + b"0," * (1 << 22) + b"0,0]", b"[[" + b"[]," * (1 << 20) + b"[]]]"])
+def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document, "simdjson", None)
+    monkeypatch.setattr(document, "orjson", None)
+    with pytest.raises(TooLarge, match="binary form"):
+        parse(body)

@@ -1,0 +1,16 @@
+"""Whatever comes, a request is read or refused with an error that becomes a 4xx."""
+
+from __future__ import annotations
+
+import random
+
+from wire_mutations import SIGNATURES, attack, seeds
+
+
+def test_mutated_requests_are_read_or_refused() -> None:
+    draw = random.Random(7)  # noqa: S311 (to be repeatable)
+    corpus = seeds()
+    outcomes = [attack(draw, corpus) for _ in range(4000)]
+    assert {"read", "refused"} == set(outcomes)
+    assert outcomes.count("read") > 100, "mutations that never pass test the first check only"
+    assert len(SIGNATURES) > 3

@@ -1,0 +1,404 @@
+"""Open Inference v2: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from wire_cases import binary, encode, signature, spec, split_answer, text_bytes
+
+from onnx_ops.errors import UserError
+from onnx_ops.protocol.tensors import DATATYPE_OF
+from onnx_ops.serving.wire import Call, Signature, read_header_length, read_infer, write
+
+JSON_TYPES = [dtype for dtype in DATATYPE_OF if dtype != "bfloat16"]
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+PIXELS = signature([spec("x", "float32", "batch", 2)], [spec("label", "int64", "b"), spec("p", "float32", "b", 2)])
+X = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4.5]}
+
+
+def x(**changes: object) -> bytes:
+    return encode({"inputs": [{**X, **changes}]})
+
+
+@st.composite
+def typed_arrays(draw: st.DrawFn, dtypes: list[str] = JSON_TYPES) -> tuple[str, np.ndarray[Any, Any]]:
+    dtype = draw(st.sampled_from(dtypes))
+    if dtype == "string":
+        return dtype, draw(hnp.arrays(object, SHAPES, elements=st.text()))
+    return dtype, draw(hnp.arrays({"bfloat16": "uint16"}.get(dtype, dtype), SHAPES))
+
+
+def mirror(dtype: str, array: np.ndarray[Any, Any]) -> Signature:
+    """A model whose output is like its input."""
+    dims = [f"d{i}" for i in range(array.ndim)]
+    return signature([spec("x", dtype, *dims)], [spec("y", dtype, *dims)])
+
+
+def echoed(call: Call, model: Signature) -> tuple[Any, bytes]:
+    return split_answer(*write(call, model, [call.feed["x"]]))
+
+
+@settings(deadline=None)
+@given(typed_arrays(), st.booleans())
+def test_every_type_survives_json_flat_and_nested(case: tuple[str, np.ndarray[Any, Any]], nested: bool) -> None:
+    dtype, array = case
+    if array.dtype.kind == "f":
+        array = np.nan_to_num(array, nan=0, posinf=1, neginf=-1)
+    model = mirror(dtype, array)
+    data = array.tolist() if nested else array.reshape(-1).tolist()
+    tensor = {"name": "x", "datatype": DATATYPE_OF[dtype], "shape": list(array.shape), "data": data}
+    call = read_infer(encode({"inputs": [tensor]}), None, model)
+    assert call.feed["x"].dtype == array.dtype
+    np.testing.assert_array_equal(call.feed["x"], array)
+    document, _ = echoed(call, model)
+    [output] = document["outputs"]
+    assert (output["datatype"], output["shape"]) == (DATATYPE_OF[dtype], list(array.shape))
+    np.testing.assert_array_equal(np.array(output["data"], array.dtype).reshape(array.shape), array)
+
+
+@settings(deadline=None)
+@given(typed_arrays(list(DATATYPE_OF)), st.integers(0, 7))
+def test_every_type_survives_the_binary_form_bit_by_bit(case: tuple[str, np.ndarray[Any, Any]], pad: int) -> None:
+    dtype, array = case
+    model = mirror(dtype, array)
+    body, length = binary({"x": (dtype, array)}, parameters={"binary_data_output": True}, pad=" " * pad)
+    call = read_infer(body, length, model)
+    read = call.feed["x"]
+    assert read.flags.aligned
+    document, tail = echoed(call, model)
+    assert tail == body[length:]
+    assert document["outputs"][0]["parameters"] == {"binary_data_size": len(tail)}
+    if dtype != "string":
+        assert read.tobytes() == array.tobytes()
+    else:
+        assert read.tolist() == array.tolist()
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["float16", "float32", "float64", "int8", "uint8", "int64", "uint64"]), st.booleans(), st.data())
+def test_large_bodies_are_read_like_small_ones(dtype: str, nested: bool, data: st.DataObject) -> None:
+    """They take another path: simdjson, without Python objects."""
+    array = data.draw(hnp.arrays(dtype, (3, 10, 30), elements=hnp.from_dtype(np.dtype(dtype), allow_nan=False)))
+    if array.dtype.kind == "f":
+        array = np.nan_to_num(array, posinf=1, neginf=-1)
+    tensor = {"name": "x", "datatype": DATATYPE_OF[dtype], "shape": [3, 10, 30], "data": array.tolist()}
+    if not nested:
+        tensor["data"] = array.reshape(-1).tolist()
+    body = encode({"inputs": [tensor], "id": "a[b", "pad": " " * 3000})
+    call = read_infer(body, None, mirror(dtype, array))
+    assert call.feed["x"].dtype == array.dtype
+    assert call.feed["x"].tobytes() == array.tobytes()
+
+
+LONG = [1.5] * 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": [*LONG[1:], True]}, "holds a truth value"),
+        ({"data": [*LONG[1:], "1"]}, "holds text"),
+        ({"data": [*LONG[1:], None]}, "holds null"),
+        ({"data": [*LONG[1:], 1e300]}, "too large for FP32"),
+        ({"data": LONG[1:]}, "needs 1000 elements, not 999"),
+        ({"data": [*LONG[2:], [1, 2]]}, "nesting"),
+        ({"data": [*LONG[3:], [1, 2], 1.5, []]}, "nesting|holds a list"),
+        ({"data": [LONG, LONG]}, "nesting"),
+        ({"data": [*LONG[1:], {}]}, "holds an object"),
+        ({"shape": [True, 1000]}, "whole numbers"),
+    ],
+)
+def test_wrong_large_bodies_are_refused_as_small_ones_are(changes: dict[str, object], message: str) -> None:
+    model = signature([spec("x", "float32", "b", 1000)])
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1000], "data": LONG}
+    read_infer(encode({"inputs": [tensor]}), None, model)
+    with pytest.raises(UserError, match=message):
+        read_infer(encode({"inputs": [{**tensor, **changes}]}), None, model)
+
+
+def test_a_request_is_read() -> None:
+    call = read_infer(encode({"id": "7", "inputs": [X], "outputs": [{"name": "p"}]}), None, PIXELS)
+    assert (call.identity, call.outputs, call.rows, call.binary) == ("7", ("p",), 2, ())
+    np.testing.assert_array_equal(call.feed["x"], [[1, 2], [3, 4.5]])
+    assert read_infer(x(), None, PIXELS).outputs == ("label", "p")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "list of inputs"),
+        ({"inputs": {}}, "list of inputs"),
+        ({"inputs": []}, "input 'x' is missing"),
+        ({"inputs": [X, X]}, "'x' is given twice"),
+        ({"inputs": [{**X, "name": "z"}]}, "no input 'z'; its inputs are x"),
+        ({"inputs": [{**X, "name": ["x"]}]}, "no input"),
+        ({"inputs": ["x"]}, "object with a name"),
+        ({"inputs": [X], "outputs": [{"name": "q"}]}, "outputs must be some of label, p"),
+        ({"inputs": [X], "outputs": ["p"]}, "outputs must be a list of objects"),
+        ({"inputs": [X], "outputs": [{"name": "p"}, {"name": "p"}]}, "each once"),
+        ({"inputs": [X], "outputs": [{"name": "p", "parameters": {"classification": 2}}]}, "classification"),
+        ({"inputs": [X], "outputs": [{"name": "p", "parameters": {"binary_data": 1}}]}, "true or false"),
+        ({"inputs": [X], "outputs": [{"name": "p", "parameters": {"shared_memory_region": "r"}}]}, "shared memory"),
+        ({"inputs": [X], "parameters": []}, "parameters must be an object"),
+        ({"inputs": [X], "parameters": {"binary_data_output": "yes"}}, "true or false"),
+        ({"inputs": [{**X, "parameters": {"shared_memory_region": "r"}}]}, "'x': shared memory"),
+        ({"inputs": [{**X, "parameters": {"binary_data_size": 16}}]}, "'x' has both data and"),
+        ({"inputs": [{**X, "parameters": 1}]}, "'x': parameters must be"),
+        ({"inputs": [X], "id": 7}, "id must be text"),
+    ],
+)
+def test_a_wrong_request_says_what_is_wrong(document: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_infer(encode(document), None, PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"datatype": "FP64"}, "'x' must be FP32, not 'FP64'"),
+        ({"datatype": ["FP32"]}, "must be FP32"),
+        ({"shape": [4]}, r"shape \[batch, 2\], not \[4\]"),
+        ({"shape": [1, 4]}, r"shape \[batch, 2\], not \[1, 4\]"),
+        ({"shape": [-1, 2]}, "whole numbers from 0"),
+        ({"shape": [2.0, 2]}, "whole numbers from 0"),
+        ({"shape": [True, 2]}, "whole numbers from 0"),
+        ({"shape": [1] * 100}, "at most 32"),
+        ({"shape": None}, "whole numbers"),
+        ({"shape": [2**62, 2]}, f"needs {2**63} elements, not 4"),
+        ({"data": [1, 2, 3]}, "needs 4 elements, not 3"),
+        ({"data": [[1, 2], [3]]}, "nesting of data"),
+        ({"data": [[1, 2], 3]}, "nesting of data"),
+        ({"data": "1234"}, "data must be a list"),
+        ({"data": [1, 2, 3, "4"]}, "'x' of FP32 holds text"),
+        ({"data": [1, 2, 3, None]}, "holds null"),
+        ({"data": [1, 2, 3, True]}, "holds a truth value"),
+        ({"data": [1, 2, 3, {}]}, "holds an object"),
+        ({"data": [1, 2, 3, 1e300]}, "too large for FP32"),
+    ],
+)
+def test_a_wrong_tensor_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        read_infer(x(**changes), None, PIXELS)
+    assert "'x'" in str(caught.value)
+
+
+def test_a_tensor_without_data_is_refused() -> None:
+    with pytest.raises(UserError, match="'x' has neither data nor"):
+        read_infer(encode({"inputs": [{k: v for k, v in X.items() if k != "data"}]}), None, PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "message"),
+    [
+        ("int8", 128, "too large"),
+        ("uint8", -1, "too large"),
+        ("int64", 2**63, "too large"),
+        ("float16", 1e6, "too large"),
+        ("int32", 1.0, "holds a fraction"),
+        ("int32", True, "holds a truth value"),
+        ("bool", 1, "holds a whole number"),
+        ("string", 1, "holds a whole number"),
+        ("bfloat16", 1.0, "of BF16 cannot come as JSON"),
+    ],
+)
+def test_elements_are_not_bent(dtype: str, value: object, message: str) -> None:
+    tensor = {"name": "x", "datatype": DATATYPE_OF[dtype], "shape": [1], "data": [value]}
+    with pytest.raises(UserError, match=message):
+        read_infer(encode({"inputs": [tensor]}), None, signature([spec("x", dtype, "b")]))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b'{"inputs": NaN}', b"[" * 100_000, b"{}x", b'"x"'])
+def test_garbage_is_refused(body: bytes) -> None:
+    with pytest.raises(UserError, match=r"not JSON|list of inputs"):
+        read_infer(body, None, PIXELS)
+
+
+def test_an_empty_tensor_cannot_ask_for_a_huge_answer() -> None:
+    model = signature([spec("x", "float32", "a", "b")])
+    assert read_infer(x(shape=[0, 2], data=[]), None, model).feed["x"].shape == (0, 2)
+    with pytest.raises(UserError, match="too large for an empty tensor"):
+        read_infer(x(shape=[2**31 - 1, 0], data=[]), None, model)
+
+
+def test_symbols_must_agree_and_rows_are_told() -> None:
+    model = signature([spec("a", "float32", "n", "?"), spec("b", "float32", "n", "?")])
+
+    def tensor(name: str, rows: int, columns: int) -> dict[str, object]:
+        return {"name": name, "datatype": "FP32", "shape": [rows, columns], "data": [0] * (rows * columns)}
+
+    assert read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 2, 4)]}), None, model).rows == 2
+    with pytest.raises(UserError, match="dimension 'n' is 2 in tensor 'a' but 3 in 'b'"):
+        read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 3, 3)]}), None, model)
+    fixed = signature([spec("a", "float32", "n", "?")], [spec("y", "float32", 1)])
+    assert read_infer(encode({"inputs": [tensor("a", 2, 3)]}), None, fixed).rows == 0
+    other = signature([spec("a", "float32", "n", "?"), spec("b", "float32", "k", "?")])
+    assert read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 3, 3)]}), None, other).rows == 0
+
+
+def test_optional_inputs_may_be_left_out() -> None:
+    model = signature([spec("x", "float32", "batch", 2), spec("t", "float32", 1)], optional=frozenset({"t"}))
+    assert read_infer(x(), None, model).feed.keys() == {"x"}
+    t = {"name": "t", "datatype": "FP32", "shape": [1], "data": [3]}
+    assert read_infer(encode({"inputs": [X, t]}), None, model).feed["t"].tolist() == [3]
+    with pytest.raises(UserError, match="input 'x' is missing"):
+        read_infer(encode({"inputs": [t]}), None, model)
+
+
+ONE = np.ones((1, 2), np.float32)
+
+
+def test_the_binary_form_with_several_inputs_and_mixed_outputs() -> None:
+    model = signature(
+        [spec("a", "float32", "n", 2), spec("s", "string", "n")],
+        [spec("y", "float32", "n", 2), spec("t", "string", "n")],
+    )
+    text = np.array(["é\0"], object)
+    body, length = binary(
+        {"s": ("string", text), "a": ("float32", ONE)},
+        outputs=[{"name": "t", "parameters": {"binary_data": True}}, {"name": "y"}],
+        id="7",
+    )
+    call = read_infer(body, length, model)
+    assert call.feed["s"].tolist() == ["é\0"]
+    answer, headers = write(call, model, [text, np.array([[math.nan, math.inf]], np.float32)])
+    document, tail = split_answer(answer, headers)
+    assert dict(headers)[b"content-type"] == b"application/octet-stream"
+    assert document["id"] == "7"
+    assert [o["name"] for o in document["outputs"]] == ["t", "y"]
+    assert document["outputs"][1]["data"] == [None, None]  # JSON has neither
+    assert tail == text_bytes(["é\0"])
+
+
+def test_a_raw_body_is_the_only_input() -> None:
+    call = read_infer(np.ones((3, 2), np.float32).tobytes(), 0, PIXELS)
+    assert call.feed["x"].shape == (3, 2)
+    assert call.binary == (True, True)
+    text = signature([spec("s", "string", "n")])
+    assert read_infer("é".encode(), 0, text).feed["s"].tolist() == ["é"]
+    with pytest.raises(UserError, match="needs 8 bytes, not 12"):
+        read_infer(bytes(12), 0, PIXELS)
+    with pytest.raises(UserError, match="several free dimensions"):
+        read_infer(bytes(12), 0, signature([spec("x", "float32", "a", "b")]))
+    with pytest.raises(UserError, match="several inputs"):
+        read_infer(bytes(8), 0, signature([spec("a", "int8", 8), spec("b", "int8", 8)]))
+
+
+def header(parameters: object, shape: tuple[int, ...] = (1, 2), **more: object) -> bytes:
+    tensor = {"name": "x", "datatype": "FP32", "shape": shape, "parameters": parameters}
+    return encode({"inputs": [{**tensor, **more}]})
+
+
+@pytest.mark.parametrize(
+    ("json_part", "tail", "message"),
+    [
+        (header({"binary_data_size": 4}), bytes(8), "'x': shape .* needs 8 bytes, not 4"),
+        (header({"binary_data_size": 8}), bytes(7), "'x': binary_data_size is 8, but 7 bytes are left"),
+        (header({"binary_data_size": 8}), bytes(9), "1 bytes follow after the last tensor"),
+        (header({"binary_data_size": -8}), bytes(8), "must be a number of bytes"),
+        (header({"binary_data_size": 2**62}, (2**60, 2)), bytes(8), "8 bytes are left"),
+        (header({"binary_data_size": True}), bytes(8), "must be a number of bytes"),
+        (header({"binary_data_size": "8"}), bytes(8), "must be a number of bytes"),
+        (header({"binary_data_size": 8}, data=[1, 2]), bytes(8), "both data and binary_data_size"),
+        (header({}), bytes(8), "neither data nor binary_data_size"),
+        (header({}, data=[1, 2]), bytes(8), "8 bytes follow"),
+    ],
+)
+def test_a_wrong_binary_body_says_what_is_wrong(json_part: bytes, tail: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_infer(json_part + tail, len(json_part), PIXELS)
+
+
+def test_the_length_of_the_json_is_checked() -> None:
+    body, length = binary({"x": ("float32", ONE)})
+    assert read_infer(body, length, PIXELS).rows == 1
+    with pytest.raises(UserError, match=f"is {len(body) + 1}, but the body has {len(body)} bytes"):
+        read_infer(body, len(body) + 1, PIXELS)
+    with pytest.raises(UserError, match="not JSON"):
+        read_infer(body, length - 1, PIXELS)
+    with pytest.raises(UserError, match="binary_data_size needs the header"):
+        read_infer(body[:length], None, PIXELS)
+    assert (read_header_length(None), read_header_length("12")) == (None, 12)
+    for text in ("", "-1", "1e3", " 1", "²", "9" * 30, "0x10"):
+        with pytest.raises(UserError, match="must be a number of bytes"):
+            read_header_length(text)
+
+
+@pytest.mark.parametrize(
+    ("tail", "message"),
+    [
+        (b"\x01\0\0\0a", "need more than|end after 1 of 2"),
+        (b"\x01\0\0\0a\x09\0\0\0b", "announces 9 bytes, but 1 follow"),
+        (b"\xff\xff\xff\xffab" + bytes(8), "announces 4294967295 bytes"),
+        (b"\x01\0\0\0a\x01\0\0\0\xff", "element 1 is not UTF-8"),
+        (text_bytes(["a", "b", "c"]), "bytes follow after its 2 elements"),
+        (text_bytes(["abcdef"]) + b"\0\0", "its bytes end after 1 of 2"),
+    ],
+)
+def test_wrong_text_says_what_is_wrong(tail: bytes, message: str) -> None:
+    tensor = {"name": "s", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": len(tail)}}
+    json_part = encode({"inputs": [tensor]})
+    with pytest.raises(UserError, match=f"'s'.*({message})"):
+        read_infer(json_part + tail, len(json_part), signature([spec("s", "string", "n")]))
+
+
+def test_a_count_of_text_is_bounded_by_its_bytes() -> None:
+    tensor = {"name": "s", "datatype": "BYTES", "shape": [10**12], "parameters": {"binary_data_size": 4}}
+    json_part = encode({"inputs": [tensor]})
+    with pytest.raises(UserError, match="need more than 4 bytes"):
+        read_infer(json_part + bytes(4), len(json_part), signature([spec("s", "string", "n")]))
+
+
+def test_bool_bytes_are_0_or_1() -> None:
+    model = signature([spec("x", "bool", "n")])
+    body, length = binary({"x": ("bool", np.array([True, False]))})
+    assert read_infer(body, length, model).feed["x"].tolist() == [True, False]
+    with pytest.raises(UserError, match="'x': a byte of BOOL must be 0 or 1"):
+        read_infer(body[:-1] + b"\2", length, model)
+
+
+def test_bfloat16_goes_out_in_the_binary_form_only() -> None:
+    model = signature([spec("x", "bfloat16", "n")], [spec("y", "bfloat16", "n")])
+    bits = np.array([0x3F80], np.uint16)
+    body, length = binary({"x": ("bfloat16", bits)})
+    with pytest.raises(UserError, match="output 'y' is BF16, which JSON cannot carry"):
+        read_infer(body, length, model)
+    body, length = binary({"x": ("bfloat16", bits)}, parameters={"binary_data_output": True})
+    _, tail = split_answer(*write(read_infer(body, length, model), model, [bits]))
+    assert tail == b"\x80\x3f"
+
+
+def test_what_is_shown_of_a_request_is_short() -> None:
+    for changes in ({"name": "z" * 10_000}, {"datatype": "z" * 10_000}, {"shape": [1] * 10_000}):
+        with pytest.raises(UserError) as caught:
+            read_infer(x(**changes), None, PIXELS)
+        assert len(str(caught.value)) < 200
+
+
+def test_float32_is_written_as_the_shortest_text_that_reads_back() -> None:
+    model = signature([spec("x", "float32", "n")], [spec("y", "float32", "n")])
+    body, _ = write(Call({}, ("y",), 1), model, [np.array([0.1], np.float32)])
+    assert b"[0.1]" in body
+    assert json.loads(body)["model_version"] == "3"
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan])
+def test_nan_is_refused_where_the_source_refuses_it(value: float) -> None:
+    array = np.array([[1, value]], np.float32)
+    body, length = binary({"x": ("float32", array)})
+    assert math.isnan(read_infer(body, length, PIXELS).feed["x"][0, 1])
+    with pytest.raises(UserError, match="input 'x' holds NaN"):
+        read_infer(body, length, replace(PIXELS, refuses_nan=True))
+
+
+def test_infinity_and_numbers_pass_where_nan_is_refused() -> None:
+    body, length = binary({"x": ("float32", np.array([[1, math.inf]], np.float32))})
+    assert read_infer(body, length, replace(PIXELS, refuses_nan=True)).feed["x"][0, 1] == math.inf
+    assert read_infer(x(), None, replace(PIXELS, refuses_nan=True)).rows == 2

@@ -1,0 +1,219 @@
+"""Bodies for `/invocations`: MLflow's forms, CSV, Open Inference."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from wire_cases import binary, encode, signature, spec, split_answer
+
+from onnx_ops.errors import UserError
+from onnx_ops.serving.wire import Call, Form, Signature, read_invocation, write
+
+JSON = "application/json"
+PIXELS = signature([spec("x", "float32", "batch", 3)])
+TABLE = signature([spec("age", "int64", "batch", 1), spec("city", "string", "batch")])
+
+
+def read(document: object, model: Signature = PIXELS) -> Call:
+    return read_invocation(encode(document), JSON, None, model)
+
+
+ROWS = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+RECORDS = [{"a": 1, "b": 2, "c": 3}, {"c": 6, "b": 5, "a": 4}]
+
+
+@pytest.mark.parametrize(
+    ("document", "table"),
+    [
+        ({"inputs": ROWS}, False),
+        ({"inputs": {"x": ROWS}}, False),
+        ({"instances": ROWS}, False),
+        ({"instances": [{"x": row} for row in ROWS]}, False),
+        ({"dataframe_split": {"columns": ["a", "b", "c"], "data": ROWS}}, True),
+        ({"dataframe_split": {"index": [0, 1], "columns": [0, 1, 2], "data": ROWS}}, True),
+        ({"dataframe_split": {"columns": ["x"], "data": [[row] for row in ROWS]}}, True),
+        ({"dataframe_records": RECORDS}, True),
+    ],
+)
+def test_every_form_of_mlflow_feeds_the_same_tensor(document: object, table: bool) -> None:
+    call = read(document)
+    assert call.form is (Form.RECORDS if table else Form.NAMED)
+    assert call.rows == 2
+    assert call.feed["x"].dtype == np.float32
+    np.testing.assert_array_equal(call.feed["x"], ROWS)
+
+
+@pytest.mark.parametrize("form", ["inputs", "instances", "named", "dataframe_split", "dataframe_records"])
+def test_large_bodies_of_every_form_feed_the_same_tensor(form: str) -> None:
+    rows = np.arange(3000, dtype=np.float32).reshape(1000, 3) / 7
+    document: dict[str, object] = {form: rows.tolist()}
+    if form == "named":
+        document = {"inputs": {"x": rows.tolist()}}
+    if form == "dataframe_split":
+        document = {form: {"columns": ["a", "b", "c"], "data": rows.tolist()}}
+    if form == "dataframe_records":
+        document = {form: [dict(zip("abc", row, strict=True)) for row in rows.tolist()]}
+    np.testing.assert_array_equal(read(document).feed["x"], rows)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"inputs": {"age": [[30], [40]], "city": ["Bern", "Ulm"]}},
+        {"inputs": {"age": [30, 40], "city": ["Bern", "Ulm"]}},
+        {"instances": [{"age": 30, "city": "Bern"}, {"age": 40, "city": "Ulm"}]},
+        {"dataframe_split": {"columns": ["city", "age"], "data": [["Bern", 30], ["Ulm", 40]]}},
+        {"dataframe_records": [{"city": "Bern", "age": 30}, {"age": 40, "city": "Ulm"}]},
+    ],
+)
+def test_columns_feed_several_inputs(document: object) -> None:
+    feed = read(document, TABLE).feed
+    assert feed["age"].tolist() == [[30], [40]]
+    assert feed["city"].tolist() == ["Bern", "Ulm"]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "exactly one of inputs, instances"),
+        ({}, "exactly one of"),
+        ({"inputs": ROWS, "instances": ROWS}, "exactly one of"),
+        ({"inputs": ROWS, "params": {"k": 1}}, "no parameters"),
+        ({"inputs": {"z": ROWS}}, "no input 'z'"),
+        ({"inputs": {}}, "'x' is missing"),
+        ({"inputs": [1, 2, 3]}, r"shape \[batch, 3\], not \[3\]"),
+        ({"inputs": [[1, 2, 3], [4, 5]]}, "nesting of data"),
+        ({"inputs": [[1, 2, "3"]]}, "holds text"),
+        ({"inputs": None}, "shape"),
+        ({"instances": []}, "at least one instance"),
+        ({"instances": [{"x": [1, 2, 3]}, {"z": [1, 2, 3]}]}, "the same names"),
+        ({"instances": [{"x": [1, 2, 3]}, [1, 2, 3]]}, "the same names"),
+        ({"dataframe_records": []}, "at least one record"),
+        ({"dataframe_records": [[1]]}, "the same names"),
+        ({"dataframe_split": ROWS}, "list of columns"),
+        ({"dataframe_split": {"columns": ["a", "a", "b"], "data": ROWS}}, "repeats a column"),
+        ({"dataframe_split": {"columns": ["a"], "data": ROWS}}, "rows of 1 values"),
+        ({"dataframe_split": {"columns": ["a", "b", "c"], "data": []}}, "shape"),
+    ],
+)
+def test_a_wrong_invocation_says_what_is_wrong(document: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(document)
+
+
+def test_several_inputs_must_be_named() -> None:
+    with pytest.raises(UserError, match="must name them: age, city"):
+        read({"inputs": [[1]]}, TABLE)
+    with pytest.raises(UserError, match="no input 'size'"):
+        read({"dataframe_records": [{"age": 1, "size": 2}]}, TABLE)
+    with pytest.raises(UserError, match="lacks an input"):
+        read({"dataframe_records": [{"age": 1}]}, TABLE)
+    with pytest.raises(UserError, match="dimension 'batch' is 2"):
+        read({"inputs": {"age": [1, 2], "city": ["Bern"]}}, TABLE)
+
+
+def predictions(call: Call, arrays: list[np.ndarray[Any, Any]]) -> Any:
+    body, headers = write(call, PIXELS, arrays)
+    assert headers == ((b"content-type", b"application/json"),)
+    return json.loads(body)["predictions"]
+
+
+def test_predictions_come_by_name_or_as_records() -> None:
+    values = [
+        np.array([1, 0], np.longlong),  # the runtime's own int64
+        np.array([[0.1, 0.75], [np.nan, 0.5]], np.float32),
+        np.array([["a"], ["b"]], object),
+        np.array([True, False]),
+    ]
+    names = ("label", "p", "s", "flag")
+    assert predictions(Call({}, names, 2, Form.NAMED), values) == {
+        "label": [1, 0],
+        "p": [[0.1, 0.75], [None, 0.5]],
+        "s": [["a"], ["b"]],
+        "flag": [True, False],
+    }
+    table = Call({}, names, 2, Form.RECORDS)
+    assert predictions(table, values) == [
+        {"label": 1, "p": [0.1, 0.75], "s": "a", "flag": True},
+        {"label": 0, "p": [None, 0.5], "s": "b", "flag": False},
+    ]
+    assert predictions(Call({}, ("y",), 0, Form.NAMED), [np.array(1.5)]) == {"y": 1.5}
+    with pytest.raises(UserError, match="fits no table"):
+        predictions(Call({}, ("y",), 0, Form.RECORDS), [np.array(1.0)])
+    with pytest.raises(UserError, match="differ in length"):
+        predictions(Call({}, ("a", "b"), 0, Form.RECORDS), [np.zeros(1), np.zeros(2)])
+
+
+def test_csv_is_a_table_with_names_in_its_first_line() -> None:
+    call = read_invocation(b"\xef\xbb\xbfa,b,c\r\n1,2,.5\n\n4,5,6e1\n", "text/csv; charset=utf-8", None, PIXELS)
+    assert call.form is Form.RECORDS
+    np.testing.assert_array_equal(call.feed["x"], [[1, 2, 0.5], [4, 5, 60]])
+    call = read_invocation(b'city,age\n"Ulm, ""D""",3\n', "text/csv", None, TABLE)
+    assert (call.feed["city"].tolist(), call.feed["age"].tolist()) == (['Ulm, "D"'], [[3]])
+    flags = signature([spec("b", "bool", "n")])
+    assert read_invocation(b"b\nTrue\nfalse\n", "text/csv", None, flags).feed["b"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "must name its columns"),
+        (b"1,2,3\n4,5,6\n", "must name its columns"),
+        (b"a,b,c\n", "shape"),
+        (b"a,b,a\n1,2,3\n", "repeats a column"),
+        (b"a,b,c\n1,2\n", "row 1 of the table has 2 cells, not 3"),
+        (b"a,b\n1,2\n", r"must have shape \[batch, 3\]"),
+        (b"a,b,c\n1,2,x\n", "'x' of FP32 holds 'x'"),
+        (b"a,b,c\n1,2,\n", "'x' of FP32 holds ''"),
+        (b"a,b,c\n1,2,nan\n", "'x' of FP32 holds 'nan'"),
+        (b"a,b,c\n1,2,1_0\n", "holds '1_0'"),
+        (b"a,b,c\n1,2,1e300\n", "too large for FP32"),
+        (b'a,b,c\n1,2,"3\n', "not CSV"),
+        (b"\xff,b,c\n1,2,3\n", "not CSV"),
+    ],
+)
+def test_wrong_csv_says_what_is_wrong(body: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_invocation(body, "text/csv", None, PIXELS)
+
+
+def test_whole_numbers_and_truth_values_in_csv_are_not_bent() -> None:
+    for dtype, cell in (("int64", "1.0"), ("int64", "9" * 30), ("bool", "1"), ("uint8", "-1")):
+        with pytest.raises(UserError, match=r"holds|too large"):
+            read_invocation(f"a\n{cell}\n".encode(), "text/csv", None, signature([spec("a", dtype, "n")]))
+
+
+def test_open_inference_comes_here_too_in_every_form() -> None:
+    x = np.ones((1, 3), np.float32)
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 1, 1]}
+    assert read({"inputs": [tensor]}).form is Form.INFER
+    body, length = binary({"x": ("float32", x)}, parameters={"binary_data_output": True})
+    call = read_invocation(body, "application/octet-stream", length, PIXELS)
+    assert call.binary == (True,)
+    with pytest.raises(UserError, match="needs the header inference-header-content-length"):
+        read_invocation(body, "application/octet-stream", None, PIXELS)
+
+
+def test_sagemaker_passes_only_the_content_type() -> None:
+    x = np.ones((1, 3), np.float32)
+    body, length = binary({"x": ("float32", x)}, parameters={"binary_data_output": True})
+    kind = "application/vnd.sagemaker-triton.binary+json"
+    call = read_invocation(body, f"{kind};json-header-size={length}", None, PIXELS)
+    answer, headers = write(call, PIXELS, [x[:, :2]])
+    [(name, value)] = headers
+    size = int(value.decode().removeprefix(f"{kind};json-header-size="))
+    assert name == b"content-type"
+    assert split_answer(answer[:size], ())[0]["outputs"][0]["shape"] == [1, 2]
+    assert answer[size:] == x[:, :2].tobytes()
+    for options in ("", ";charset=utf-8", ";json-header-size=", ";json-header-size=-1"):
+        with pytest.raises(UserError, match=r"json-header-size|must be a number"):
+            read_invocation(body, kind + options, None, PIXELS)
+
+
+def test_a_bfloat16_answer_is_refused_before_the_model_runs() -> None:
+    model = signature([spec("x", "float32", "n")], [spec("y", "bfloat16", "n")])
+    with pytest.raises(UserError, match="output 'y' is BF16"):
+        read({"inputs": [1, 2]}, model)

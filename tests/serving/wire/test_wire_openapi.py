@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator, ValidationError
+from wire_cases import encode, signature, spec
+
+from onnx_ops.protocol.tensors import DATATYPE_OF
+from onnx_ops.serving.openapi import describe
+from onnx_ops.serving.wire import read_infer, write
+
+MODEL = signature(
+    [spec("x", "float32", "batch", 2), spec("t", "int8", 1)], [spec("y", "float16", "b"), spec("s", "string", "b")]
+)
+X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+T = {"name": "t", "datatype": "INT8", "shape": [1], "data": [3]}
+
+
+def validator(name: str) -> Draft202012Validator:
+    document = describe([MODEL])
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
+
+
+def test_requests_and_answers_fit_the_document() -> None:
+    request = {"id": "1", "inputs": [X, T]}
+    validator("InferRequest").validate(request)
+    call = read_infer(encode(request), None, MODEL)
+    body, _ = write(call, MODEL, [np.array([np.nan], np.float16), np.array(["a"], object)])
+    validator("InferAnswer").validate(json.loads(body))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [X],
+        [X, {**T, "datatype": "INT16"}],
+        [X, {**T, "name": "z"}],
+        [X, {**T, "shape": [2]}],
+        [X, {**T, "data": [300]}],
+        [X, T, T],
+    ],
+)
+def test_wrong_requests_do_not_fit_it(inputs: list[object]) -> None:
+    with pytest.raises(ValidationError):
+        validator("InferRequest").validate({"inputs": inputs})
+
+
+def test_every_type_and_several_deployments_are_described() -> None:
+    every = signature([spec(dtype, dtype, "n") for dtype in DATATYPE_OF], [spec("y", "bfloat16")])
+    document = describe([every, replace(MODEL, version="4"), replace(MODEL, version="5")])
+    assert len(document["components"]["schemas"]["InferRequest"]["anyOf"]) == 2
+    path = document["paths"]["/v2/models/m/versions/{version}/infer"]
+    assert path["parameters"][0]["schema"] == {"enum": ["3", "4", "5"]}
+    Draft202012Validator.check_schema(document["components"]["schemas"]["InferRequest"])

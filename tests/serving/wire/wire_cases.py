@@ -1,0 +1,65 @@
+"""Signatures, and the bytes of requests for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.protocol.tensors import DATATYPE_OF
+from onnx_ops.serving.wire import Signature
+
+
+def spec(name: str, dtype: str, *shape: int | str) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def signature(
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec] = (), optional: frozenset[str] = frozenset()
+) -> Signature:
+    outputs = outputs or [spec("y", "float32", "batch", 2)]
+    return Signature(
+        model="m",
+        version="3",
+        inputs={tensor.name: tensor for tensor in inputs},
+        outputs={tensor.name: tensor for tensor in outputs},
+        optional=optional,
+    )
+
+
+def encode(document: object) -> bytes:
+    return json.dumps(document).encode()
+
+
+def text_bytes(values: Sequence[str]) -> bytes:
+    encoded = [value.encode() for value in values]
+    return b"".join(len(e).to_bytes(4, "little") + e for e in encoded)
+
+
+def raw_bytes(array: np.ndarray[Any, Any]) -> bytes:
+    return text_bytes(array.reshape(-1).tolist()) if array.dtype.kind == "O" else array.tobytes()
+
+
+def binary(tensors: Mapping[str, tuple[str, np.ndarray[Any, Any]]], **more: object) -> tuple[bytes, int]:
+    """A body in the binary form, from dtype and array by name; and the length of its JSON."""
+    items = []
+    tail = b""
+    for name, (dtype, array) in tensors.items():
+        data = raw_bytes(array)
+        tail += data
+        parameters = {"binary_data_size": len(data)}
+        items.append(
+            {"name": name, "datatype": DATATYPE_OF[dtype], "shape": list(array.shape), "parameters": parameters}
+        )
+    header = encode({"inputs": items, **more})
+    return header + tail, len(header)
+
+
+def split_answer(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[Any, bytes]:
+    """The JSON of an answer, and the bytes after it."""
+    length = dict(headers).get(b"inference-header-content-length")
+    size = len(body) if length is None else int(length)
+    return json.loads(body[:size]), body[size:]
