@@ -4,6 +4,7 @@
     ├── UserError (2)                the user's input is wrong
     │   ├── SpecError                a pipeline or target file has problems, each with its position
     │   ├── NotFound                 a name that leads nowhere: a file, a function, a version, an endpoint
+    │   ├── TooLarge                 more than a limit allows; the limit protects memory
     │   └── MissingPackage           an optional package that this pipeline needs is not installed
     ├── EnvironmentFailure (4)       the machine or a service failed, not the model
     │   ├── ServiceUnavailable       a server that should answer does not
@@ -101,6 +102,10 @@ class SpecError(UserError):
 
 
 class NotFound(UserError):
+    pass
+
+
+class TooLarge(UserError):
     pass
 
 

@@ -1,30 +1,10 @@
-"""Commands about this machine: serve, doctor."""
+"""Commands about this machine: doctor."""
 
 from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from onnx_ops.cli.common import AsJson, print_json, reported
-
-
-@reported
-def serve(
-    state: Annotated[Path, typer.Option("--state-dir", help="Folder of the endpoint: table, token, log.")],
-    host: Annotated[str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the inference API.")] = 8080,
-) -> None:
-    """Run the endpoint server in the foreground, with what was last published in its folder.
-
-    Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080
-    """
-    command = [sys.executable, "-m", "onnx_ops.serving.main", "--state-dir", str(state)]
-    # The server takes this process's place, so that nothing of the command line stays in its memory.
-    os.execv(sys.executable, [*command, "--host", host, "--port", str(port)])  # noqa: S606 (a list, no shell)
 
 
 @reported

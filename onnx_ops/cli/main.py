@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from onnx_ops.cli import machine, pipelines, releases, report, tools
+from onnx_ops.cli import machine, pipelines, releases, report, serve, tools
 
 app = typer.Typer(
     name="onnx-ops",
@@ -36,7 +36,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (TOOLS, tools.inspect),
     (TOOLS, tools.compare),
     (TOOLS, tools.bench),
-    (MACHINE, machine.serve),
+    (MACHINE, serve.serve),
     (MACHINE, machine.doctor),
 ]
 

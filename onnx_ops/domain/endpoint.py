@@ -10,7 +10,11 @@ from onnx_ops.domain.artifact import Digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """One model version that can run behind an endpoint. `location` is where its verified files stand."""
+    """One model version that can run behind an endpoint. `location` is where its verified files stand.
+
+    `batchable` says that the evidence shows each row's answer to be independent of the rows beside it, so that a server
+    may run requests of several clients together.
+    """
 
     name: str
     model: str
@@ -19,17 +23,24 @@ class Deployment:
     release: Digest
     manifest: Digest
     location: str
+    batchable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficSplit:
-    """Whole percentages by deployment name. They sum to 100."""
+    """Whole percentages by deployment name. The weights sum to 100.
+
+    `shadow` names deployments that get a copy of that percentage of all requests; their answers reach no client.
+    """
 
     weights: Mapping[str, int]
+    shadow: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if any(weight < 0 for weight in self.weights.values()) or sum(self.weights.values()) != 100:
             raise ValueError(f"traffic must be non-negative and sum to 100: {dict(self.weights)}")
+        if any(not 0 <= percent <= 100 for percent in self.shadow.values()):
+            raise ValueError(f"shadow traffic must be from 0 to 100: {dict(self.shadow)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +55,17 @@ class EndpointState:
         names = [d.name for d in self.deployments]
         if len(set(names)) != len(names):
             raise ValueError(f"deployment names repeat: {names}")
-        if missing := set(self.split.weights) - set(names):
+        if missing := {*self.split.weights, *self.split.shadow} - set(names):
             raise ValueError(f"traffic goes to deployments that do not exist: {sorted(missing)}")
 
     def same_as(self, other: EndpointState) -> bool:
         """Equal but for the generation."""
-        mine = {d.name: (d.manifest, self.split.weights.get(d.name, 0)) for d in self.deployments}
-        theirs = {d.name: (d.manifest, other.split.weights.get(d.name, 0)) for d in other.deployments}
-        return mine == theirs
+        return _effect(self) == _effect(other)
+
+
+def _effect(state: EndpointState) -> Mapping[str, tuple[Digest, bool, int, int]]:
+    weights, shadow = state.split.weights, state.split.shadow
+    return {d.name: (d.manifest, d.batchable, weights.get(d.name, 0), shadow.get(d.name, 0)) for d in state.deployments}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,6 +211,15 @@ class Decision:
         return combine(r.verdict for r in self.results if not r.advisory)
 
     @property
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """The verdict of each kind of gate."""
+        by_gate: dict[str, list[Verdict]] = {}
+        for result in self.results:
+            if not result.advisory:
+                by_gate.setdefault(result.gate, []).append(result.verdict)
+        return {gate: combine(found) for gate, found in by_gate.items()}
+
+    @property
     def reason(self) -> str:
         """The reason of the worst result, in one line."""
         binding = [r for r in self.results if not r.advisory]
@@ -226,6 +235,8 @@ class Decision:
 class DecisionRecord:
     """What is signed: one decision bound to the content it was made about.
 
+    `batchable` says that each row's answer was seen not to depend on the rows beside it, so that a server may run
+    requests together.
     `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
     highest valid one counts.
     """
@@ -241,6 +252,7 @@ class DecisionRecord:
     evidence: Digest
     verdict: Verdict
     verdicts: Mapping[str, Verdict]
+    batchable: bool = False
     decided_at: str
     sequence: int
 

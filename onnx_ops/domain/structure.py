@@ -12,6 +12,10 @@ NanPolicy = Literal["refused", "answered", "passed on", ""]
 input can hold one."""
 
 
+NAN_PROPERTY = "onnx-ops.nan"
+"""Property of an ONNX file that holds the `NanPolicy` of its source."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLimits:
     """What the source model does not answer: groups of inputs that it refuses, in its own words, and NaN."""

@@ -7,9 +7,6 @@ from pathlib import Path
 
 from onnx_ops.graph.files import read_structure
 
-NAN_PROPERTY = "onnx-ops.nan"
-"""Property that tells what the source model does with NaN: `refused`, `answered`, or `passed on`."""
-
 
 def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
     """Add properties to a model file, in place; the same properties give the same bytes. External weights stay put.

@@ -8,14 +8,16 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.gate import DecisionRecord, Verdict
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import DigestMismatch, Refused, SignatureInvalid
 from onnx_ops.ports import Ports
 
 
-def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> None:
-    """Refuse a version whose decision for the target is missing, forged, about something else, or not a pass.
+def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> DecisionRecord:
+    """The version's signed decision for the target.
+
+    Refuses a version whose decision is missing, forged, about something else, or not a pass.
 
     Args:
         record: the version as the registry tells it.
@@ -60,10 +62,15 @@ def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Dig
             where=where,
             remedy="Run the pipeline again, so that the evidence is about the target as it is now.",
         )
+    return about
 
 
-def materialise(ports: Ports, record: VersionRecord) -> Deployment:
+def materialise(ports: Ports, record: VersionRecord, *, batchable: bool) -> Deployment:
     """The version's files, verified against its manifest, where an endpoint can load them.
+
+    Args:
+        record: the version.
+        batchable: as its signed decision says; False where there is none that counts.
 
     Raises:
         DigestMismatch: what the registry holds is not what was registered.
@@ -88,4 +95,5 @@ def materialise(ports: Ports, record: VersionRecord) -> Deployment:
         release=record.release,
         manifest=record.manifest,
         location=location,
+        batchable=batchable,
     )

@@ -93,9 +93,10 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
     try:
         record = ports.registry().version(config.model, version)
         refuse_rejected(state, record)
+        batchable = False
         if record.release not in state.overridden:
-            approve(ports, record, config.target, config.target_digest)
-        return Desired(wanted=materialise(ports, record))
+            batchable = approve(ports, record, config.target, config.target_digest).batchable
+        return Desired(wanted=materialise(ports, record, batchable=batchable))
     except (Refused, NotFound) as error:
         champion = alias("champion", config.target)
         restored = state.aliases.get(champion) if name == champion else None

@@ -16,7 +16,10 @@ from onnx_ops.ports import Ports
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One target's decision, judged again. `reproduced` says that the verdict is the signed one."""
+    """One target's decision, judged again.
+
+    `reproduced` says that the verdicts, of the whole and of each gate, are the signed ones.
+    """
 
     target: str
     decision: Decision
@@ -57,7 +60,7 @@ def _explain(ports: Ports, record: VersionRecord, target: str) -> Explanation:
         decision=decision,
         evidence=evidence,
         signed=signed,
-        reproduced=decision.verdict is signed.record.verdict,
+        reproduced=(decision.verdict, decision.verdicts) == (signed.record.verdict, signed.record.verdicts),
         signature=_signature(ports, signed),
     )
 

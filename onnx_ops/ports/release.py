@@ -102,6 +102,14 @@ class EndpointProvider(Protocol):
         """What this provider can do: `split`, `sticky`, `shadow`, `guarded`, `exceedances`, `outcomes`."""
         ...
 
+    def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
+        """Look at an endpoint's settings without touching anything.
+
+        Raises:
+            UserError: a setting is not known, or its value cannot be used.
+        """
+        ...
+
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """What the endpoint does now; None if it does not exist or does not answer."""
         ...

@@ -11,6 +11,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, StateCorrupt, from_document
+from onnx_ops.protocol.options import ServerOptions
 
 T = TypeVar("T")
 
@@ -22,16 +23,23 @@ LOCK_FILE = "server.lock"
 """Locked (flock) by the server for as long as it lives; holds its process id."""
 TOKEN_FILE = "token"  # noqa: S105 (the name of the file)
 """The bearer token of the admin listener; readable by its owner only."""
+WORKERS_FOLDER = "workers"
+"""One file per live worker, named after its process id; holds when that process started (see `processes`)."""
+HANDOVER_SOCKET = "handover.sock"
+"""Where workers whose supervisor died give their listening socket to the next one."""
+AUDIT_FILE = "audit.jsonl"
+"""One line per change that was asked for: who, what, when, and how it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRecord:
-    """Where a running server listens. `started` is in seconds since the epoch."""
+    """Where a running server listens, and how it was told to run. `started` is in seconds since the epoch."""
 
     pid: int
     port: int
     admin_port: int
     started: float
+    options: ServerOptions = field(default_factory=ServerOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,9 @@ from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import StateCorrupt
 
 FORMAT = "onnx-ops/table"
-VERSION = 1
+VERSION = 2
+"""Version 1 knew no shadow traffic and no batchable deployments."""
+_READABLE = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ def decode(data: bytes, *, where: str = "") -> Table:
         raise StateCorrupt("the table is torn", where=where, why=str(error)) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StateCorrupt("not a table of an endpoint", where=where)
-    if document.get("version") != VERSION:
+    if document.get("version") not in _READABLE:
         raise StateCorrupt(f"table version {document.get('version')!r} is not known here", where=where)
     content = document.get("table")
     if not isinstance(content, dict) or not _matches(content, document.get("checksum")):

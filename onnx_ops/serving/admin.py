@@ -1,12 +1,12 @@
-"""The admin listener: shows and publishes the state. Bound to loopback, and every request needs the token."""
+"""The admin listeners: show and publish the state. One on loopback, where every request needs the token, and on demand
+one on a Unix socket that only the server's user can connect to."""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import secrets
-from concurrent.futures import Executor
 from pathlib import Path
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,11 +18,18 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable, StateCorrupt
 from onnx_ops.protocol.admin import STATE_PATH, TOKEN_FILE, AdminState, error_to_bytes, read_message
-from onnx_ops.serving.endpoint import Endpoint, Snapshot
 from onnx_ops.serving.http import on_crash, on_http_error, read_body
 from onnx_ops.serving.table import write_durably
 
 _MAX_BODY = 1 << 20
+
+
+class Publisher(Protocol):
+    """What the admin routes change."""
+
+    def shown(self) -> AdminState: ...
+
+    async def publish(self, state: EndpointState, who: str) -> None: ...
 
 
 def read_token(folder: Path) -> str:
@@ -47,15 +54,15 @@ class AdminApp:
     """Handlers of the admin routes.
 
     Args:
-        endpoint: what is published.
-        token: what a client must show as bearer token.
-        pool: one thread in which models are loaded, so that clients are answered meanwhile.
+        server: what is published.
+        token: what a client must show as bearer token; None where the system lets nobody else connect.
+        who: how changes that come in here are signed in the audit trail.
     """
 
-    def __init__(self, endpoint: Endpoint, token: str, pool: Executor) -> None:
-        self._endpoint = endpoint
-        self._expected = f"Bearer {token}".encode()
-        self._pool = pool
+    def __init__(self, server: Publisher, token: str | None, who: str) -> None:
+        self._server = server
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._who = who
 
     def asgi(self) -> Starlette:
         routes = [Route(STATE_PATH, self.show), Route(STATE_PATH, self.publish, methods=["PUT"])]
@@ -63,7 +70,7 @@ class AdminApp:
 
     async def show(self, request: Request) -> Response:
         self._authorize(request)
-        return _state(self._endpoint.snapshot)
+        return self._state()
 
     async def publish(self, request: Request) -> Response:
         """Answers only after the state is served: 200; 409 if it is out of date; 422 if it cannot be loaded."""
@@ -73,26 +80,25 @@ class AdminApp:
             state = read_message(body, EndpointState)
         except StateCorrupt as error:
             return _error(error, 400)
-        loop = asyncio.get_running_loop()
         try:
-            return _state(await loop.run_in_executor(self._pool, self._endpoint.publish, state))
+            await self._server.publish(state, self._who)
         except Conflict as error:
             return _error(error, 409)
         except ServiceUnavailable as error:
             return _error(error, 503)
         except OnnxOpsError as error:
             return _error(error, 422)
+        return self._state()
 
     def _authorize(self, request: Request) -> None:
+        if self._expected is None:
+            return
         shown = request.headers.get("authorization", "").encode("utf-8", "replace")
         if not hmac.compare_digest(shown, self._expected):
             raise HTTPException(401, "the admin token is missing or wrong", {"www-authenticate": "Bearer"})
 
-
-def _state(snapshot: Snapshot | None) -> Response:
-    state = None if snapshot is None else snapshot.table.state
-    failed = {} if snapshot is None else snapshot.failed
-    return Response(codec.dumps(AdminState(state=state, failed=failed)), media_type="application/json")
+    def _state(self) -> Response:
+        return Response(codec.dumps(self._server.shown()), media_type="application/json")
 
 
 def _error(error: OnnxOpsError, status: int) -> Response:

@@ -1,203 +1,162 @@
-"""The public listener: Open Inference v2 and MLflow's scoring protocol over one endpoint."""
+"""The public listener's routes: Open Inference v2 and MLflow's scoring protocol over one endpoint."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable
-from concurrent.futures import Executor
+import time
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route as Path
 
-from onnx_ops.errors import NotFound, OnnxOpsError
-from onnx_ops.protocol import headers
+from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol.tensors import metadata
-from onnx_ops.serving.endpoint import Endpoint, Snapshot
-from onnx_ops.serving.forms import (
-    is_infer,
-    read_infer,
-    read_invocation,
-    write_infer,
-    write_predictions,
-)
-from onnx_ops.serving.http import (
-    error_response,
-    json_response,
-    on_crash,
-    on_http_error,
-    parse_json,
-    read_body,
-)
+from onnx_ops.serving import answers
+from onnx_ops.serving.answers import Answer, Head
+from onnx_ops.serving.http import error_response, json_response, on_crash, on_http_error, read_body
+from onnx_ops.serving.inference import Inference
+from onnx_ops.serving.inference import Request as InferenceRequest
 from onnx_ops.serving.metrics import CONTENT_TYPE, Metrics
-from onnx_ops.serving.models import LoadedModel
+from onnx_ops.serving.openapi import describe
+from onnx_ops.serving.residents import Residents, Route
 
-MAX_BODY = 32 << 20
-"""Bytes of the largest request body."""
+_GONE = 499
 
-Answer = Callable[[LoadedModel, bytes], Response]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class PublicApp:
     """Handlers of the public routes.
 
     Args:
-        endpoint: what is served.
-        pool: where models run, so that a slow one does not keep health checks waiting.
+        inference: answers inference requests.
+        metrics: what `/metrics` shows.
         max_body: bytes of the largest request body.
     """
 
-    def __init__(self, endpoint: Endpoint, pool: Executor, *, max_body: int = MAX_BODY) -> None:
-        self._endpoint = endpoint
-        self._pool = pool
+    def __init__(self, inference: Inference, metrics: Metrics, *, max_body: int) -> None:
+        self._inference = inference
+        self._residents: Residents = inference.residents
+        self._metrics = metrics
         self._max_body = max_body
-        self._metrics = Metrics()
-        self._random = random.Random()  # noqa: S311 (traffic is split, nothing is kept secret)
 
     def asgi(self) -> Starlette:
         routes = [
-            Route("/v2", self.server),
-            Route("/v2/health/live", self.live),
-            Route("/v2/health/ready", self.ready),
-            Route("/v2/models/{model}", self.model),
-            Route("/v2/models/{model}/ready", self.model_ready),
-            Route("/v2/models/{model}/infer", self.infer, methods=["POST"]),
-            Route("/v2/models/{model}/versions/{version}", self.model),
-            Route("/v2/models/{model}/versions/{version}/ready", self.model_ready),
-            Route("/v2/models/{model}/versions/{version}/infer", self.infer, methods=["POST"]),
-            Route("/invocations", self.invocations, methods=["POST"]),
-            Route("/ping", self.ready),
-            Route("/metrics", self.metrics),
+            Path("/v2", self.server),
+            Path("/v2/health/live", self.live),
+            Path("/v2/health/ready", self.ready),
+            Path("/v2/models/{model}", _answering_errors(self.model)),
+            Path("/v2/models/{model}/ready", _answering_errors(self.model_ready)),
+            Path("/v2/models/{model}/infer", self.infer, methods=["POST"]),
+            Path("/v2/models/{model}/versions/{version}", _answering_errors(self.model)),
+            Path("/v2/models/{model}/versions/{version}/ready", _answering_errors(self.model_ready)),
+            Path("/v2/models/{model}/versions/{version}/infer", self.infer, methods=["POST"]),
+            Path("/invocations", self.invocations, methods=["POST"]),
+            Path("/endpoints/{endpoint}/invocations", self.invocations, methods=["POST"]),
+            Path("/openapi.json", _answering_errors(self.openapi)),
+            Path("/version", self.version),
+            Path("/ping", self.ready),
+            Path("/metrics", self.metrics),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error, Exception: on_crash})
 
     async def server(self, _: Request) -> Response:
-        return json_response({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": []})
+        return json_response({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": ["binary_tensor_data"]})
 
     async def live(self, _: Request) -> Response:
         return json_response({"live": True})
 
     async def ready(self, _: Request) -> Response:
         """Ready once every deployment that receives traffic is loaded."""
-        snapshot = self._endpoint.snapshot
-        ready = snapshot is not None and all(name in snapshot.models for name in snapshot.router.slots)
+        snapshot = self._residents.snapshot
+        ready = snapshot is not None and snapshot.ready()
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def model(self, request: Request) -> Response:
-        try:
-            snapshot = self._snapshot(request)
-            loaded = self._choose(snapshot, request)
-        except OnnxOpsError as error:
-            return error_response(error)
-        versions = sorted({d.version for d in snapshot.table.state.deployments})
+        parameters = request.path_params
+        resident = self._inference.choose(parameters["model"], parameters.get("version"), head_of(request))
+        signature = resident.signature
+        deployments = self._residents.current().table.state.deployments
         document = {
-            "name": loaded.deployment.model,
-            "versions": versions,
+            "name": resident.deployment.model,
+            "versions": sorted({d.version for d in deployments}),
             "platform": "onnxruntime_onnx",
-            "inputs": [metadata(spec) for spec in loaded.inputs.values()],
-            "outputs": [metadata(spec) for spec in loaded.outputs.values()],
+            "inputs": [metadata(spec, optional=name in signature.optional) for name, spec in signature.inputs.items()],
+            "outputs": [metadata(spec) for spec in signature.outputs.values()],
         }
-        return _named(json_response(document), loaded)
-
-    async def model_ready(self, request: Request) -> Response:
-        try:
-            loaded = self._choose(self._snapshot(request), request)
-        except OnnxOpsError as error:
-            return error_response(error)
-        return json_response({"name": loaded.deployment.model, "ready": True})
-
-    async def infer(self, request: Request) -> Response:
-        return await self._counted(request, _answer_infer)
-
-    async def invocations(self, request: Request) -> Response:
-        return await self._counted(request, _answer_invocation)
-
-    async def metrics(self, _: Request) -> Response:
-        return PlainTextResponse(self._metrics.text(self._endpoint.snapshot), headers={"content-type": CONTENT_TYPE})
-
-    async def _counted(self, request: Request, answer: Answer) -> Response:
-        deployment = ""
-        status = 500
-        try:
-            try:
-                _check_content_type(request)
-                body = await read_body(request, self._max_body)
-                # Chosen only after the body has come: a request never waits on a table that was replaced meanwhile.
-                loaded = self._choose(self._snapshot(request), request)
-                deployment = loaded.deployment.name
-                response = await self._run(answer, loaded, body)
-            except OnnxOpsError as error:
-                response = error_response(error)
-            except HTTPException as error:
-                response = await on_http_error(request, error)
-            status = response.status_code
-        finally:
-            self._metrics.count(deployment, status)
-        if (identity := request.headers.get(headers.REQUEST_ID)) is not None:
-            response.headers[headers.REQUEST_ID] = identity
+        response = json_response(document)
+        response.raw_headers.extend(Answer(200, resident.lines, b"").pairs()[:-1])
         return response
 
-    async def _run(self, answer: Answer, loaded: LoadedModel, body: bytes) -> Response:
-        loop = asyncio.get_running_loop()
-        self._metrics.running += 1
+    async def model_ready(self, request: Request) -> Response:
+        parameters = request.path_params
+        resident = self._inference.choose(parameters["model"], parameters.get("version"), head_of(request))
+        return json_response({"name": resident.deployment.model, "ready": True})
+
+    async def infer(self, request: Request) -> Response:
+        parameters = request.path_params
+        return await self._answered(request, Route(model=parameters["model"], version=parameters.get("version")))
+
+    async def invocations(self, request: Request) -> Response:
+        return await self._answered(request, Route(invocation=True))
+
+    async def openapi(self, _: Request) -> Response:
+        residents = self._residents.current().residents
+        return json_response(describe([resident.signature for resident in residents.values()]))
+
+    async def version(self, _: Request) -> Response:
+        """What MLflow's client asks for."""
+        return PlainTextResponse(version("onnx-ops"))
+
+    async def metrics(self, _: Request) -> Response:
+        text = self._metrics.text(self._residents.snapshot)
+        return PlainTextResponse(text, headers={"content-type": CONTENT_TYPE})
+
+    async def _answered(self, request: Request, route: Route) -> Response:
+        head = head_of(request)
         try:
-            response = await loop.run_in_executor(self._pool, answer, loaded, body)
-        except OnnxOpsError as error:
-            response = error_response(error)
-        finally:
-            self._metrics.running -= 1
-        return _named(response, loaded)
+            body = await read_body(request, self._max_body)
+        except HTTPException as error:
+            self._inference.count(error.status_code)
+            return _response(answers.refusal(error.status_code, error.detail), head)
+        except ClientDisconnect:
+            return Response(status_code=_GONE)  # nobody reads it
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
-    def _snapshot(self, request: Request) -> Snapshot:
-        snapshot = self._endpoint.current()
-        model = request.path_params.get("model", snapshot.model)
-        if model != snapshot.model:
-            raise NotFound(f"no model is called {model!r}; this endpoint serves {snapshot.model!r}")
-        return snapshot
+        def respond(answer: Answer) -> None:
+            if not answered.done():  # it is, if the drain was too short
+                answered.set_result(answer)
 
-    def _choose(self, snapshot: Snapshot, request: Request) -> LoadedModel:
-        if (wanted := request.path_params.get("version")) is not None:
-            return snapshot.version(wanted)
-        router = snapshot.router
-        if (pinned := router.pinned(request.headers)) is not None:
-            return snapshot.loaded(pinned)
-        key = request.headers.get(headers.USER_KEY)
-        return snapshot.loaded(router.by_chance(self._random.random()) if key is None else router.by_key(key))
+        inference = InferenceRequest(route, head, body, respond, time.perf_counter())
+        answer = self._inference.call(inference)
+        if answer is None:
+            answer = await answered
+        else:
+            self._inference.finish(inference, answer)
+        return _response(answer, head)
 
 
-def _check_content_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind in ("text/csv", "application/octet-stream") or headers.BINARY_LENGTH in request.headers:
-        raise HTTPException(415, "only JSON bodies are accepted")
+def head_of(request: Request) -> Head:
+    """The request's headers; of several with one name the first."""
+    return dict(reversed(request.scope["headers"]))
 
 
-def _answer_infer(loaded: LoadedModel, body: bytes) -> Response:
-    return _infer(loaded, parse_json(body))
-
-
-def _answer_invocation(loaded: LoadedModel, body: bytes) -> Response:
-    document = parse_json(body)
-    if is_infer(document):
-        return _infer(loaded, document)
-    feed, table = read_invocation(document, loaded.inputs)
-    return json_response(write_predictions(loaded.run(feed, tuple(loaded.outputs)), table=table))
-
-
-def _infer(loaded: LoadedModel, document: object) -> Response:
-    request = read_infer(document, loaded.inputs, loaded.outputs)
-    values = loaded.run(request.feed, request.outputs)
-    deployment = loaded.deployment
-    answer = write_infer(
-        values, loaded.outputs, model=deployment.model, version=deployment.version, identity=request.id
-    )
-    return json_response(answer)
-
-
-def _named(response: Response, loaded: LoadedModel) -> Response:
-    response.headers[headers.DEPLOYMENT] = loaded.deployment.name
-    response.headers[headers.INVOKED_VARIANT] = loaded.deployment.name
+def _response(answer: Answer, head: Head) -> Response:
+    echoed = Answer(answer.status, answer.lines + answers.echo(head), answer.body)
+    response = Response(answer.body, answer.status)
+    response.raw_headers = echoed.pairs()
     return response
+
+
+def _answering_errors(handler: Handler) -> Handler:
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except OnnxOpsError as error:
+            return error_response(error)
+
+    return handle

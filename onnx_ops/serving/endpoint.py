@@ -1,116 +1,100 @@
-"""What the server serves now, and how that changes."""
+"""What the endpoint serves, as its supervisor knows it, and in which order that may change."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
-from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import Conflict, NotFound, OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.errors import Conflict, ServiceUnavailable, UserError
 from onnx_ops.protocol.table import Table, follow
-from onnx_ops.serving.models import LoadedModel, load_model
-from onnx_ops.serving.router import Router
+from onnx_ops.serving.shared import Shared, Slots
 from onnx_ops.serving.table import TableFile
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """One published table with everything that a request needs. A request keeps the one it began with.
+class Edition:
+    """A table on its way to the workers or published by them. `slots` are where its deployments are counted."""
 
-    `failed` names deployments of the table that could not be loaded after a restart, and why.
-    """
-
+    number: int
     table: Table
-    router: Router
-    models: Mapping[str, LoadedModel]
-    failed: Mapping[str, str] = field(default_factory=dict)
+    slots: Mapping[str, int]
 
-    @property
-    def model(self) -> str:
-        return self.table.state.deployments[0].model
 
-    def loaded(self, name: str) -> LoadedModel:
-        """Raises ServiceUnavailable if that deployment could not be loaded."""
-        if name not in self.models:
-            raise ServiceUnavailable(f"deployment {name!r} is not loaded", why=self.failed.get(name, ""))
-        return self.models[name]
-
-    def version(self, version: str) -> LoadedModel:
-        """Raises NotFound if no deployment holds that version."""
-        for deployment in self.table.state.deployments:
-            if deployment.version == version:
-                return self.loaded(deployment.name)
-        raise NotFound(f"model {self.model!r} has no version {version!r} here")
+Prepare = Callable[[Edition], Awaitable[None]]
+"""Has every worker load what an edition needs; raises if one of them cannot."""
 
 
 class Endpoint:
-    """Holds the current snapshot. Reading it is free; changing it is serialised."""
+    """The published edition. A change is prepared by all workers, written, and then published by setting one number.
 
-    def __init__(self, tables: TableFile, load: Callable[[Deployment], LoadedModel] = load_model) -> None:
+    Args:
+        tables: where the table is kept.
+        shared: holds the number that the workers look at.
+    """
+
+    def __init__(self, tables: TableFile, shared: Shared) -> None:
         self._tables = tables
-        self._load = load
-        self._changing = threading.Lock()
-        self._snapshot: Snapshot | None = None
+        self._shared = shared
+        self._slots = Slots(shared)
+        self._last = 0
+        self.current: Edition | None = None
 
     @property
-    def snapshot(self) -> Snapshot | None:
-        return self._snapshot
-
-    def current(self) -> Snapshot:
-        """Raises ServiceUnavailable before the first publication."""
-        if self._snapshot is None:
-            raise ServiceUnavailable("no deployment is published here yet")
-        return self._snapshot
+    def state(self) -> EndpointState | None:
+        return None if self.current is None else self.current.table.state
 
     def restore(self) -> None:
-        """Serve the last published table. Deployments that cannot be loaded any more are recorded as failed."""
+        """Publish the last table again, before there are workers."""
         table = self._tables.read()
-        if table is None:
-            return
-        models: dict[str, LoadedModel] = {}
-        failed: dict[str, str] = {}
-        for deployment in table.state.deployments:
-            try:
-                models[deployment.name] = self._load(deployment)
-            except OnnxOpsError as error:
-                _log.error("deployment %s could not be loaded: %s", deployment.name, error)
-                failed[deployment.name] = str(error)
-        self._snapshot = Snapshot(table=table, router=Router.of(table), models=models, failed=failed)
+        if table is not None:
+            self._publish(self._next(table))
 
-    def publish(self, state: EndpointState) -> Snapshot:
-        """Load what is missing, write the table durably, then serve it. On any error nothing has changed.
+    def settled(self, state: EndpointState) -> bool:
+        """Whether this very state is published already.
 
         Raises:
             Conflict: the generation is older than the current one, or is the current one with other content.
-            UserError: the state names no deployment or more than one model.
-            ServiceUnavailable: the table could not be written.
-            OnnxOpsError: a deployment could not be loaded (see `load_model`).
+            UserError: the state names no deployment, or more than one model.
         """
         if len({d.model for d in state.deployments}) != 1:
             raise UserError("an endpoint serves deployments of exactly one model")
-        with self._changing:
-            before = self._snapshot
-            if before is not None:
-                _check_order(before.table.state, state)
-                if not before.failed and before.table.state == state:
-                    return before
-            return self._replace(before, state)
+        if self.state is None:
+            return False
+        _check_order(self.state, state)
+        return self.state == state
 
-    def _replace(self, before: Snapshot | None, state: EndpointState) -> Snapshot:
-        table = follow(None if before is None else before.table, state)
-        ready = {} if before is None else {m.deployment: m for m in before.models.values()}
-        models = {d.name: ready[d] if d in ready else self._load(d) for d in state.deployments}
+    async def publish(self, state: EndpointState, prepare: Prepare) -> Edition:
+        """Prepare a state everywhere, write it durably, then publish it. On any error nothing has changed.
+
+        The caller has asked `settled`, and lets nobody else publish meanwhile.
+
+        Raises:
+            ServiceUnavailable: the table could not be written.
+            OnnxOpsError: a worker could not prepare it.
+        """
+        edition = self._next(follow(None if self.current is None else self.current.table, state))
+        await prepare(edition)
+        # From here to the end nothing may be awaited: a worker that started in between would not know the edition.
         try:
-            self._tables.write(table)
+            self._tables.write(edition.table)
         except OSError as error:
             raise ServiceUnavailable("the table could not be written", why=str(error)) from error
-        self._snapshot = Snapshot(table=table, router=Router.of(table), models=models)
+        self._publish(edition)
         _log.info("generation %d is published: %s", state.generation, dict(state.split.weights))
-        return self._snapshot
+        return edition
+
+    def _next(self, table: Table) -> Edition:
+        self._last += 1
+        slots = self._slots.assign(table, None if self.current is None else self.current.table)
+        return Edition(number=self._last, table=table, slots=slots)
+
+    def _publish(self, edition: Edition) -> None:
+        self.current = edition
+        self._shared.edition = edition.number
 
 
 def _check_order(current: EndpointState, asked: EndpointState) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import orjson
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from onnx_ops.errors import (
@@ -16,12 +14,34 @@ from onnx_ops.errors import (
     OnnxOpsError,
     Refused,
     ServiceUnavailable,
+    TooLarge,
     UserError,
 )
 
+
+class Unsupported(UserError):
+    """A body in a form that is not accepted (415)."""
+
+
+class Overloaded(ServiceUnavailable):
+    """Too many requests wait already (429). `retry_after_s` is when to come again."""
+
+    def __init__(self, what: str, *, retry_after_s: int) -> None:
+        super().__init__(what, remedy=f"Come again in {retry_after_s} s.")
+        self.retry_after_s = retry_after_s
+
+
+class DeadlinePassed(ServiceUnavailable):
+    """The request waited longer than it wanted to (504)."""
+
+
 _STATUSES: tuple[tuple[type[OnnxOpsError], int], ...] = (
     (NotFound, 404),
+    (TooLarge, 413),
+    (Unsupported, 415),
     (UserError, 400),
+    (Overloaded, 429),
+    (DeadlinePassed, 504),
     (ServiceUnavailable, 503),
     (Conflict, 409),
     (Refused, 422),
@@ -37,8 +57,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The request's body.
 
     Raises:
-        HTTPException: 413 as soon as more than `limit` bytes are announced or came; 415 for a compressed body;
-            400 if the client went away.
+        HTTPException: 413 as soon as more than `limit` bytes are announced or came; 415 for a compressed body.
+        ClientDisconnect: the client went away.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
         raise HTTPException(415, "compressed bodies are not accepted")
@@ -46,22 +66,11 @@ async def read_body(request: Request, limit: int) -> bytes:
     if announced.isdecimal() and int(announced) > limit:
         raise HTTPException(413, f"the body must not be larger than {limit} bytes")
     body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise HTTPException(413, f"the body must not be larger than {limit} bytes")
-    except ClientDisconnect as error:
-        raise HTTPException(400, "the client went away before its request had come") from error
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise HTTPException(413, f"the body must not be larger than {limit} bytes")
     return bytes(body)
-
-
-def parse_json(body: bytes) -> Any:
-    """Raises UserError if the body is not strict JSON."""
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise UserError("the body is not JSON", why=str(error)) from error
 
 
 def json_response(content: object, status: int = 200) -> Response:

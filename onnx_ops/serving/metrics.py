@@ -1,59 +1,145 @@
-"""Counts of a server's life in Prometheus' text format."""
+"""Counts of a server's life in Prometheus' text format, summed over its workers when they are asked for."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from onnx_ops.serving.endpoint import Snapshot
+from onnx_ops.serving import shared as slab
+from onnx_ops.serving.residents import Snapshot
+from onnx_ops.serving.shared import Shared
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_REASONS: Mapping[str, tuple[int, ...]] = {
+    "input": (400, 404, 408, 413, 415, 422, 431),
+    "overload": (429,),
+    "deadline": (504,),
+    "unavailable": (503,),
+    "client_gone": (499,),
+    "internal": (500,),
+}
+"""Classes of errors, and the statuses that belong to them."""
+
+_COUNTERS = (
+    ("model_runs_total", "Runs of the model; fewer than requests where they were run together.", slab.RUNS),
+    ("batched_requests_total", "Requests that were run together with others.", slab.BATCHED),
+    ("shadow_requests_total", "Requests copied to the deployment.", slab.SHADOW_SENT),
+    ("shadow_dropped_total", "Copies that were dropped because the shadow's queue was full.", slab.SHADOW_DROPPED),
+    ("shadow_answered_total", "Copies that the deployment answered.", slab.SHADOW_DONE),
+    ("shadow_failed_total", "Copies that the deployment could not answer.", slab.SHADOW_FAILED),
+    ("model_loads_total", "Loads of the model, one for each worker.", slab.LOADS),
+    ("model_load_failures_total", "Loads of the model that failed.", slab.LOAD_FAILURES),
+)
+_SECONDS = (
+    ("model_load_seconds_total", "Time spent loading, verifying and warming up the model.", slab.LOAD_NANOSECONDS),
+)
+_GAUGES = (
+    ("requests_queued", "Requests that wait for the model.", slab.QUEUED),
+    ("requests_running", "Requests that the model is at work on, off the event loop.", slab.RUNNING),
+)
+
 
 class Metrics:
-    """Requests by deployment and status. Counted on the event loop only, so that no lock is needed.
+    """What `/metrics` shows. Any worker can tell it for all.
 
-    `running` is the number of models at work now.
+    Args:
+        shared: where all workers count.
+        endpoint: the value of the label `endpoint`.
     """
 
-    def __init__(self) -> None:
-        self.running = 0
-        self._requests: Counter[tuple[str, int]] = Counter()
-
-    def count(self, deployment: str, status: int) -> None:
-        """`deployment` is empty for a request that never reached one."""
-        self._requests[deployment, status] += 1
+    def __init__(self, shared: Shared, endpoint: str) -> None:
+        self._shared = shared
+        self._endpoint = endpoint
 
     def text(self, snapshot: Snapshot | None) -> str:
-        lines = [
-            "# HELP onnx_ops_requests_total Inference requests by deployment and HTTP status.",
-            "# TYPE onnx_ops_requests_total counter",
-        ]
-        for (deployment, status), count in sorted(self._requests.items()):
-            lines.append(f'onnx_ops_requests_total{{deployment="{_escape(deployment)}",status="{status}"}} {count}')
-        lines += [
-            "# HELP onnx_ops_requests_running Inference requests that a model is at work on.",
-            "# TYPE onnx_ops_requests_running gauge",
-            f"onnx_ops_requests_running {self.running}",
-        ]
+        slots = self._slots()
+        lines = [*_requests(slots), *_errors(slots), *_durations(slots)]
+        named = slots[1:]
+        for name, text, column in _COUNTERS:
+            lines += _family(name, text, "counter", ((labels, row[column]) for labels, row in named))
+        for name, text, column in _SECONDS:
+            lines += _family(name, text, "counter", ((labels, row[column] / 1e9) for labels, row in named))
+        for name, text, column in _GAUGES:
+            lines += _family(name, text, "gauge", ((labels, row[column]) for labels, row in named))
+        lines += self._of_server(slots[0][1])
         if snapshot is not None:
-            lines += _of_table(snapshot)
+            lines += self._of_table(snapshot)
         return "\n".join(lines) + "\n"
 
+    def _slots(self) -> list[tuple[str, Sequence[int]]]:
+        """Labels and totals of every slot in use, the one of requests without a deployment first."""
+        nowhere = {"deployment": "", "version": "", "variant": ""}
+        found = [(self._labels(nowhere), self._shared.totals(0))]
+        labelled = ((slot, self._shared.label(slot)) for slot in range(1, slab.SLOTS))
+        return [*found, *((self._labels(ls), self._shared.totals(slot)) for slot, ls in labelled if ls is not None)]
 
-def _of_table(snapshot: Snapshot) -> list[str]:
-    state = snapshot.table.state
-    lines = [
-        "# HELP onnx_ops_generation Generation of the published table.",
-        "# TYPE onnx_ops_generation gauge",
-        f"onnx_ops_generation {state.generation}",
-        "# HELP onnx_ops_traffic_percent Share of traffic by deployment.",
-        "# TYPE onnx_ops_traffic_percent gauge",
+    def _of_server(self, row: Sequence[int]) -> Iterator[str]:
+        labels = self._labels({})
+        for name, text, kind, column in (
+            ("connections", "Open connections.", "gauge", slab.CONNECTIONS),
+            ("connections_refused_total", "Connections over the limit.", "counter", slab.CONNECTIONS_REFUSED),
+            ("access_log_dropped_total", "Lines that the access log had no room for.", "counter", slab.LOG_DROPPED),
+        ):
+            yield from _family(name, text, kind, [(labels, row[column])])
+        yield from _family("workers", "Worker processes.", "gauge", [(labels, self._shared.workers)])
+
+    def _of_table(self, snapshot: Snapshot) -> Iterator[str]:
+        state = snapshot.table.state
+        generation = [(self._labels({}), state.generation)]
+        yield from _family("generation", "Generation of the published table.", "gauge", generation)
+        labels = {
+            d.name: self._labels({"deployment": d.name, "version": d.version, "variant": d.variant})
+            for d in state.deployments
+        }
+        for name, text, shares in (
+            ("traffic_percent", "Share of traffic.", state.split.weights),
+            ("shadow_percent", "Share of traffic that is copied.", state.split.shadow),
+        ):
+            yield from _family(name, text, "gauge", [(labels[d], shares.get(d, 0)) for d in labels])
+
+    def _labels(self, labels: Mapping[str, str]) -> str:
+        full = {"endpoint": self._endpoint, **labels}
+        return ",".join(f'{name}="{_escape(value)}"' for name, value in full.items())
+
+
+def _requests(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
+    samples = [
+        (f'{labels},status="{status}"', row[slab.column_of(status)])
+        for labels, row in slots
+        for status in slab.STATUSES
+        if row[slab.column_of(status)]
     ]
-    for d in state.deployments:
-        labels = {"deployment": d.name, "version": d.version, "variant": d.variant}
-        text = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
-        lines.append(f"onnx_ops_traffic_percent{{{text}}} {state.split.weights.get(d.name, 0)}")
-    return lines
+    samples += [(f'{labels},status="other"', row[slab.OTHER]) for labels, row in slots if row[slab.OTHER]]
+    yield from _family("requests_total", "Inference requests by HTTP status.", "counter", samples)
+
+
+def _errors(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
+    samples = [
+        (f'{labels},reason="{reason}"', sum(row[slab.column_of(status)] for status in statuses))
+        for labels, row in slots
+        for reason, statuses in _REASONS.items()
+    ]
+    yield from _family("errors_total", "Inference requests that failed, by reason.", "counter", samples)
+
+
+def _durations(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
+    name = "onnx_ops_request_seconds"
+    yield f"# HELP {name} Time from the last byte of a request to its answer."
+    yield f"# TYPE {name} histogram"
+    for labels, row in slots[1:]:
+        count = 0
+        for bound, number in zip((*slab.BOUNDS_S, None), row[slab.BUCKETS : slab.NANOSECONDS], strict=True):
+            count += number
+            yield f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} {count}'
+        yield f"{name}_sum{{{labels}}} {row[slab.NANOSECONDS] / 1e9:.9g}"
+        yield f"{name}_count{{{labels}}} {count}"
+
+
+def _family(name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
+    yield f"# HELP onnx_ops_{name} {text}"
+    yield f"# TYPE onnx_ops_{name} {kind}"
+    for labels, value in samples:
+        yield f"onnx_ops_{name}{{{labels}}} {value}"
 
 
 def _escape(value: str) -> str:

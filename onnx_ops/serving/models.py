@@ -3,69 +3,76 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_ops.domain.artifact import Manifest, TensorSpec, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.structure import NAN_PROPERTY
 from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, UserError
 from onnx_ops.ports.models import Array, Tensors
 from onnx_ops.protocol.tensors import DTYPE_OF_ONNX, numpy_dtype
+from onnx_ops.serving.bits import run_bits
+from onnx_ops.serving.sessions import RUNTIME_ERRORS, Prepacked, first_line, open_session
+from onnx_ops.serving.wire import Signature
 
 _log = logging.getLogger(__name__)
 
 MODEL_FILE = "model.onnx"
 
 _WARM_UP_RUNS = 3
-_RUNTIME_ERRORS = (
-    ort_errors.EPFail,
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """One deployment, ready to run. `run` may be called from several threads at once."""
+    """One deployment, ready to run. `run` may be called from several threads at once.
+
+    `native` is the runtime's own function behind `session.run`, which looks for missing inputs once more and for other
+    providers to fall back to: a sixth of a small model's run. `seconds` is how long a run on one row takes; 0 if that
+    is not known.
+    """
 
     deployment: Deployment
-    inputs: Mapping[str, TensorSpec]
-    outputs: Mapping[str, TensorSpec]
+    signature: Signature
     session: Any
+    native: Callable[..., Any]
+    seconds: float = 0.0
 
-    def run(self, feed: Tensors, outputs: Sequence[str]) -> dict[str, Array]:
-        """The named outputs for one feed of every input.
+    def run(self, outputs: Sequence[str], feed: Tensors) -> Sequence[Array]:
+        """The named outputs for one feed of every required input.
 
         Raises:
             UserError: the runtime refuses the inputs.
             EnvironmentFailure: the run failed.
         """
         try:
-            values = self.session.run(list(outputs), feed)
+            if self.signature.holds_bits:
+                return run_bits(self.session, self.signature, feed, outputs)
+            arrays: Sequence[Array] = self.native(outputs, feed, None)
         except ort_errors.InvalidArgument as error:
             raise UserError("the model refuses these inputs", why=first_line(error)) from error
-        except _RUNTIME_ERRORS as error:
+        except RUNTIME_ERRORS as error:
             raise EnvironmentFailure("the model failed on these inputs", why=first_line(error)) from error
-        return dict(zip(outputs, values, strict=True))
+        return arrays
 
 
-def load_model(deployment: Deployment) -> LoadedModel:
+def load_model(deployment: Deployment, prepacked: Prepacked | None = None) -> LoadedModel:
     """Verify the deployment's files, load the model and run it a few times.
+
+    Args:
+        deployment: what to load.
+        prepacked: where large models are kept in the form that this processor likes best.
 
     Raises:
         NotFound: the folder or its model file is not there.
         DigestMismatch: a file is not what the deployment's manifest says.
-        UserError: the model has an input or output that the JSON protocol cannot carry.
+        UserError: the model has an input or output that the protocol cannot carry.
         EnvironmentFailure: the runtime cannot load or run the model.
     """
     folder = Path(deployment.location)
@@ -73,23 +80,14 @@ def load_model(deployment: Deployment) -> LoadedModel:
     path = folder / MODEL_FILE
     if not path.is_file():
         raise NotFound(f"no {MODEL_FILE} there", where=str(folder))
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 4  # errors are raised anyway; clients must not be able to fill the log
     try:
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except _RUNTIME_ERRORS as error:
+        session = open_session(path) if prepacked is None else prepacked.session(path, deployment.manifest)
+    except RUNTIME_ERRORS as error:
         raise EnvironmentFailure("the runtime cannot load the model", where=str(path), why=first_line(error)) from error
-    model = LoadedModel(
-        deployment=deployment,
-        inputs={node.name: _spec(node, path) for node in session.get_inputs()},
-        outputs={node.name: _spec(node, path) for node in session.get_outputs()},
-        session=session,
-    )
-    warm_up(model)
-    return model
+    native = getattr(getattr(session, "_sess", None), "run", session.run)
+    signature = _signature(session, deployment, path)
+    model = LoadedModel(deployment=deployment, signature=signature, session=session, native=native)
+    return replace(model, seconds=warm_up(model))
 
 
 def verify(folder: Path, deployment: Deployment) -> None:
@@ -116,27 +114,30 @@ def verify(folder: Path, deployment: Deployment) -> None:
         )
 
 
-def warm_up(model: LoadedModel) -> None:
+def warm_up(model: LoadedModel) -> float:
     """Run the model on zeros, with size 1 for every dimension that is free.
+
+    Returns:
+        The seconds of the last run; 0 if the model does not run on such sizes.
 
     Raises:
         EnvironmentFailure: the model fails although nothing but the batch size was guessed.
     """
-    feed = {name: _zeros(spec) for name, spec in model.inputs.items()}
-    guessed = any(isinstance(d, str) for spec in model.inputs.values() for d in spec.shape[1:])
+    feed = {name: _zeros(model.signature.inputs[name]) for name in model.signature.required}
+    guessed = any(isinstance(d, str) for name in feed for d in model.signature.inputs[name].shape[1:])
+    began = 0.0
     try:
         for _ in range(_WARM_UP_RUNS):
-            model.run(feed, tuple(model.outputs))
+            began = time.perf_counter()
+            model.run(tuple(model.signature.outputs), feed)
     except (UserError, EnvironmentFailure) as error:
         if not guessed:
             raise EnvironmentFailure(
                 "the model fails on zeros", where=model.deployment.location, why=error.why
             ) from error
         _log.warning("%s is not warm: it does not run on free dimensions of size 1", model.deployment.name)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:500]
+        return 0.0
+    return time.perf_counter() - began
 
 
 def _zeros(spec: TensorSpec) -> Array:
@@ -144,13 +145,34 @@ def _zeros(spec: TensorSpec) -> Array:
     return np.full(shape, "", dtype=object) if spec.dtype == "string" else np.zeros(shape, numpy_dtype(spec.dtype))
 
 
+def _signature(session: Any, deployment: Deployment, path: Path) -> Signature:
+    """The model's tensors. Inputs of ONNX's optional type may be left out; so may inputs with a default of a single
+    element. Larger defaults are weights of a model that was exported with them as inputs, and no client's business.
+    """
+    nodes = session.get_inputs()
+    defaults = [node for node in session.get_overridable_initializers() if set(node.shape) <= {1}]
+    inputs = {node.name: _spec(node, path) for node in (*nodes, *defaults)}
+    signature = Signature(
+        model=deployment.model,
+        version=deployment.version,
+        inputs=inputs,
+        outputs={node.name: _spec(node, path) for node in session.get_outputs()},
+        optional=frozenset(n.name for n in nodes if n.type.startswith("optional(")) | {n.name for n in defaults},
+        refuses_nan=session.get_modelmeta().custom_metadata_map.get(NAN_PROPERTY) == "refused",
+    )
+    if signature.holds_bits and any(spec.dtype == "string" for spec in inputs.values()):
+        raise UserError("the runtime takes no text beside bfloat16", where=str(path))
+    return signature
+
+
 def _spec(node: Any, path: Path) -> TensorSpec:
-    dtype = DTYPE_OF_ONNX.get(node.type)
+    kind = node.type.removeprefix("optional(")[:-1] if node.type.startswith("optional(") else node.type
+    dtype = DTYPE_OF_ONNX.get(kind)
     if dtype is None:
         raise UserError(
-            f"{node.name} is a {node.type}, which the JSON protocol cannot carry",
+            f"{node.name} is a {node.type}, for which the Open Inference Protocol has no name",
             where=str(path),
-            remedy="Export the model with tensors only (for scikit-learn classifiers: without ZipMap).",
+            remedy="Export the model with tensors of other types (for scikit-learn classifiers: without ZipMap).",
         )
     shape = tuple(d if isinstance(d, int) else str(d or "?") for d in node.shape)
     return TensorSpec(name=node.name, dtype=dtype, shape=shape)

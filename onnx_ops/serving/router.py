@@ -11,6 +11,7 @@ from onnx_ops.protocol import headers
 from onnx_ops.protocol.table import Table, experiment, slots
 
 _MASK = 0xFFFFFFFF
+_PINS = tuple(name.encode() for name in headers.PINS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,25 +31,26 @@ class Router:
         salt = zlib.crc32("\0".join(experiment(table)).encode())
         return cls(slots=slots(table), names=frozenset(table.layout), salt=salt)
 
-    def by_key(self, key: str) -> str:
+    def by_key(self, key: bytes) -> str:
         """Always the same deployment for the same key and split."""
-        return self.slots[mixed(zlib.crc32(key.encode()) ^ self.salt) * 100 >> 32]
+        return self.slots[mixed(zlib.crc32(key) ^ self.salt) * 100 >> 32]
 
     def by_chance(self, draw: float) -> str:
         """The deployment for a draw from [0, 1)."""
         return self.slots[int(draw * 100)]
 
-    def pinned(self, request: Mapping[str, str]) -> str | None:
-        """The deployment that the headers force, if they do.
+    def pinned(self, head: Mapping[bytes, bytes]) -> str | None:
+        """The deployment that the headers of a request force, if they do.
 
         Raises:
             NotFound: there is no such deployment.
         """
-        for header in headers.PINS:
-            name = request.get(header)
-            if name is not None:
+        for header in _PINS:
+            value = head.get(header)
+            if value is not None:
+                name = value.decode("latin-1")
                 if name not in self.names:
-                    raise NotFound(f"no deployment is called {name!r} (header {header})")
+                    raise NotFound(f"no deployment is called {name!r} (header {header.decode()})")
                 return name
         return None
 

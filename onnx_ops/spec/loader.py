@@ -12,7 +12,15 @@ from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.errors import SpecError
 from onnx_ops.spec.document import Document, Finding, Loc
 from onnx_ops.spec.draft import draft_of
-from onnx_ops.spec.project import benchmarked_targets, endpoint_findings, plugin_findings, project_findings
+from onnx_ops.spec.project import (
+    SettingsCheck,
+    benchmarked_targets,
+    endpoint_findings,
+    no_check,
+    plugin_findings,
+    project_findings,
+    setting_findings,
+)
 from onnx_ops.spec.reading import bind_document, read_document
 from onnx_ops.spec.rules import file_findings
 
@@ -44,19 +52,24 @@ def check_pipeline(
     *,
     root: Path,
     plugins: Mapping[str, Sequence[str]],
+    settings: SettingsCheck = no_check,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Pipeline:
-    """`load_pipeline`, and also: every plugin is installed, and no other pipeline file claims an endpoint.
+    """`load_pipeline`, and also: every plugin is installed, its endpoints know their settings, and no other pipeline
+    file claims an endpoint.
 
     Args:
         plugins: installed names by kind (`onnx_ops.plugins.GROUPS`); a kind that is left out is not checked.
+        settings: raises UserError for settings that an installed endpoint plugin does not take.
 
     Raises:
         NotFound: there is no such file.
         SpecError: the file has problems.
     """
-    return _load(path, root=root, plugins=plugins, elsewhere=True, overrides=overrides, environ=environ)
+    return _load(
+        path, root=root, plugins=plugins, elsewhere=True, settings=settings, overrides=overrides, environ=environ
+    )
 
 
 def _load(
@@ -65,6 +78,7 @@ def _load(
     root: Path,
     plugins: Mapping[str, Sequence[str]],
     elsewhere: bool,
+    settings: SettingsCheck = no_check,
     overrides: Sequence[str],
     environ: Mapping[str, str] | None,
 ) -> Pipeline:
@@ -76,6 +90,7 @@ def _load(
         *file_findings(draft),
         *project_findings(draft, root, targets),
         *plugin_findings(draft, targets, plugins),
+        *setting_findings(draft, plugins.get("endpoints", ()), settings),
         *(endpoint_findings(draft, path, root) if elsewhere else ()),
     ]
     problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems

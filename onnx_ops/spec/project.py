@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ from onnx_ops.spec.targets import FOLDER, load_target, target_names, target_path
 from onnx_ops.spec.text import read_file, shown_path
 from onnx_ops.spec.words import did_you_mean, listing
 
+SettingsCheck = Callable[[str, Mapping[str, str | int | float | bool]], None]
+"""Raises UserError if the endpoint plugin of that name cannot use the settings."""
+
 PIPELINES = Path("configs") / "pipelines"
+
+
+def no_check(_: str, __: Mapping[str, str | int | float | bool]) -> None:
+    """The check of a file that is read where plugins are not at hand."""
 
 
 def benchmarked_targets(draft: Draft, root: Path) -> tuple[dict[str, Target], list[Problem]]:
@@ -88,6 +95,16 @@ def _plugin_names(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple
             yield "runtimes", ("benchmark", "targets", index), targets[name].runtime
     for loc, deployment in draft.deploy:
         yield "endpoints", (*loc, "provider"), deployment.provider
+
+
+def setting_findings(draft: Draft, providers: Sequence[str], check: SettingsCheck) -> Iterator[Finding]:
+    """Settings of endpoints that their provider does not take. Providers that are not installed are not asked."""
+    for loc, deployment in draft.deploy:
+        if deployment.provider in providers:
+            try:
+                check(deployment.provider, deployment.settings)
+            except UserError as error:
+                yield Finding(loc=(*loc, "settings"), message=f"{error.what}. {error.remedy}".rstrip(". "))
 
 
 def endpoint_findings(draft: Draft, path: Path, root: Path) -> Iterator[Finding]:

@@ -9,9 +9,9 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.release import Lineage
-from onnx_ops.domain.structure import SourceLimits
+from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits
 from onnx_ops.graph.inspect import info
-from onnx_ops.graph.metadata import NAN_PROPERTY, write_lineage
+from onnx_ops.graph.metadata import write_lineage
 from onnx_ops.ports import ExportRequest, Ports
 from onnx_ops.stages.asking import ask_source
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, scratch

@@ -8,9 +8,10 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.analysis.judge import judge
+from onnx_ops.analysis.rules.invariance import METRIC as BATCH_INVARIANCE
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, SignedDecision, combine
+from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, SignedDecision, Verdict, combine
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.ports import Ports
 from onnx_ops.stages.files import put_document
@@ -39,10 +40,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
 def _record(
     decision: Decision, evidence: Evidence, model: str, gates: Digest, source: Digest, now: float
 ) -> DecisionRecord:
-    by_gate: dict[str, list[Any]] = {}
-    for result in decision.results:
-        if not result.advisory:
-            by_gate.setdefault(result.gate, []).append(result.verdict)
+    together = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
     moment = datetime.datetime.fromtimestamp(now, tz=datetime.UTC)
     return DecisionRecord(
         model=model,
@@ -54,7 +52,8 @@ def _record(
         gates_digest=gates,
         evidence=source,
         verdict=decision.verdict,
-        verdicts={gate: combine(verdicts) for gate, verdicts in by_gate.items()},
+        verdicts=decision.verdicts,
+        batchable=bool(together) and combine(together) is Verdict.PASS,
         decided_at=moment.isoformat(timespec="seconds"),
         sequence=int(now * 1000),
     )

@@ -220,6 +220,9 @@ class FakeProvider:
     def capabilities(self) -> frozenset[str]:
         return frozenset({"split"})
 
+    def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
+        """Endpoints in memory have no settings of their own, and take any."""
+
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         return None if self.down else self._states.get(config.endpoint)
 

@@ -52,7 +52,12 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
     """The pipeline in a file; raises SpecError with all of its problems."""
     known = {kind: plugins.names(kind) for kind in plugins.KINDS}
     return check_pipeline(
-        file, root=project.settings.root, plugins=known, overrides=tuple(overrides), environ=os.environ
+        file,
+        root=project.settings.root,
+        plugins=known,
+        settings=lambda provider, settings: project.ports.provider(provider).check(settings),
+        overrides=tuple(overrides),
+        environ=os.environ,
     )
 
 

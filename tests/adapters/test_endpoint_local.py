@@ -21,6 +21,7 @@ from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.errors import Conflict, DigestMismatch, NotFound, OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
 
@@ -246,6 +247,54 @@ def test_a_port_must_be_one(provider: LocalEndpoints, blue: Deployment, port: in
         provider.apply(replace(CONFIG, settings={"port": port}), state_of(blue, blue=100), generation=1)
 
 
+def test_settings_of_the_server_reach_it_and_others_are_refused(
+    provider: LocalEndpoints, folder: Path, blue: Deployment
+) -> None:
+    provider.check({"port": 8080, "workers": 2})
+    for settings, message in (
+        ({"worker": 2}, "no setting 'worker'"),
+        ({"workers": 0}, "at least 1"),
+        ({"port": 0}, "port must be"),
+    ):
+        with pytest.raises(UserError, match=message):
+            provider.check(settings)
+    state = state_of(blue, blue=100)
+    provider.apply(CONFIG, state, generation=1)
+    first = record_of(folder)
+    provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=2)
+    assert (first.options.workers, record_of(folder).options.workers) == (1, 2)
+    assert record_of(folder).port == first.port
+    assert len(processes.workers(folder)) == 2
+    second = record_of(folder)
+    provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=3)
+    assert record_of(folder) == second
+
+
+def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_over(
+    provider: LocalEndpoints, folder: Path, blue: Deployment, tmp_path: Path
+) -> None:
+    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
+    address, orphans = str(provider.address(CONFIG)), processes.workers(folder)
+    os.kill(record_of(folder).pid, signal.SIGKILL)
+    while provider.observe(CONFIG) is not None:
+        pass
+    assert EndpointProviderSuite().scale(address) == 2.0
+    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
+    provider.apply(CONFIG, state_of(green, green=100), generation=2)
+    assert provider.address(CONFIG) == address
+    assert EndpointProviderSuite().scale(address) == 3.0
+    assert set(orphans).isdisjoint(processes.workers(folder))
+
+
+def test_stopping_ends_workers_whose_supervisor_was_killed(
+    provider: LocalEndpoints, folder: Path, blue: Deployment
+) -> None:
+    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
+    os.kill(record_of(folder).pid, signal.SIGKILL)
+    provider.stop(CONFIG)
+    assert processes.workers(folder) == ()
+
+
 def test_stopping_what_does_not_run_is_no_error(provider: LocalEndpoints) -> None:
     provider.stop(CONFIG)
     assert provider.observe(CONFIG) is None
@@ -254,6 +303,6 @@ def test_stopping_what_does_not_run_is_no_error(provider: LocalEndpoints) -> Non
 def test_the_record_on_disk_is_plain_json(provider: LocalEndpoints, folder: Path, blue: Deployment) -> None:
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
     document = json.loads((folder / SERVER_FILE).read_text())
-    assert set(document) == {"pid", "port", "admin_port", "started"}
+    assert set(document) == {"pid", "port", "admin_port", "started", "options"}
     provider.stop(CONFIG)
     assert not (folder / SERVER_FILE).exists()

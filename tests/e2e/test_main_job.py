@@ -69,6 +69,7 @@ def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, p
 
     TrustedKeys(state / "keys").verify(codec.dumps(signed.record), signed.signature, signed.key)
     assert signed.record.manifest == record.manifest
+    assert signed.record.batchable is (record.variant != "int8-dynamic")
     evidence = json.loads(registry.document(record, "evidence/cpu-1t.json"))
     assert evidence["runtime"]["used"] == ["CPUExecutionProvider"]
 

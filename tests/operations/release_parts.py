@@ -34,7 +34,9 @@ def config_of(endpoint: str) -> EndpointConfig:
     )
 
 
-def decision_record(release: Digest, variant: str, manifest: Digest, verdict: Verdict = Verdict.PASS) -> DecisionRecord:
+def decision_record(
+    release: Digest, variant: str, manifest: Digest, verdict: Verdict = Verdict.PASS, *, batchable: bool = False
+) -> DecisionRecord:
     return DecisionRecord(
         model=MODEL,
         release=release,
@@ -46,6 +48,7 @@ def decision_record(release: Digest, variant: str, manifest: Digest, verdict: Ve
         evidence=digest_bytes(b"evidence"),
         verdict=verdict,
         verdicts={"size": verdict},
+        batchable=batchable,
         decided_at="2026-01-01T00:00:00Z",
         sequence=1,
     )
@@ -80,13 +83,16 @@ class Scene:
         self.processes += 1
         self.faults = None
 
-    def publish(self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS) -> str:
+    def publish(
+        self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS, batchable: bool = False
+    ) -> str:
         """A version of release `seed` with a signed decision; versions count from 1."""
         release = digest_bytes(seed.encode())
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
             file.write_text(f"{seed} {variant}")
             manifest = Manifest(files={"model.onnx": digest_file(file)})
+            decided = decision_record(release, variant, manifest.digest(), verdict, batchable=batchable)
             record = VariantRecord(
                 variant=variant,
                 files={"model.onnx": file},
@@ -94,7 +100,7 @@ class Scene:
                 evidence={},
                 metrics={},
                 decisions={},
-                signed={TARGET: sign(decision_record(release, variant, manifest.digest(), verdict), self.world.signer)},
+                signed={TARGET: sign(decided, self.world.signer)},
                 description="",
             )
             lineage = Lineage(pipeline="p", release=release)

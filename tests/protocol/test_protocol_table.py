@@ -95,7 +95,7 @@ def test_foreign_documents_are_refused() -> None:
         [],
         {},
         {**good, "format": "other"},
-        {**good, "version": 2},
+        {**good, "version": 3},
         {**good, "table": None},
         {**good, "table": content, "checksum": digest_json(content)},
     ):

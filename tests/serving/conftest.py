@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,5 +86,15 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(folder)
     server.start()
     yield server
-    if server.process is not None and server.process.poll() is None:
-        server.end(signal.SIGKILL)
+    server.kill_all()
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Server]:
+    """A server with two workers."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    server = Server(folder, flags=["--workers=2", "--drain=5"])
+    server.start()
+    yield server
+    server.kill_all()

@@ -19,7 +19,8 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.protocol.admin import SERVER_FILE, STATE_PATH, TOKEN_FILE, ServerRecord
+from onnx_ops.protocol import processes
+from onnx_ops.protocol.admin import SERVER_FILE, STATE_PATH, TOKEN_FILE, AdminState, ServerRecord
 
 
 def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str = "m") -> Deployment:
@@ -36,6 +37,20 @@ def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str =
     )
 
 
+INFER = "/v2/models/m/infer"
+
+
+def infer_body(x: object) -> bytes:
+    return json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": x}]}).encode()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @dataclass
 class Answer:
     status: int
@@ -48,17 +63,21 @@ class Answer:
 
 @dataclass
 class Server:
-    """A real server process on a folder."""
+    """A real server process on a folder.
+
+    `options` are of the interpreter, `flags` of the server; `preamble` is code that runs before it in its process.
+    """
 
     folder: Path
     process: subprocess.Popen[bytes] | None = None
     port: int = 0
     options: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    preamble: str = ""
 
     def start(self) -> ServerRecord:
-        command = [sys.executable, *self.options, "-m", "onnx_ops.serving.main", "--state-dir", str(self.folder)]
         with (self.folder.parent / "log").open("ab") as log:
-            self.process = subprocess.Popen([*command, "--port", str(self.port)], stdout=log, stderr=log)
+            self.process = subprocess.Popen(self.command(f"--port={self.port}"), stdout=log, stderr=log)
         for _ in range(2000):
             with suppress(FileNotFoundError):  # the record of a killed server goes away when the next one starts
                 record = self.record()
@@ -69,8 +88,26 @@ class Server:
             time.sleep(0.01)
         raise AssertionError(self.log())
 
+    def command(self, *flags: str) -> list[str]:
+        program = ["-m", "onnx_ops.serving.main"]
+        if self.preamble:
+            program = ["-c", f"{self.preamble}\nimport sys\nfrom onnx_ops.serving.main import main\nsys.exit(main())"]
+        return [sys.executable, *self.options, *program, f"--state-dir={self.folder}", *self.flags, *flags]
+
     def record(self) -> ServerRecord:
         return codec.loads((self.folder / SERVER_FILE).read_bytes(), ServerRecord)
+
+    def workers(self) -> tuple[int, ...]:
+        return processes.workers(self.folder)
+
+    def kill_all(self) -> None:
+        """End supervisor and workers by force, those of supervisors that died before too."""
+        if self.process is not None and self.process.poll() is None:
+            self.end(signal.SIGKILL)
+        while self.workers():
+            for pid in self.workers():
+                processes.end(pid, self.folder, signal.SIGKILL)
+            time.sleep(0.01)
 
     def log(self) -> str:
         return (self.folder.parent / "log").read_text(errors="replace")
@@ -107,9 +144,16 @@ class Server:
     def publish(self, state: EndpointState, generation: int) -> Answer:
         return self.admin("PUT", codec.dumps(replace(state, generation=generation)))
 
-    def infer(self, x: object, headers: Mapping[str, str] | None = None, path: str = "/v2/models/m/infer") -> Answer:
-        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": x}
-        return self.call("POST", path, {"inputs": [tensor]}, headers)
+    def infer(self, x: object, headers: Mapping[str, str] | None = None, path: str = INFER) -> Answer:
+        return self.call("POST", path, infer_body(x), headers)
+
+    def generation(self) -> int:
+        """Of what is published; 0 before the first time."""
+        state = codec.loads(self.admin("GET").body, AdminState).state
+        return 0 if state is None else state.generation
+
+    def who_answers(self) -> str:
+        return self.infer([1, 2]).headers["x-onnx-ops-deployment"]
 
 
 class Clients:

@@ -1,15 +1,24 @@
+"""What the supervisor publishes and in which order, and what a worker holds for it."""
+
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import Conflict, DigestMismatch, NotFound, ServiceUnavailable, UserError
-from onnx_ops.serving.endpoint import Endpoint
-from onnx_ops.serving.models import LoadedModel, load_model
+from onnx_ops.protocol.table import Table
+from onnx_ops.serving.endpoint import Edition, Endpoint
+from onnx_ops.serving.lanes import Lane, RunTime
+from onnx_ops.serving.models import load_model
+from onnx_ops.serving.resident import Resident
+from onnx_ops.serving.residents import Residents
+from onnx_ops.serving.shared import LOAD_FAILURES, LOADS, Row, Shared
 from onnx_ops.serving.table import TableFile
 from onnx_ops.testing.endpoints import state_of
 
@@ -20,14 +29,48 @@ class Loads:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def __call__(self, deployment: Deployment) -> LoadedModel:
+    def __call__(self, deployment: Deployment, row: Row) -> Resident:
         self.names.append(deployment.name)
-        return load_model(deployment)
+        model = load_model(deployment)
+        lane: Lane[Any] = Lane("lane", lambda _: None, limit=1, together=1, threads=1, row=row, run_time=RunTime())
+        return Resident(
+            deployment=deployment,
+            signature=model.signature,
+            run=model.run,
+            row=row,
+            lane=lane,
+            run_time=lane.run_time,
+        )
 
 
-@pytest.fixture
-def loads() -> Loads:
-    return Loads()
+class Server:
+    """A supervisor's endpoint and one worker's residents, without processes between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loads = Loads()
+        self.shared = Shared(1)
+        self.endpoint = Endpoint(TableFile(folder), self.shared)
+        self.residents = Residents(self.shared, 0, self.loads)
+        self.dismissed: list[str] = []
+
+    def publish(self, generation: int, state: EndpointState) -> Edition | None:
+        state = replace(state, generation=generation)
+        if self.endpoint.settled(state):
+            return self.endpoint.current
+        return asyncio.run(self.endpoint.publish(state, self._prepare))
+
+    async def _prepare(self, edition: Edition) -> None:
+        try:
+            self.residents.prepare(edition.number, edition.table, edition.slots)
+        except Exception:
+            self.residents.discard(edition.number)
+            raise
+        finally:
+            self.dismissed += [r.deployment.name for r in self.residents.dismiss()]
+
+    @property
+    def table(self) -> Table:
+        return self.residents.current().table
 
 
 @pytest.fixture
@@ -38,95 +81,111 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def endpoint(folder: Path, loads: Loads) -> Endpoint:
-    return Endpoint(TableFile(folder), loads)
+def server(folder: Path) -> Server:
+    return Server(folder)
 
 
-def at(generation: int, state: EndpointState) -> EndpointState:
-    return replace(state, generation=generation)
+def test_only_what_is_missing_is_loaded_and_the_previous_edition_stays(
+    server: Server, blue: Deployment, green: Deployment
+) -> None:
+    server.publish(1, state_of(blue, blue=100))
+    server.publish(2, state_of(blue, green, blue=50, green=50))
+    server.publish(3, state_of(green, green=100))
+    assert server.loads.names == ["blue", "green"]
+    assert set(server.residents.current().residents) == {"green"}
+    server.publish(4, state_of(blue, blue=100))  # the way back needs no load
+    assert server.loads.names == ["blue", "green"]
+    assert server.residents.current().residents["blue"].deployment == blue
+    server.publish(5, state_of(blue, blue=100))  # green has been gone for two editions
+    assert server.residents.dismiss() == []
+    server.residents.current()
+    assert [r.deployment.name for r in server.residents.dismiss()] == ["green"]
+    assert server.dismissed == []
 
 
-def test_only_what_is_missing_is_loaded(endpoint: Endpoint, loads: Loads, blue: Deployment, green: Deployment) -> None:
-    endpoint.publish(at(1, state_of(blue, blue=100)))
-    endpoint.publish(at(2, state_of(blue, green, blue=50, green=50)))
-    endpoint.publish(at(3, state_of(blue, green, blue=100, green=0)))
-    assert loads.names == ["blue", "green"]
-    endpoint.publish(at(4, state_of(blue, blue=100)))
-    assert set(endpoint.current().models) == {"blue"}
+def test_an_edition_is_served_from_the_moment_its_number_is_set(
+    server: Server, blue: Deployment, green: Deployment
+) -> None:
+    server.publish(1, state_of(blue, blue=100))
+    first = server.residents.current()
+    server.publish(2, state_of(green, green=100))
+    assert first.edition == 1
+    assert server.residents.current().edition == 2
+    assert server.residents.current() is server.residents.current()
+    (values,) = first.loaded("blue").run(("y",), {"x": np.ones((1, 2), np.float32)})
+    assert values.tolist() == [[2.0, 2.0]]  # who began with the old one ends with it
 
 
-def test_the_same_state_again_is_the_same_snapshot(endpoint: Endpoint, blue: Deployment) -> None:
-    first = endpoint.publish(at(1, state_of(blue, blue=100)))
-    assert endpoint.publish(at(1, state_of(blue, blue=100))) is first
+def test_the_same_state_again_is_settled(server: Server, blue: Deployment) -> None:
+    first = server.publish(1, state_of(blue, blue=100))
+    assert server.publish(1, state_of(blue, blue=100)) is first
 
 
-def test_generations_are_ordered(endpoint: Endpoint, folder: Path, blue: Deployment, green: Deployment) -> None:
+def test_generations_are_ordered(server: Server, folder: Path, blue: Deployment, green: Deployment) -> None:
     both = state_of(blue, green, blue=50, green=50)
-    endpoint.publish(at(5, both))
+    server.publish(5, both)
     with pytest.raises(Conflict, match="generation 4 is older"):
-        endpoint.publish(at(4, both))
+        server.publish(4, both)
     with pytest.raises(Conflict, match="another content"):
-        endpoint.publish(at(5, state_of(blue, blue=100)))
-    endpoint.publish(at(6, both))
-    assert TableFile(folder).read() == endpoint.current().table
-    assert endpoint.current().table.state.generation == 6
+        server.publish(5, state_of(blue, blue=100))
+    with pytest.raises(Conflict, match="another content"):
+        server.publish(5, replace(both, split=replace(both.split, shadow={"green": 10})))
+    server.publish(6, both)
+    assert TableFile(folder).read() == server.table
+    assert server.table.state.generation == 6
 
 
 def test_a_failed_load_or_write_changes_nothing(
-    endpoint: Endpoint, folder: Path, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
+    server: Server, folder: Path, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = endpoint.publish(at(1, state_of(blue, blue=100)))
+    server.publish(1, state_of(blue, blue=100))
+    before = server.residents.current()
     forged = replace(green, manifest=blue.manifest)
     with pytest.raises(DigestMismatch):
-        endpoint.publish(at(2, state_of(blue, forged, blue=50, green=50)))
+        server.publish(2, state_of(blue, forged, blue=50, green=50))
 
     def full(_: object, __: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TableFile, "write", full)
     with pytest.raises(ServiceUnavailable, match="could not be written"):
-        endpoint.publish(at(2, state_of(green, green=100)))
-    assert endpoint.current() is before
+        server.publish(2, state_of(green, green=100))
+    assert server.residents.current() is before
     assert TableFile(folder).read() == before.table
 
 
-def test_one_endpoint_serves_one_model(endpoint: Endpoint, blue: Deployment, green: Deployment) -> None:
+def test_one_endpoint_serves_one_model(server: Server, blue: Deployment, green: Deployment) -> None:
     with pytest.raises(UserError, match="exactly one model"):
-        endpoint.publish(state_of(blue, replace(green, model="other"), blue=50, green=50))
+        server.publish(0, state_of(blue, replace(green, model="other"), blue=50, green=50))
     with pytest.raises(ServiceUnavailable, match="no deployment is published"):
-        endpoint.current()
+        server.residents.current()
+    assert server.residents.snapshot is None
 
 
-def test_a_restart_serves_what_it_can_and_the_next_publication_heals(
-    endpoint: Endpoint, folder: Path, blue: Deployment, green: Deployment
-) -> None:
-    state = at(3, state_of(blue, green, blue=50, green=50))
-    published = endpoint.publish(state)
-    away = Path(green.location).rename(folder.parent / "away")
-    again = Endpoint(TableFile(folder))
-    again.restore()
-    snapshot = again.current()
+def test_a_restart_serves_what_it_can(server: Server, folder: Path, blue: Deployment, green: Deployment) -> None:
+    server.publish(3, state_of(blue, green, blue=50, green=50))
+    published = server.residents.current()
+    Path(green.location).rename(folder.parent / "away")
+    again = Server(folder)
+    again.endpoint.restore()
+    edition = again.endpoint.current
+    assert edition is not None
+    snapshot = again.residents.restore(edition.number, edition.table, edition.slots)
+    assert again.residents.current() is snapshot
     assert snapshot.table == published.table
     assert snapshot.router == published.router
+    assert not snapshot.ready()
     assert snapshot.loaded("blue").deployment == blue
+    assert set(snapshot.failed) == {"green"}
     with pytest.raises(ServiceUnavailable, match="'green' is not loaded"):
         snapshot.loaded("green")
-    with pytest.raises(NotFound):
-        again.publish(state)
-    away.rename(green.location)
-    assert not again.publish(state).failed
-    assert again.current().version("2").deployment == green
     with pytest.raises(NotFound, match="no version '9'"):
-        again.current().version("9")
+        snapshot.version("9")
+    totals = [again.shared.totals(edition.slots[name]) for name in ("blue", "green")]
+    assert [(row[LOADS], row[LOAD_FAILURES]) for row in totals] == [(1, 0), (0, 1)]
 
 
-def test_nothing_to_restore(endpoint: Endpoint) -> None:
-    endpoint.restore()
-    assert endpoint.snapshot is None
-
-
-def test_a_model_in_use_outlives_its_deployment(endpoint: Endpoint, blue: Deployment, green: Deployment) -> None:
-    held = endpoint.publish(at(1, state_of(blue, blue=100)))
-    endpoint.publish(at(2, state_of(green, green=100)))
-    values = held.loaded("blue").run({"x": np.ones((1, 2), np.float32)}, ("y",))
-    assert values["y"].tolist() == [[2.0, 2.0]]
+def test_nothing_to_restore(server: Server) -> None:
+    server.endpoint.restore()
+    assert server.endpoint.state is None
+    assert server.shared.edition == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -120,6 +123,32 @@ def test_invocations(steady: Server, body: object, prediction: object) -> None:
     assert answer.headers["x-onnx-ops-deployment"] == "blue"
 
 
+def test_binary_bodies_and_csv_are_answered(steady: Server) -> None:
+    pin = {"azureml-model-deployment": "blue"}
+    parameters = {"binary_data_size": 8}
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "parameters": parameters}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    body = head + struct.pack("<2f", 1, math.nan)
+    length = {"inference-header-content-length": str(len(head))}
+    for path in (INFER, "/invocations", "/endpoints/any-name/invocations"):
+        answer = steady.call("POST", path, body, {**pin, **length})
+        assert answer.status == 200
+        size = int(answer.headers["inference-header-content-length"])
+        first, second = struct.unpack("<2f", answer.body[size:])
+        assert first == 2
+        assert math.isnan(second)
+    table = steady.call("POST", "/invocations", b"a,b\n1,2\n", {**pin, "content-type": "text/csv"})
+    assert table.json() == {"predictions": [{"y": [2.0, 4.0]}]}
+
+
+def test_the_document_describes_what_is_served(steady: Server, server: Server) -> None:
+    document = steady.call("GET", "/openapi.json").json()
+    assert "/v2/models/m/infer" in document["paths"]
+    assert steady.call("GET", "/version").body.decode() == document["info"]["version"]
+    assert steady.call("GET", "/v2").json()["extensions"] == ["binary_tensor_data"]
+    assert server.call("GET", "/openapi.json").status == 503
+
+
 def test_invocations_take_a_v2_body(steady: Server) -> None:
     answer = steady.call("POST", "/invocations", {"inputs": [X]}, {"azureml-model-deployment": "blue"})
     assert answer.json()["outputs"][0]["data"] == [2.0, 4.0]
@@ -140,8 +169,10 @@ def test_invocations_take_a_v2_body(steady: Server) -> None:
         ("POST", INFER, {"inputs": [{**X, "shape": [1, 3]}]}, {}, 400, "'x' must have shape [batch, 2]"),
         ("POST", INFER, {"inputs": [{**X, "data": [1, "2"]}]}, {}, 400, "'x' of FP32 holds text"),
         ("POST", "/invocations", {"rows": []}, {}, 400, "exactly one of"),
-        ("POST", "/invocations", b"a,b\n1,2\n", {"content-type": "text/csv"}, 415, "JSON"),
-        ("POST", INFER, b"x", {"inference-header-content-length": "1"}, 415, "JSON"),
+        ("POST", "/invocations", b"1,2\n", {"content-type": "text/csv"}, 400, "must name its columns"),
+        ("POST", INFER, b"x", {"inference-header-content-length": "1"}, 400, "not JSON"),
+        ("POST", INFER, b"x", {"inference-header-content-length": "x"}, 400, "must be a number of bytes"),
+        ("POST", INFER, b"[" + b"[]," * (1 << 20) + b"[]]", {}, 413, "binary form"),
         ("POST", INFER, b"x", {"content-encoding": "gzip"}, 415, "compressed"),
         ("POST", "/v2/models/z/infer", {"inputs": [X]}, {}, 404, "no model is called 'z'"),
         ("POST", "/v2/models/m/versions/9/infer", {"inputs": [X]}, {}, 404, "no version '9'"),
@@ -184,11 +215,14 @@ def test_requests_are_counted_by_deployment_and_status(serving: Server) -> None:
     serving.infer(["a", 2], pin)
     serving.call("POST", "/v2/models/z/infer", {})
     text = serving.call("GET", "/metrics").body.decode()
-    assert 'onnx_ops_requests_total{deployment="blue",status="200"} 3\n' in text
-    assert 'onnx_ops_requests_total{deployment="blue",status="400"} 1\n' in text
-    assert 'onnx_ops_requests_total{deployment="",status="404"} 1\n' in text
-    assert "onnx_ops_generation 2\n" in text
-    assert 'onnx_ops_traffic_percent{deployment="green",version="2",variant="fp32"} 30\n' in text
+    blue = 'endpoint="state",deployment="blue",version="1",variant="fp32"'
+    assert f'onnx_ops_requests_total{{{blue},status="200"}} 3\n' in text
+    assert f'onnx_ops_requests_total{{{blue},status="400"}} 1\n' in text
+    assert f"onnx_ops_request_seconds_count{{{blue}}} 4\n" in text
+    assert f'onnx_ops_errors_total{{{blue},reason="input"}} 1\n' in text
+    assert 'onnx_ops_requests_total{endpoint="state",deployment="",version="",variant="",status="404"} 1\n' in text
+    assert 'onnx_ops_generation{endpoint="state"} 2\n' in text
+    assert 'onnx_ops_traffic_percent{endpoint="state",deployment="green",version="2",variant="fp32"} 30\n' in text
 
 
 def test_a_split_is_kept_by_user_and_its_shares_are_plausible(
@@ -313,9 +347,13 @@ def test_a_slow_model_does_not_keep_health_waiting_and_drains_on_sigterm(
             break
         loops *= 2
     answers = []
+
+    def metrics() -> str:
+        return server.call("GET", "/metrics").body.decode()
+
     thread = threading.Thread(target=lambda: answers.append(server.call("POST", INFER, slow_body(loops))))
     thread.start()
-    while "onnx_ops_requests_running 1" not in server.call("GET", "/metrics").body.decode():
+    while 'onnx_ops_requests_running{endpoint="state",deployment="blue",version="1",variant="fp32"} 1' not in metrics():
         assert thread.is_alive()
     health = [server.call("GET", "/v2/health/live").status for _ in range(20)]
     assert not answers, "health was answered only after the model"

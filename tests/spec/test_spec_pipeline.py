@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.domain.gate import LatencyGate, MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Calibrate, Deploy, SklearnData
 from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.errors import NotFound, SpecError
+from onnx_ops.errors import NotFound, Problem, SpecError, UserError
 from onnx_ops.spec import check_pipeline, load_pipeline
 
 Problems = Callable[..., list[str]]
@@ -207,3 +207,22 @@ def test_check_finds_endpoints_of_other_pipelines(project: Path, pipeline_text: 
     assert checked(project, pipeline_text) == [
         "20:16: deploy[0].endpoint: endpoint 'toy' belongs to configs/pipelines/other.yaml already"
     ]
+
+
+def test_check_asks_the_provider_about_its_settings(project: Path, pipeline_text: str) -> None:
+    def only_ports(provider: str, settings: Mapping[str, object]) -> None:
+        assert provider == "local"
+        for name in settings:
+            if name != "port":
+                raise UserError(f"there is no setting {name!r}", remedy="did you mean 'port'?")
+
+    path = project / "configs/pipelines/toy.yaml"
+    for settings, found in (("port: 8080", []), ("prot: 8080", ["there is no setting 'prot'. did you mean 'port'?"])):
+        path.write_text(pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, settings: {{{settings}}}"))
+        problems: tuple[Problem, ...] = ()
+        try:
+            check_pipeline(path, root=project, plugins=PLUGINS, settings=only_ports, environ={})
+        except SpecError as error:
+            problems = error.problems
+        assert [problem.message for problem in problems] == found
+        assert all(problem.line for problem in problems)

@@ -26,10 +26,10 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.pipeline import Export, Stage, StageKind
-from onnx_ops.domain.structure import SourceLimits, TreeStructure
+from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.graph.metadata import NAN_PROPERTY, read_lineage
+from onnx_ops.graph.metadata import read_lineage
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.stages import export, validate
 from onnx_ops.stages.asking import Asked, ask_source, probes

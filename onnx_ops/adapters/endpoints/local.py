@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
 from onnx_ops.protocol.admin import AdminState, ServerRecord, error_from_bytes, read_message
+from onnx_ops.protocol.options import ServerOptions, options_of
 
 _LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -32,7 +34,8 @@ _APPLY_S = 300.0
 class LocalEndpoints:
     """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
 
-    Settings of an endpoint: `port`, the port that clients call; without it a free one is chosen once and kept.
+    Settings of an endpoint: `port`, the port that clients call; without it a free one is chosen once and kept. All
+    others are those of the server (see `ServerOptions`).
     """
 
     def __init__(self, folder: Path, *, python: str = sys.executable) -> None:
@@ -41,6 +44,10 @@ class LocalEndpoints:
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({"split", "sticky"})
+
+    def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
+        _port_of(settings)
+        _options(settings)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """What the running server serves; None if none runs, or some of its deployments are lost. Starts nothing."""
@@ -92,11 +99,13 @@ class LocalEndpoints:
 
     def _running(self, server: ServerProcess, config: EndpointConfig) -> ServerRecord:
         port = self._known_port(server, config) or self._choose_port(server)
+        options = _options(config.settings, where=config.endpoint)
         record = server.record()
-        if record is not None and record.port == port:
+        if record is not None and (record.port, record.options) == (port, options):
             return record
-        server.stop()
-        if not _is_free(port):
+        if not server.orphaned():
+            server.stop()
+        if not server.orphaned() and not _is_free(port):
             raise ServiceUnavailable(
                 f"port {port} is taken by another program",
                 where=f"endpoint {config.endpoint}",
@@ -104,7 +113,7 @@ class LocalEndpoints:
                 f"(or delete {server.folder / _PORT_FILE} to have another one chosen).",
             )
         _write(server.folder / _PORT_FILE, port)
-        return server.start(port)
+        return server.start(port, options)
 
     def _server(self, config: EndpointConfig) -> ServerProcess:
         if not _NAME.fullmatch(config.endpoint):
@@ -115,13 +124,11 @@ class LocalEndpoints:
         return ServerProcess(self._folder / config.endpoint, self._python)
 
     def _known_port(self, server: ServerProcess, config: EndpointConfig) -> int | None:
-        wanted = config.settings.get("port")
+        wanted = _port_of(config.settings, where=config.endpoint)
         if wanted is None:
             path = server.folder / _PORT_FILE
             text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
             return int(text) if text.isdecimal() else None
-        if type(wanted) is not int or not 0 < wanted < 1 << 16:
-            raise UserError(f"port must be a number from 1 to 65535, not {wanted!r}", where=config.endpoint)
         return wanted if server.folder.is_dir() else None
 
     @staticmethod
@@ -132,6 +139,18 @@ class LocalEndpoints:
             if _is_free(port):
                 return port
         raise ServiceUnavailable("no port is free", where=server.folder.name)
+
+
+def _port_of(settings: Mapping[str, object], where: str = "") -> int | None:
+    port = settings.get("port")
+    if port is not None and (type(port) is not int or not 0 < port < 1 << 16):
+        raise UserError(f"port must be a number from 1 to 65535, not {port!r}", where=where)
+    return port
+
+
+def _options(settings: Mapping[str, object], where: str = "") -> ServerOptions:
+    given = {name: value for name, value in settings.items() if name != "port"}
+    return options_of(given, where=where, others=("port",))
 
 
 def _write(path: Path, port: int) -> None:

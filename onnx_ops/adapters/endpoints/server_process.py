@@ -16,7 +16,9 @@ from pathlib import Path
 
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.errors import Conflict, Refused, ServiceUnavailable, StateCorrupt
+from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import LOCK_FILE, SERVER_FILE, STATE_PATH, TOKEN_FILE, ServerRecord, read_message
+from onnx_ops.protocol.options import ServerOptions, flags
 
 LOG_FILE = "server.log"
 
@@ -31,7 +33,7 @@ _PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_")
 
 
 class ServerProcess:
-    """The server of one folder. It outlives the process that started it.
+    """The server of one folder: a supervisor and its workers. It outlives the process that started it.
 
     Whether it lives is told by the lock that it holds, which the system releases when it dies: neither a stale
     record nor a reused process id is ever trusted, or shown the token.
@@ -69,7 +71,11 @@ class ServerProcess:
             return None
         return record if record.pid == pid else None
 
-    def start(self, port: int) -> ServerRecord:
+    def orphaned(self) -> bool:
+        """Whether workers serve whose supervisor died. A new server takes over their port, and then from them."""
+        return self._pid() is None and bool(processes.workers(self.folder))
+
+    def start(self, port: int, options: ServerOptions) -> ServerRecord:
         """Start the server and wait until it is ready.
 
         Raises:
@@ -80,7 +86,7 @@ class ServerProcess:
         command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", str(self.folder.resolve())]
         with log.open("ab") as sink:
             process = subprocess.Popen(
-                [*command, "--host", _LOOPBACK, "--port", str(port)],
+                [*command, "--host", _LOOPBACK, "--port", str(port), *flags(options)],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -102,14 +108,17 @@ class ServerProcess:
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
     def stop(self) -> None:
-        """End the server: politely, and by force if it does not go. No error if none runs."""
+        """End the server and all of its workers: politely, and by force if they do not go. No error if none runs."""
         for number, patience_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
-            pid = self._pid()
-            if pid is None:
-                return
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-            self.gone(patience_s)
+            if (pid := self._pid()) is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                self.gone(patience_s)
+            for worker in processes.workers(self.folder):
+                processes.end(worker, self.folder, number)
+            deadline = time.monotonic() + patience_s
+            while processes.workers(self.folder) and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
 
     def gone(self, patience_s: float) -> bool:
         """Whether no server runs, or stops running within that time."""

@@ -1,0 +1,212 @@
+"""HTTP/1.1 of the public listener.
+
+Inference requests of the usual form are answered straight from the parser's callbacks, without an ASGI scope and a task
+for each. Every other request goes to the Starlette app, which answers inference too, byte for byte the same. Both ways
+have the same bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+
+from onnx_ops.serving.answers import Answer, Head
+from onnx_ops.serving.bounded import BoundedProtocol
+from onnx_ops.serving.connections import ANSWERING, IDLE, READING, Connections
+from onnx_ops.serving.inference import Inference, Request
+from onnx_ops.serving.residents import Route
+
+_MOST_SEEN_BYTES = 2048
+_ODD = frozenset({b"expect", b"upgrade", b"transfer-encoding", b"content-encoding"})
+"""Headers that make a request unusual; the Starlette app knows what they mean."""
+
+
+class _Pending:
+    """Stands where uvicorn keeps the request that a connection is busy with, while an inference waits in a lane.
+
+    Requests behind it on the same connection queue up as they do behind one of uvicorn's own.
+    """
+
+    __slots__ = ("disconnected", "keep_alive", "message_event", "more_body", "request", "response_complete")
+
+    def __init__(self, request: Request, *, keep_alive: bool) -> None:
+        self.request = request
+        self.response_complete = False
+        self.keep_alive = keep_alive
+        self.disconnected = False
+        self.more_body = False
+        self.message_event = self
+
+    def set(self) -> None:
+        """uvicorn wakes the app by this when a client goes away; here there is none."""
+
+
+class _Seen(NamedTuple):
+    """The head of a request that came in one piece with its body: its bytes, the length of both, what it said."""
+
+    start: bytes
+    size: int
+    route: Route
+    head: Head
+
+
+class EndpointProtocol(BoundedProtocol):
+    """One connection. A subclass made by `protocol_for` says what it serves and within which bounds."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._route: Route | None = None
+        self._pending: _Pending | None = None
+        self._seen: _Seen | None = None
+        self._whole: tuple[Route, Head, bytes] | None = None
+        self._head: Head = {}
+        self._body: bytes | bytearray = b""
+        self._announced = 0
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._pending is not None:
+            self._pending.request.abandoned = True
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        seen, fresh = self._seen, self.stage is IDLE and not self.flow.write_paused
+        if seen is not None and fresh and len(data) == seen.size and data.startswith(seen.start):
+            # The same head as before, with a body of the length that it announces: what a parser would make of it is
+            # known, and the parser stands between two messages. Clients that keep a connection often ask like this.
+            self._answer(seen.route, seen.head, data[len(seen.start) :])
+            return
+        self._seen = self._whole = None
+        super().data_received(data)
+        if fresh:
+            self._remember(data)
+
+    # Callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.headers = []
+        self.begin_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        head = dict(self.headers)
+        announced = head.get(b"content-length")
+        self._route = None
+        self.end_head(announced)
+        route = self.inference.residents.routes.get(self.url)
+        if (
+            route is not None
+            and announced is not None
+            and len(head) == len(self.headers)
+            and self.parser.get_method() == b"POST"
+            and _ODD.isdisjoint(head)
+            and self.parser.should_keep_alive()
+            and (b"connection" not in head or self.parser.get_http_version() == "1.1")
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused
+        ):
+            self._route = route
+            self._head = head
+            self._announced = int(announced)
+            self._body = b""
+        else:
+            self._begin_slowly()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._received and self._route is not None and len(body) == self._announced:
+            self._body = body
+            return
+        self.count_body(len(body))
+        if self._route is None:
+            super().on_body(body)
+        elif not self._body:
+            self._body = body
+        else:
+            if type(self._body) is bytes:
+                self._body = bytearray(self._body)
+            self._body += body
+
+    def on_message_complete(self) -> None:
+        route = self._route
+        if route is None:
+            if self.stage is READING:
+                self.stage = ANSWERING
+            super().on_message_complete()
+            return
+        body, self._route, self._body = bytes(self._body), None, b""
+        self._whole = (route, self._head, body)
+        self._answer(route, self._head, body)
+
+    # Answers
+
+    def _answer(self, route: Route, head: Head, body: bytes) -> None:
+        request = Request(route, head, body, self._respond, time.perf_counter())
+        answer = self.inference.call(request)
+        if answer is None:
+            self.stage = ANSWERING
+            self.cycle = self._pending = _Pending(request, keep_alive=not self.bounds.draining)
+            self._hold(len(request.body) - self._held)
+            return
+        self.inference.finish(request, answer)
+        self._send(answer, request.head, last=self.bounds.draining)
+        if self.bounds.draining:
+            self.transport.close()
+        self.stage = IDLE
+        self.since = self.bounds.now
+        if self._held:
+            self._hold(-self._held)
+
+    def _remember(self, data: bytes) -> None:
+        """Keep the head of a request if `data`, which began between two messages, was just this one request."""
+        if self._whole is None:
+            return
+        route, head, body = self._whole
+        start = data[: len(data) - len(body)]
+        is_head = start.startswith(b"POST ") and start.find(b"\r\n\r\n") == len(start) - 4
+        if self.stage is IDLE and is_head and data.endswith(body) and len(start) <= _MOST_SEEN_BYTES:
+            self._seen = _Seen(start, len(data), route, head)
+
+    def _begin_slowly(self) -> None:
+        """Hand the request to uvicorn, which was told nothing of it yet."""
+        url, listed = self.url, self.headers
+        super().on_message_begin()
+        self.url = url
+        self.expect_100_continue = any(n == b"expect" and v.lower() == b"100-continue" for n, v in listed)
+        self.headers.extend(listed)
+        super().on_headers_complete()
+        if self.bounds.draining:
+            self.cycle.keep_alive = False
+
+    def _respond(self, answer: Answer) -> None:
+        """Called with the answer to a request that waited in a lane."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending.request.abandoned:
+            return
+        pending.response_complete = True
+        self._send(answer, pending.request.head, last=not pending.keep_alive)
+        if not pending.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def on_response_complete(self) -> None:
+        """What uvicorn does here, without a timer for each idle connection: one sweep looks at them all."""
+        self._hold(-self._held)
+        if self.transport.is_closing():
+            return
+        self.since = self.bounds.now
+        if not self.pipeline:
+            self.stage = IDLE
+            self.flow.resume_reading()
+            return
+        cycle, app = self.pipeline.pop()
+        self.stage = READING if cycle.more_body else ANSWERING
+        self.flow.resume_reading()
+        self._start_asgi_task(cycle, app)
+
+
+def protocol_for(inference: Inference, bounds: Connections) -> type[EndpointProtocol]:
+    """The protocol of one worker."""
+    return type("WorkerProtocol", (EndpointProtocol,), {"inference": inference, "bounds": bounds})

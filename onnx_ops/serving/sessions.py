@@ -1,0 +1,211 @@
+"""Sessions of the runtime, and a cache of models in the form that this processor likes best."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json, hex_of
+from onnx_ops.ports.models import Array
+
+_log = logging.getLogger(__name__)
+
+RUNTIME_ERRORS = (
+    ort_errors.EPFail,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+
+_MODEL = "model.onnx"
+_WEIGHTS = "weights.bin"
+_ENTRY = "entry.json"
+_SMALLEST_WEIGHT = 1024
+_SEED = 20_240_229
+_FORMAT = 1
+_MOST_ENTRIES = 8
+
+
+def open_session(path: Path, *, optimise: bool = True, **entries: str) -> Any:
+    """A session on one thread that does not spin while it waits.
+
+    Args:
+        path: the model. It is loaded by path, as the interpreter stands still while bytes are loaded.
+        optimise: whether the graph is optimised; not needed if it was before it was written.
+        entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
+
+    Raises:
+        one of RUNTIME_ERRORS: the runtime cannot load it.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # errors are raised anyway; clients must not be able to fill the log
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.optimized_model_filepath = entries.pop("optimized_model_filepath", "")
+    if not optimise:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for name, value in entries.items():
+        options.add_session_config_entry(f"session.{name}", value)
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+class Prepacked:
+    """Optimised models with packed weights, one folder each, that all workers of a machine map into their memory.
+
+    An entry is kept by the model's manifest, the processor's abilities and the runtime's version. It is used only
+    while its files have the digests that were recorded when it was made, and only if its model then answered with the
+    same bits as the original.
+
+    Args:
+        folder: where entries stand; nobody but the server's user may write there.
+        smallest: bytes of the smallest model that is worth an entry.
+    """
+
+    def __init__(self, folder: Path, smallest: int) -> None:
+        self._folder = folder
+        self._smallest = smallest
+
+    def session(self, path: Path, manifest: Digest) -> Any:
+        """A session of the model at `path`, from its entry where there is a good one. Else one is made.
+
+        Raises:
+            one of RUNTIME_ERRORS: the runtime cannot load the model.
+        """
+        if sum(p.stat().st_size for p in path.parent.rglob("*") if p.is_file()) < self._smallest:
+            return open_session(path)
+        place = self._folder / hex_of(_key(manifest))
+        try:
+            with self._alone(place.name):
+                return self._from(place) or self._make(path, place)
+        except OSError as error:
+            _log.warning("%s is loaded without the cache of packed models: %s", path, error)
+            return open_session(path)
+
+    def _from(self, place: Path) -> Any:
+        """A session from an entry; None if there is none that can be trusted."""
+        try:
+            recorded = json.loads((place / _ENTRY).read_bytes())
+            if recorded != {"format": _FORMAT, "files": dict(_files(place).files)}:
+                raise ValueError("its files are not those that were recorded")
+            os.utime(place)
+            return open_session(place / _MODEL, optimise=False)
+        except FileNotFoundError:
+            return None
+        except (ValueError, *RUNTIME_ERRORS) as error:
+            _log.warning("the packed model in %s is made again: %s", place, error)
+            return None
+
+    def _make(self, path: Path, place: Path) -> Any:
+        temporary = Path(tempfile.mkdtemp(dir=self._folder, prefix=".tmp-"))
+        try:
+            original = open_session(
+                path,
+                optimized_model_filepath=str(temporary / _MODEL),
+                optimized_model_external_initializers_file_name=_WEIGHTS,
+                optimized_model_external_initializers_min_size_in_bytes=str(_SMALLEST_WEIGHT),
+                save_external_prepacked_constant_initializers="1",
+            )
+            packed = open_session(temporary / _MODEL, optimise=False)
+            if not same_answers(original, packed):
+                _log.warning("%s is not kept packed: its answers would differ", path)
+                return original
+            entry = {"format": _FORMAT, "files": dict(_files(temporary).files)}
+            (temporary / _ENTRY).write_text(json.dumps(entry), encoding="utf-8")
+            _sync(temporary)
+            shutil.rmtree(place, ignore_errors=True)
+            temporary.rename(place)
+            self._prune()
+            return open_session(place / _MODEL, optimise=False)
+        except RUNTIME_ERRORS as error:
+            _log.warning("%s cannot be kept packed: %s", path, first_line(error))
+            return open_session(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _prune(self) -> None:
+        """Remove all entries but those that were used last. Who has one in memory keeps it."""
+        entries = [path for path in self._folder.iterdir() if path.is_dir() and not path.name.startswith(".tmp-")]
+        entries.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in entries[_MOST_ENTRIES:]:
+            shutil.rmtree(path, ignore_errors=True)
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """One worker makes an entry while the others wait for it."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (self._folder / f"{name}.lock").open("a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+
+def same_answers(one: Any, other: Any) -> bool:
+    """Whether two sessions give the same bits for zeros and for random numbers; False if they cannot be run."""
+    random = np.random.default_rng(_SEED)
+    for draw in (np.zeros, random.standard_normal):
+        feed = {node.name: _sample(node, draw) for node in one.get_inputs()}
+        try:
+            pairs = zip(one.run(None, feed), other.run(None, feed), strict=True)
+            if not all(_same_bits(a, b) for a, b in pairs):
+                return False
+        except RUNTIME_ERRORS:
+            return False
+    return True
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:500]
+
+
+def _sample(node: Any, draw: Any) -> Array:
+    shape = tuple(d if isinstance(d, int) else 1 for d in node.shape)
+    kind = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16"}.get(node.type)
+    if kind is not None:
+        return np.asarray(draw(shape), kind)
+    if node.type == "tensor(string)":
+        return np.full(shape, "", dtype=object)
+    return np.zeros(shape, node.type.removeprefix("tensor(").removesuffix(")"))  # indices, which must stay in range
+
+
+def _same_bits(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and (a.tobytes() == b.tobytes())
+
+
+def _key(manifest: Digest) -> Digest:
+    return digest_json({"manifest": manifest, "processor": _processor(), "runtime": ort.__version__})
+
+
+def _processor() -> str:
+    """What the processor can do, as the system tells it."""
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as stream:
+        lines = [line for line in stream if line.startswith(("flags", "Features", "model name"))]
+    return "".join(sorted(set(lines)))
+
+
+def _files(folder: Path) -> Manifest:
+    return Manifest(files={name: digest_file(folder / name) for name in (_MODEL, _WEIGHTS) if (folder / name).exists()})
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,251 @@
+"""The supervisor: owns folder, sockets and table, keeps the workers alive, and publishes.
+
+It has everything imported, but loads no model and has no thread, so that it can fork a new worker at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from onnx_ops import codec
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError
+from onnx_ops.protocol import processes
+from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, ServerRecord
+from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.serving.admin import AdminApp, read_token
+from onnx_ops.serving.audit import Audit
+from onnx_ops.serving.crew import Crew
+from onnx_ops.serving.endpoint import Edition, Endpoint
+from onnx_ops.serving.listeners import LOOPBACK, Listeners, bound, bound_to_file, inherited
+from onnx_ops.serving.shared import Shared
+from onnx_ops.serving.table import TableFile, write_durably
+from onnx_ops.serving.worker import Start
+
+_log = logging.getLogger(__name__)
+
+_LOCK_TRIES = 40
+_LOCK_PAUSE_S = 0.05
+_ORPHAN_PAUSE_S = 0.02
+_KILL_MARGIN_S = 2
+
+
+def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOptions) -> None:
+    """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
+
+    Args:
+        folder: where table, token and server record stand; made if it is not there.
+        host, port: the public listener; port 0 lets the system choose.
+        admin_port: the admin listener on loopback; 0 lets the system choose.
+        options: everything else.
+
+    Raises:
+        Conflict: another server runs on the folder.
+        ServiceUnavailable: a port is taken.
+        Refused: the token's file is open to others.
+        EnvironmentFailure: the folder cannot be read or written.
+    """
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(_only_server(folder))
+            token = read_token(folder)
+            listeners = _listeners(folder, host, port)
+            admin: list[tuple[socket.socket, str | None, str]] = [(bound(LOOPBACK, admin_port), token, "token")]
+            if options.admin_socket:
+                admin.append((bound_to_file(Path(options.admin_socket)), None, f"uid:{os.getuid()}"))
+            endpoint = Endpoint(TableFile(folder), shared := Shared(options.workers))
+            endpoint.restore()
+        except OSError as error:
+            raise EnvironmentFailure("the server's folder cannot be used", where=str(folder), why=str(error)) from error
+        gc.collect()
+        gc.freeze()  # else every worker's first collection would copy what all of them share
+        supervisor = Supervisor(folder, options, listeners, endpoint, shared)
+        asyncio.run(supervisor.run([(AdminApp(supervisor, t, who).asgi(), s) for s, t, who in admin]))
+        with contextlib.suppress(OSError):
+            (folder / SERVER_FILE).unlink(missing_ok=True)
+            (folder / HANDOVER_SOCKET).unlink(missing_ok=True)
+            if options.admin_socket:
+                Path(options.admin_socket).unlink(missing_ok=True)
+
+
+class Supervisor:
+    """Publishes one endpoint to a crew of workers."""
+
+    def __init__(
+        self, folder: Path, options: ServerOptions, listeners: Listeners, endpoint: Endpoint, shared: Shared
+    ) -> None:
+        self._folder = folder
+        self._options = options
+        self._listeners = listeners
+        self._endpoint = endpoint
+        self._shared = shared
+        self._audit = Audit(folder)
+        self._crew = Crew(options.workers, self._start_of)
+        self._changing = asyncio.Lock()
+        self._alone = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    def shown(self) -> AdminState:
+        current = self._endpoint.state
+        names = set() if current is None else {d.name for d in current.deployments}
+        failed = {name: why for name, why in self._crew.failed().items() if name in names}
+        return AdminState(state=current, failed=failed)
+
+    async def publish(self, state: EndpointState, who: str) -> None:
+        """Serve a state: on return every answer of every worker is by it or by a later one.
+
+        Raises:
+            Conflict, UserError: see `Endpoint.settled`.
+            OnnxOpsError: it could not be prepared or written, and nothing has changed.
+        """
+        async with self._changing:
+            await self._alone.wait()
+            if self._endpoint.settled(state) and not self.shown().failed:
+                return
+            self._audit.intend(who, state)
+            asked: list[Edition] = []
+
+            async def prepare(edition: Edition) -> None:
+                asked.append(edition)
+                await self._crew.prepare(edition)
+
+            try:
+                edition = await self._endpoint.publish(state, prepare)
+            except OnnxOpsError as error:
+                for abandoned in asked:
+                    await self._crew.settle(abandoned, published=False)
+                with contextlib.suppress(OnnxOpsError):  # the first error is the one to tell
+                    self._audit.outcome(who, state, str(error))
+                raise
+            self._crew.healed()
+            await self._crew.settle(edition, published=True)
+            try:
+                self._audit.outcome(who, state)
+            except OnnxOpsError as error:
+                _log.error("generation %d is published, but %s", state.generation, error)
+
+    async def run(self, apps: list[tuple[Starlette, socket.socket]]) -> None:
+        """Serve until the process is told to stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        servers = [(_Server(_config(app)), listener) for app, listener in apps]
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(self._begin(servers, group))
+            await self._stop.wait()
+            starting.cancel()
+            for server, _ in servers:
+                server.should_exit = True
+            self._listeners.public.close()
+            await self._crew.end(self._options.drain + _KILL_MARGIN_S)
+
+    async def _begin(self, servers: list[tuple[_Server, socket.socket]], group: asyncio.TaskGroup) -> None:
+        await self._crew.start()
+        for server, listener in servers:
+            group.create_task(server.serve(sockets=[listener]))
+        record = ServerRecord(
+            pid=os.getpid(),
+            port=self._listeners.public.getsockname()[1],
+            admin_port=servers[0][1].getsockname()[1],
+            started=time.time(),  # noqa: TID251 (the process's own start, for people to read)
+            options=self._options,
+        )
+        write_durably(self._folder / SERVER_FILE, codec.dumps(record))
+        _log.info("serving on port %d with %d workers", record.port, self._options.workers)
+        await self._retire_orphans()
+        self._alone.set()
+
+    async def _retire_orphans(self) -> None:
+        """Let workers of a supervisor that died drain. Until they are gone nothing is published: they would not know.
+
+        They go on answering, by the same table, until the new workers are ready.
+        """
+        orphans = self._orphans()
+        if orphans:
+            _log.warning("taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans)))
+        for number, patience_s in ((signal.SIGTERM, self._options.drain + _KILL_MARGIN_S), (signal.SIGKILL, 5)):
+            for pid in self._orphans():
+                processes.end(pid, self._folder, number)
+            deadline = time.monotonic() + patience_s
+            while self._orphans() and time.monotonic() < deadline:
+                await asyncio.sleep(_ORPHAN_PAUSE_S)
+
+    def _orphans(self) -> list[int]:
+        return [pid for pid in processes.workers(self._folder) if pid not in self._crew.pids]
+
+    def _start_of(self, number: int, control: socket.socket, refused: str) -> Start:
+        current = self._endpoint.current
+        return Start(
+            number=number,
+            folder=self._folder,
+            options=self._options,
+            shared=self._shared,
+            listeners=self._listeners,
+            control=control,
+            edition=0 if current is None else current.number,
+            table=None if current is None else current.table,
+            slots={} if current is None else current.slots,
+            refused=refused,
+        )
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the supervisor."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _listeners(folder: Path, host: str, port: int) -> Listeners:
+    """Those of workers whose supervisor died, or new ones."""
+    if processes.workers(folder) and (found := inherited(folder, host, port)) is not None:
+        return found
+    return Listeners(public=bound(host, port), handover=bound_to_file(folder / HANDOVER_SOCKET))
+
+
+@contextmanager
+def _only_server(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. A crash lets go of it, so that nobody takes a dead server for a live one."""
+    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:  # a client that looks whether we live holds it for an instant
+                if attempt == _LOCK_TRIES - 1:
+                    raise Conflict("another server runs on this folder", where=str(folder)) from error
+                time.sleep(_LOCK_PAUSE_S)
+        stream.truncate(0)
+        (folder / SERVER_FILE).unlink(missing_ok=True)
+        stream.write(str(os.getpid()))
+        stream.flush()
+        yield

@@ -1,0 +1,217 @@
+"""One worker process: it loads models, accepts connections and answers, until it is told to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError
+from onnx_ops.protocol import processes
+from onnx_ops.protocol.admin import error_to_bytes
+from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.protocol.table import Table
+from onnx_ops.serving.access_log import AccessLog
+from onnx_ops.serving.app import PublicApp
+from onnx_ops.serving.connections import Connections
+from onnx_ops.serving.control import Channel, Prepare, Prepared, Ready, Settled
+from onnx_ops.serving.inference import Inference
+from onnx_ops.serving.lanes import MOST_TOGETHER, Lane, RunTime
+from onnx_ops.serving.listeners import Listeners, hand_over
+from onnx_ops.serving.metrics import Metrics
+from onnx_ops.serving.models import load_model
+from onnx_ops.serving.protocol import protocol_for
+from onnx_ops.serving.resident import Resident
+from onnx_ops.serving.residents import Residents
+from onnx_ops.serving.sessions import Prepacked
+from onnx_ops.serving.shadow import Shadow
+from onnx_ops.serving.shared import Row, Shared
+
+_log = logging.getLogger(__name__)
+
+PREPACKED_FOLDER = "prepacked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a worker inherits.
+
+    `number` is its place among the workers; `edition`, `table` and `slots` are what was published when it was forked.
+    `refused` is why it must not load that table; empty if there is no reason.
+    """
+
+    number: int
+    folder: Path
+    options: ServerOptions
+    shared: Shared
+    listeners: Listeners
+    control: socket.socket
+    edition: int
+    table: Table | None
+    slots: Mapping[str, int]
+    refused: str = ""
+
+
+def work(start: Start) -> None:
+    """The life of a worker process. Returns when it has drained."""
+    record = processes.enlist(start.folder)
+    start.shared.restart(start.number)
+    gc.freeze()  # what was inherited lives as long as the process
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_Worker(start).run())
+    finally:
+        record.unlink(missing_ok=True)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the worker."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Worker:
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._options = start.options
+        self._nowhere = start.shared.row(start.number, 0)
+        self._loads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
+        self._residents = Residents(
+            start.shared, start.number, self._load, endpoint=start.options.endpoint or start.folder.name
+        )
+
+    async def run(self) -> None:
+        start, options = self._start, self._options
+        loop = asyncio.get_running_loop()
+        channel = await Channel.over(start.control)
+        access_log = AccessLog(options.access_log, self._nowhere) if options.access_log else None
+        self._inference = Inference(
+            self._residents, self._nowhere, deadline_s=options.deadline, shadow=Shadow(), access_log=access_log
+        )
+        bounds = Connections(
+            most=max(1, options.max_connections // options.workers),
+            max_body=options.max_body,
+            read_timeout_s=options.read_timeout,
+            keep_alive_s=options.keep_alive,
+            row=self._nowhere,
+        )
+        app = PublicApp(self._inference, Metrics(start.shared, self._residents.endpoint), max_body=options.max_body)
+        server = _Server(_config(app.asgi(), options, protocol=protocol_for(self._inference, bounds)))
+
+        def drain() -> None:
+            bounds.draining = True
+            server.should_exit = True
+
+        loop.add_signal_handler(signal.SIGTERM, drain)
+        failed = await self._restore()
+        watch = loop.create_task(bounds.watch())
+        control = loop.create_task(self._control(channel, failed))
+        await server.serve(sockets=[start.listeners.public])
+        watch.cancel()
+        control.cancel()
+        if access_log is not None:
+            access_log.close()
+
+    async def _restore(self) -> Mapping[str, str]:
+        table = self._start.table
+        if table is None:
+            return {}
+        loop = asyncio.get_running_loop()
+        arguments = (self._start.edition, table, self._start.slots, self._start.refused)
+        snapshot = await loop.run_in_executor(self._loads, self._residents.restore, *arguments)
+        return snapshot.failed
+
+    async def _control(self, channel: Channel, failed: Mapping[str, str]) -> None:
+        try:
+            await channel.send(Ready(failed=failed))
+            while (message := await channel.receive()) is not None:
+                if isinstance(message, Prepare):
+                    await channel.send(await self._prepare(message))
+                elif isinstance(message, Settled):
+                    await self._settle(message)
+        except ConnectionError:
+            pass
+        except Exception:
+            _log.exception("worker %d cannot follow its supervisor any more and ends", os.getpid())
+            os._exit(1)
+        _log.warning("the supervisor is gone; worker %d goes on with what is published", os.getpid())
+        self._start.listeners.handover.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._start.listeners.handover, hand_over, self._start.listeners)
+
+    async def _prepare(self, message: Prepare) -> Prepared:
+        loop = asyncio.get_running_loop()
+        await self._dismiss()
+        try:
+            await loop.run_in_executor(
+                self._loads, self._residents.prepare, message.edition, message.table, message.slots
+            )
+        except OnnxOpsError as error:
+            return Prepared(edition=message.edition, error=error_to_bytes(error).decode())
+        except Exception as error:
+            _log.exception("a deployment could not be loaded for a reason that nobody foresaw")
+            failure = EnvironmentFailure("a deployment could not be loaded", why=f"{type(error).__name__}: {error}")
+            return Prepared(edition=message.edition, error=error_to_bytes(failure).decode())
+        return Prepared(edition=message.edition)
+
+    async def _settle(self, message: Settled) -> None:
+        if not message.published:
+            self._residents.discard(message.edition)
+        await self._dismiss()
+
+    async def _dismiss(self) -> None:
+        """Turn to what is published, and let go of models that nothing needs any more outside the event loop."""
+        with contextlib.suppress(OnnxOpsError):
+            self._residents.current()
+        if dismissed := self._residents.dismiss():
+            await asyncio.get_running_loop().run_in_executor(self._loads, _let_go, dismissed)
+
+    def _load(self, deployment: Deployment, row: Row) -> Resident:
+        options = self._options
+        cache = Prepacked(self._start.folder / PREPACKED_FOLDER, options.prepack) if options.prepack else None
+        model = load_model(deployment, cache)
+        run_time = RunTime(model.seconds)
+        lane = Lane(
+            name=f"lane-{deployment.name}",
+            work=self._inference.work,
+            limit=options.queue,
+            together=MOST_TOGETHER if deployment.batchable else 1,
+            threads=options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers),
+            row=row,
+            run_time=run_time,
+        )
+        return Resident(
+            deployment=deployment, signature=model.signature, run=model.run, row=row, lane=lane, run_time=run_time
+        )
+
+
+def _let_go(dismissed: list[Resident]) -> None:
+    while dismissed:
+        dismissed.pop().lane.close()
+
+
+def _config(app: Starlette, options: ServerOptions, *, protocol: type) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=options.drain,
+    )

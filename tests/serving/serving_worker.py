@@ -1,0 +1,200 @@
+"""A worker's parts in a thread of this process: real sockets, real models, and a look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.protocol.table import Table, follow
+from onnx_ops.serving.app import PublicApp
+from onnx_ops.serving.connections import Connections
+from onnx_ops.serving.inference import Inference
+from onnx_ops.serving.lanes import MOST_TOGETHER, Lane, RunTime
+from onnx_ops.serving.listeners import bound
+from onnx_ops.serving.metrics import Metrics
+from onnx_ops.serving.models import load_model
+from onnx_ops.serving.protocol import protocol_for
+from onnx_ops.serving.resident import Resident
+from onnx_ops.serving.residents import Residents
+from onnx_ops.serving.shadow import Shadow
+from onnx_ops.serving.shared import Row, Shared, Slots
+
+Wrap = Callable[[Any], Any]
+
+
+@dataclass
+class Worker:
+    """One worker without its process.
+
+    Args:
+        state: what is published.
+        wrap: replaces the models' run functions.
+        slow: whether requests wait in lanes.
+        queue, threads, deadline: of the lanes.
+        bounds: arguments of `Connections` other than the usual ones.
+    """
+
+    state: EndpointState
+    wrap: Wrap = field(default=lambda run: run)
+    slow: bool = False
+    queue: int = 64
+    threads: int = 1
+    deadline: float = 30.0
+    bounds: Mapping[str, Any] = field(default_factory=dict)
+    slowly: list[str] = field(default_factory=list)
+    """Paths of the inference requests that went to the Starlette app."""
+
+    def publish(self, state: EndpointState) -> None:
+        edition = self.shared.edition + 1
+        table = follow(self.table, state)
+        self.residents.prepare(edition, table, self.slots.assign(table, self.table))
+        self.table = table
+        self.shared.edition = edition
+
+    def metrics(self) -> str:
+        return Metrics(self.shared, "e").text(None)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Worker]:
+        started = threading.Event()
+        thread = threading.Thread(target=lambda: uvloop.run(self._serve(started)))
+        thread.start()
+        assert started.wait(60)
+        try:
+            yield self
+        finally:
+            self.loop.call_soon_threadsafe(self._stop)
+            thread.join()
+
+    def _stop(self) -> None:
+        self.connections.draining = True
+        self.server.should_exit = True
+
+    async def _serve(self, started: threading.Event) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.shared = Shared(1)
+        self.slots = Slots(self.shared)
+        self.table: Table | None = None
+        nowhere = self.shared.row(0, 0)
+        self.residents = Residents(self.shared, 0, self._load, endpoint="e")
+        self.shadow = Shadow()
+        self.inference = Inference(self.residents, nowhere, deadline_s=self.deadline, shadow=self.shadow)
+        self.publish(self.state)
+        usual = {"most": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
+        self.connections = Connections(**{**usual, **self.bounds}, row=nowhere)  # type: ignore[arg-type]
+        app = _Spied(self.inference, Metrics(self.shared, "e"), max_body=self.connections.max_body)
+        app.slowly = self.slowly
+        config = uvicorn.Config(
+            app.asgi(),
+            http=protocol_for(self.inference, self.connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=20,
+        )
+        self.server = uvicorn.Server(config)
+        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        with bound("127.0.0.1", 0) as listener:
+            self.port = listener.getsockname()[1]
+            watch = self.loop.create_task(self.connections.watch())
+            self.loop.call_soon(self._tell, started)
+            await self.server.serve(sockets=[listener])
+            watch.cancel()
+
+    def _tell(self, started: threading.Event) -> None:
+        if self.server.started:
+            started.set()
+        else:
+            self.loop.call_later(0.001, self._tell, started)
+
+    def _load(self, deployment: Deployment, row: Row) -> Resident:
+        model = load_model(deployment)
+        run_time = RunTime(1.0 if self.slow else 0.0)
+        lane = Lane(
+            name="lane",
+            work=self.inference.work,
+            limit=self.queue,
+            together=MOST_TOGETHER if deployment.batchable else 1,
+            threads=self.threads,
+            row=row,
+            run_time=run_time,
+        )
+        return Resident(
+            deployment=deployment,
+            signature=model.signature,
+            run=self.wrap(model.run),
+            row=row,
+            lane=lane,
+            run_time=run_time,
+        )
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def send(self, *pieces: bytes) -> bytes:
+        """What the server sends until it closes the connection, or has answered and is silent."""
+        with self.connect() as client:
+            for piece in pieces:
+                client.sendall(piece)
+            return received(client)
+
+
+class _Spied(PublicApp):
+    slowly: list[str]
+
+    async def infer(self, request: Any) -> Any:
+        self.slowly.append(request.url.path)
+        return await super().infer(request)
+
+    async def invocations(self, request: Any) -> Any:
+        self.slowly.append(request.url.path)
+        return await super().invocations(request)
+
+
+def received(client: socket.socket, answers: int = 1) -> bytes:
+    """As many whole answers as asked for, or all until the connection is closed."""
+    data = b""
+    while True:
+        rest, complete = data, 0
+        while b"\r\n\r\n" in rest:
+            head, _, tail = rest.partition(b"\r\n\r\n")
+            lines = [line.lower() for line in head.split(b"\r\n")]
+            if lines[0].endswith(b"100 continue"):
+                rest = tail
+                continue
+            length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length")), 0)
+            if len(tail) < length:
+                break
+            rest, complete = tail[length:], complete + 1
+        if complete >= answers:
+            return data
+        try:
+            piece = client.recv(1 << 16)
+        except ConnectionError:
+            return data
+        if not piece:
+            return data
+        data += piece
+
+
+def post(
+    path: str, body: bytes, headers: Mapping[str, str] | None = None, *, method: str = "POST", version: str = "1.1"
+) -> bytes:
+    """The bytes of a request."""
+    lines = [f"{method} {path} HTTP/{version}", "host: x", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+def without_date(answer: bytes) -> bytes:
+    return b"\r\n".join(line for line in answer.split(b"\r\n") if not line.startswith(b"date: "))

@@ -1,0 +1,347 @@
+"""Lanes, batches, deadlines, shadows and counts, with models that run for real and as slowly as a test wants."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+from serving_worker import Worker, post, received
+
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.serving import shared as slab
+from onnx_ops.serving.batches import groups
+from onnx_ops.serving.lanes import INLINE_S, RunTime
+from onnx_ops.serving.wire import Call
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
+
+INFER = "/v2/models/m/infer"
+
+
+def body(*rows: Sequence[float]) -> bytes:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [len(rows), 2], "data": [v for row in rows for v in row]}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+@dataclass
+class Gate:
+    """Holds runs of a model until it is opened, and remembers the rows of each."""
+
+    open: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    rows: list[int] = field(default_factory=list)
+
+    def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def held(outputs: Sequence[str], feed: Mapping[str, Any]) -> Any:
+            self.rows.append(len(feed["x"]))
+            self.entered.release()
+            assert self.open.wait(30)
+            return run(outputs, feed)
+
+        return held
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open.set()
+
+
+@pytest.fixture
+def batchable(blue: Deployment) -> Deployment:
+    return replace(blue, batchable=True)
+
+
+def status(answer: bytes) -> int:
+    return int(answer[9:12])
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def queued(worker: Worker, slot: int = 1) -> int:
+    return worker.shared.totals(slot)[slab.QUEUED]
+
+
+def test_what_queued_up_during_a_run_is_run_as_one_batch(gate: Gate, batchable: Deployment) -> None:
+    with Worker(state_of(batchable, blue=100), wrap=gate.wrap, slow=True).running() as worker:
+        clients = [worker.connect() for _ in range(5)]
+        clients[0].sendall(post(INFER, body([0, 0])))
+        assert gate.entered.acquire(timeout=30)
+        for number, client in enumerate(clients[1:], start=1):
+            client.sendall(post(INFER, body(*([number, number + 0.5] for _ in range(number)))))
+        wait_until(lambda: queued(worker) == 4)
+        gate.open.set()
+        for number, client in enumerate(clients):
+            answer = received(client)
+            data = json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"]
+            assert data == [2.0 * number, 2.0 * number + (1 if number else 0)] * max(1, number)
+            client.close()
+        totals = worker.shared.totals(1)
+    assert gate.rows == [1, 1 + 2 + 3 + 4]
+    assert totals[slab.RUNS] == 2
+    assert totals[slab.BATCHED] == 4
+    assert totals[slab.QUEUED] == totals[slab.RUNNING] == 0
+
+
+def test_without_evidence_nothing_is_run_together(gate: Gate, blue: Deployment) -> None:
+    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker:
+        clients = [worker.connect() for _ in range(4)]
+        for client in clients:
+            client.sendall(post(INFER, body([1, 1], [2, 2])))
+        wait_until(lambda: queued(worker) == 3)
+        assert gate.entered.acquire(timeout=30)
+        gate.open.set()
+        assert [status(received(client)) for client in clients] == [200] * 4
+        for client in clients:
+            client.close()
+    assert gate.rows == [2, 2, 2, 2]
+
+
+def test_one_bad_request_of_a_batch_fails_alone(gate: Gate, batchable: Deployment) -> None:
+    with Worker(state_of(batchable, blue=100), wrap=gate.wrap, slow=True).running() as worker:
+        clients = [worker.connect() for _ in range(4)]
+        bodies = [body([1, 1]), body([2, 2]), b'{"inputs": []}', body([3, 3])]
+        for client, content in zip(clients, bodies, strict=True):
+            client.sendall(post(INFER, content))
+            if client is clients[0]:
+                assert gate.entered.acquire(timeout=30)
+        wait_until(lambda: queued(worker) == 3)
+        gate.open.set()
+        assert [status(received(client)) for client in clients] == [200, 200, 400, 200]
+        for client in clients:
+            client.close()
+
+
+def test_an_answer_that_cannot_be_split_is_asked_for_again_one_by_one(build: Callable[..., Deployment]) -> None:
+    """The model leaves out rows that occur twice: of two equal requests one row comes back."""
+    unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
+    model = build([unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])])
+    gate = Gate()
+    with Worker(state_of(replace(model, batchable=True), blue=100), wrap=gate.wrap, slow=True).running() as worker:
+        clients = [worker.connect() for _ in range(3)]
+        for client in clients:
+            client.sendall(post(INFER, body([5, 5])))
+            if client is clients[0]:
+                assert gate.entered.acquire(timeout=30)
+        wait_until(lambda: queued(worker) == 2)
+        gate.open.set()
+        answers = [json.loads(received(client).partition(b"\r\n\r\n")[2]) for client in clients]
+        for client in clients:
+            client.close()
+    assert [answer["outputs"][0]["data"] for answer in answers] == [[5.0, 5.0]] * 3
+    assert gate.rows == [1, 2, 1, 1]
+
+
+def test_a_full_queue_says_when_to_come_again(gate: Gate, blue: Deployment) -> None:
+    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True, queue=2).running() as worker:
+        clients = [worker.connect() for _ in range(3)]
+        for client in clients:
+            client.sendall(post(INFER, body([1, 1])))
+            if client is clients[0]:
+                assert gate.entered.acquire(timeout=30)
+        wait_until(lambda: queued(worker) == 2)
+        answer = worker.send(post(INFER, body([1, 1])))
+        assert status(answer) == 429
+        assert b"\r\nretry-after: 2\r\n" in answer
+        assert b"\r\nx-onnx-ops-deployment: blue\r\n" in answer
+        gate.open.set()
+        assert [status(received(client)) for client in clients] == [200] * 3
+        for client in clients:
+            client.close()
+        assert worker.shared.totals(1)[slab.column_of(429)] == 1
+
+
+def test_who_waited_too_long_is_not_run(gate: Gate, blue: Deployment) -> None:
+    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker:
+        first, late, patient = (worker.connect() for _ in range(3))
+        first.sendall(post(INFER, body([1, 1])))
+        assert gate.entered.acquire(timeout=30)
+        late.sendall(post(INFER, body([1, 1]), {"x-request-timeout-ms": "1"}))
+        patient.sendall(post(INFER, body([1, 1]), {"x-request-timeout-ms": "60000"}))
+        wait_until(lambda: queued(worker) == 2)
+        time.sleep(0.005)
+        gate.open.set()
+        assert [status(received(client)) for client in (first, late, patient)] == [200, 504, 200]
+        for client in (first, late, patient):
+            client.close()
+        assert status(worker.send(post(INFER, body([1, 1]), {"x-request-timeout-ms": "soon"}))) == 400
+    assert len(gate.rows) == 2
+
+
+def test_who_went_away_is_not_run(gate: Gate, blue: Deployment) -> None:
+    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker:
+        first, gone = worker.connect(), worker.connect()
+        first.sendall(post(INFER, body([1, 1])))
+        assert gate.entered.acquire(timeout=30)
+        gone.sendall(post(INFER, body([1, 1])))
+        wait_until(lambda: queued(worker) == 1)
+        gone.close()
+        wait_until(lambda: len(worker.server.server_state.connections) == 1)
+        gate.open.set()
+        assert status(received(first)) == 200
+        first.close()
+        wait_until(lambda: worker.shared.totals(1)[slab.column_of(499)] == 1)
+    assert len(gate.rows) == 1
+
+
+def test_a_request_behind_one_in_a_lane_waits_for_its_turn(gate: Gate, blue: Deployment) -> None:
+    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker, worker.connect() as client:
+        client.sendall(post(INFER, body([1, 1])) + post("/ping", b"", method="GET") + post(INFER, body([3, 3])))
+        assert gate.entered.acquire(timeout=30)
+        assert status(worker.send(post("/ping", b"", method="GET"))) == 200
+        gate.open.set()
+        answers = received(client, 3).split(b"HTTP/1.1 ")[1:]
+    assert [b'"data":[2.0' in answers[0], b'"ready":true' in answers[1], b'"data":[6.0' in answers[2]] == [True] * 3
+
+
+def test_a_drain_finishes_what_waits_and_what_is_being_read(gate: Gate, blue: Deployment) -> None:
+    worker = Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True)
+    with worker.running():
+        waits, reads, idle = (worker.connect() for _ in range(3))
+        request = post(INFER, body([1, 1]))
+        waits.sendall(request)
+        assert gate.entered.acquire(timeout=30)
+        reads.sendall(request[:-5])
+        wait_until(lambda: len(worker.server.server_state.connections) == 3)
+        worker.loop.call_soon_threadsafe(worker._stop)
+        assert idle.recv(1) == b""
+        idle.close()
+        reads.sendall(request[-5:])
+        gate.open.set()
+        for client in (waits, reads):
+            answer = received(client)
+            assert status(answer) == 200
+            assert b"connection: close" in answer
+            assert client.recv(1) == b""
+            client.close()
+
+
+def with_shadow(state: EndpointState, **shadow: int) -> EndpointState:
+    return replace(state, split=TrafficSplit(weights=state.split.weights, shadow=shadow))
+
+
+def test_a_shadow_gets_copies_and_no_client_its_answers(blue: Deployment, green: Deployment) -> None:
+    seen: list[bytes] = []
+    state = with_shadow(state_of(blue, green, blue=100), green=100)
+    with Worker(state).running() as worker:
+        worker.shadow._compare = lambda _, __, answer: seen.append(answer.body)
+        for number in range(20):
+            answer = worker.send(post(INFER, body([number, 1])))
+            assert b"x-onnx-ops-deployment: blue" in answer
+            assert b'"data":[%.1f,2.0]' % (2 * number) in answer
+        assert status(worker.send(post(INFER, b"{"))) == 400  # not copied: it says nothing about the shadow
+        wait_until(lambda: worker.shared.totals(2)[slab.SHADOW_DONE] == 20)
+        totals = worker.shared.totals(2)
+    assert totals[slab.SHADOW_SENT] == 20
+    assert [json.loads(s)["outputs"][0]["data"] for s in seen] == [[3.0 * n, 3.0] for n in range(20)]
+    assert totals[slab.column_of(200)] == 0
+
+
+def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
+    gate: Gate, blue: Deployment, green: Deployment
+) -> None:
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+        return gate.wrap(run) if run.__self__.deployment.name == "green" else run  # type: ignore[attr-defined]
+
+    with Worker(with_shadow(state_of(blue, green, blue=100), green=100), wrap=wrap).running() as worker:
+        for _ in range(100):
+            assert status(worker.send(post(INFER, body([1, 1])))) == 200
+        totals = worker.shared.totals(2)
+        assert totals[slab.SHADOW_SENT] + totals[slab.SHADOW_DROPPED] == 100
+        assert totals[slab.SHADOW_DROPPED] in (35, 36)  # 64 wait, one is held by the gate unless it was not taken yet
+        gate.open.set()
+        wait_until(lambda: worker.shared.totals(2)[slab.SHADOW_DONE] == totals[slab.SHADOW_SENT])
+
+
+def test_a_shadow_that_fails_disturbs_nobody(blue: Deployment, tmp_path: Path) -> None:
+    other = scaling_deployment(tmp_path / "other", name="other", version="3", scale=1.0, model="m")
+
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*_: Any) -> Any:
+            raise ValueError("a fault that nobody foresaw")
+
+        return broken if run.__self__.deployment.name == "other" else run  # type: ignore[attr-defined]
+
+    with Worker(with_shadow(state_of(blue, other, blue=100), other=100), wrap=wrap).running() as worker:
+        for _ in range(3):
+            assert status(worker.send(post(INFER, body([1, 1])))) == 200
+        wait_until(lambda: worker.shared.totals(2)[slab.SHADOW_FAILED] == 3)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_fault_that_nobody_foresaw_is_a_500_without_details(blue: Deployment, slow: bool) -> None:
+    def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*_: Any) -> Any:
+            raise ZeroDivisionError("secret")
+
+        return broken
+
+    with Worker(state_of(blue, blue=100), wrap=wrap, slow=slow).running() as worker:
+        for headers in ({}, {"x-odd": "1\r\nx-odd: 2"}):
+            answer = worker.send(post(INFER, body([1, 1]), headers))
+            assert status(answer) == 500
+            assert answer.endswith(b'{"error":"internal error"}')
+
+
+def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) -> None:
+    with Worker(state_of(blue, green, blue=70, green=30)).running() as worker:
+        for number in range(30):
+            headers = {"azureml-model-deployment": "blue" if number % 3 else "green"}
+            headers |= {"x-odd": "1\r\nx-odd: 2"} if number % 2 else {}
+            worker.send(post(INFER, body([1, 1]) if number % 5 else b"{", headers))
+        worker.send(post(INFER, b"", {"content-encoding": "gzip"}))
+        worker.send(post("/v2/models/z/infer", body([1, 1])))
+        nowhere, first, second = (worker.shared.totals(slot) for slot in range(3))
+        text = worker.metrics()
+    assert (first[slab.column_of(200)], first[slab.column_of(400)]) == (16, 4)
+    assert (second[slab.column_of(200)], second[slab.column_of(400)]) == (8, 2)
+    assert (nowhere[slab.column_of(415)], nowhere[slab.column_of(404)]) == (1, 1)
+    assert sum(first[slab.BUCKETS : slab.NANOSECONDS]) == 20
+    blue_labels = 'endpoint="e",deployment="blue",version="1",variant="fp32"'
+    assert f'onnx_ops_request_seconds_bucket{{{blue_labels},le="+Inf"}} 20\n' in text
+    assert f"onnx_ops_model_runs_total{{{blue_labels}}} 16\n" in text
+
+
+def test_fast_models_run_at_once_and_slow_ones_do_not() -> None:
+    run_time = RunTime(20e-6)
+    run_time.observe(5e-3)  # the system took the processor away once
+    assert run_time.seconds < INLINE_S
+    run_time.observe(5e-3)
+    run_time.observe(5e-3)
+    assert run_time.seconds > INLINE_S
+    for _ in range(30):
+        run_time.observe(20e-6)
+    assert run_time.seconds < INLINE_S
+    run_time.observe(1.0)
+    assert run_time.seconds > INLINE_S
+
+
+def call(rows: int, width: int, outputs: tuple[str, ...]) -> Call:
+    return Call(feed={"x": np.zeros((max(1, rows), width), np.float32)}, outputs=outputs, rows=rows)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 2), st.sampled_from([("y",), ("y", "z")])), max_size=20))
+def test_groups_hold_every_call_once_and_only_what_fits(drawn: list[tuple[int, int, tuple[str, ...]]]) -> None:
+    calls = {number: call(*arguments) for number, arguments in enumerate(drawn)}
+    found = groups(calls, batchable=True)
+    assert sorted(n for group in found for n in group) == list(calls)
+    for group in found:
+        assert len({(calls[n].outputs, calls[n].feed["x"].shape[1]) for n in group}) == 1
+        assert len(group) == 1 or (all(calls[n].rows for n in group) and sum(calls[n].rows for n in group) <= 1024)
+    assert groups(calls, batchable=False) == [[n] for n in calls]

@@ -1,0 +1,298 @@
+"""HTTP as clients speak it, well and badly: the two ways to an answer, and the bounds."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from serving_worker import Worker, post, received, without_date
+
+from onnx_ops.serving.connections import READING
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
+
+INFER = "/v2/models/m/infer"
+X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+BODY = json.dumps({"inputs": [X]}).encode()
+GOOD = post(INFER, BODY, {"azureml-model-deployment": "blue"})
+TWICE = {"x-odd": "1\r\nx-odd: 2"}
+"""A header that is there twice means nothing, but makes the request unusual."""
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    root = tmp_path_factory.mktemp("models")
+    blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
+    green = scaling_deployment(root / "green", name="green", version="2", scale=3.0, model="m")
+    bounds = {"read_timeout_s": 0.5, "keep_alive_s": 1.0, "most": 50}
+    with Worker(state_of(blue, green, blue=70, green=30), bounds=bounds).running() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
+    yield
+    worker.slowly.clear()
+    answer = worker.send(GOOD)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b'"data":[2.0,4.0]' in answer
+    assert INFER not in worker.slowly
+
+
+CORPUS = {
+    "infer": (INFER, BODY, {}),
+    "version": ("/v2/models/m/versions/2/infer", BODY, {}),
+    "no such version": ("/v2/models/m/versions/9/infer", BODY, {}),
+    "pinned": (INFER, BODY, {"x-amzn-sagemaker-target-variant": "green"}),
+    "pinned to nothing": (INFER, BODY, {"x-amzn-sagemaker-target-variant": "grey"}),
+    "sticky": (INFER, BODY, {"x-user-key": "anna"}),
+    "echoed": (INFER, BODY, {"x-request-id": "r-1", "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa-01"}),
+    "echo too long": (INFER, BODY, {"x-request-id": "r" * 300}),
+    "echo not printable": (INFER, BODY, {"x-request-id": "r\xe9"}),
+    "outputs and id": (INFER, json.dumps({"id": "7", "inputs": [X], "outputs": [{"name": "y"}]}).encode(), {}),
+    "not JSON": (INFER, b"{", {}),
+    "empty": (INFER, b"", {}),
+    "wrong tensor": (INFER, json.dumps({"inputs": [{**X, "data": ["a", 2]}]}).encode(), {}),
+    "instances": ("/invocations", b'{"instances": [[1, 2]]}', {}),
+    "table": ("/invocations", b'{"dataframe_split": {"columns": ["a", "b"], "data": [[1, 2]]}}', {}),
+    "at its endpoint": ("/endpoints/e/invocations", b'{"inputs": {"x": [[1, 2]]}}', {}),
+    "no form": ("/invocations", b"{}", {"content-type": "application/json; charset=utf-8"}),
+    "wrong length of the JSON part": (INFER, BODY, {"inference-header-content-length": "x"}),
+}
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_both_ways_give_the_same_bytes(worker: Worker, name: str) -> None:
+    path, body, headers = CORPUS[name]
+    if not any("variant" in h or "key" in h for h in headers):
+        headers = {**headers, "azureml-model-deployment": "blue"}
+    fast = worker.send(post(path, body, headers))
+    count = len(worker.slowly)
+    slow = worker.send(post(path, body, {**headers, **TWICE}))
+    assert len(worker.slowly) == count + 1
+    assert without_date(slow) == without_date(fast)
+    assert b"\r\ndate: " in fast
+    assert b"\r\ndate: " in slow
+
+
+def test_the_usual_request_takes_the_fast_way_and_an_unusual_one_does_not(worker: Worker) -> None:
+    for headers in ({}, {"content-type": "application/json"}, {"connection": "keep-alive"}, {"accept": "*/*"}):
+        assert worker.send(post(INFER, BODY, headers)).startswith(b"HTTP/1.1 200")
+    assert INFER not in worker.slowly
+    for request in (
+        post(INFER, BODY, {"connection": "close"}),
+        post(INFER, BODY, {"connection": "keep-alive"}, version="1.0"),
+        post(INFER, BODY, version="1.0"),
+        post(f"{INFER}?a=b", BODY),
+        post("/v2/models/m/%69nfer", BODY),
+    ):
+        assert worker.send(request).startswith(b"HTTP/1.1 200")
+    assert len(worker.slowly) == 5
+
+
+def test_a_connection_that_repeats_its_head_gets_the_answers_to_its_bodies(worker: Worker) -> None:
+    pin = {"azureml-model-deployment": "blue"}
+
+    def body(first: int, second: int) -> bytes:
+        return json.dumps({"inputs": [{**X, "data": [first, second]}]}).encode()
+
+    with worker.connect() as client:
+        for first in range(8):
+            client.sendall(post(INFER, body(first, 1), pin))
+            assert b'"data":[%.1f,2.0]' % (2 * first) in received(client)
+        client.sendall(post(INFER, body(1, 2), {**pin, "x-request-id": "r-9"}))
+        assert b"x-request-id: r-9\r\n" in received(client)
+        client.sendall(post(INFER, body(1, 2), pin)[:-1])  # shorter than announced: the rest is still to come
+        client.sendall(b"}")
+        assert b'"data":[2.0,4.0]' in received(client)
+        client.sendall(post(INFER, body(1, 2), pin) + post(INFER, body(3, 4), pin))
+        answers = received(client, 2)
+        assert answers.index(b'"data":[2.0,4.0]') < answers.index(b'"data":[6.0,8.0]')
+    assert INFER not in worker.slowly
+
+
+def test_what_looks_like_a_head_inside_another_is_never_taken_for_one(worker: Worker) -> None:
+    """The second piece is a header's value and the end of the head; sent alone, it is a request of its own."""
+    inner = post("/nowhere", BODY)
+    with worker.connect() as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.sendall(f"POST {INFER} HTTP/1.1\r\nazureml-model-deployment: blue\r\nx-value: ".encode())
+        time.sleep(0.05)  # so that the pieces arrive as such; if they do not, the test still holds
+        client.sendall(inner)
+        assert b" 200 OK" in received(client)
+        client.sendall(inner)
+        assert b" 404 Not Found" in received(client)
+
+
+@pytest.mark.parametrize("headers", [{}, TWICE])
+def test_in_fragments_of_seven_bytes(worker: Worker, headers: dict[str, str]) -> None:
+    request = post(INFER, BODY, {"azureml-model-deployment": "green", **headers})
+    with worker.connect() as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(request), 7):
+            client.sendall(request[start : start + 7])
+            time.sleep(0.0002)  # so that fragments arrive as such; nothing depends on how many do
+        assert b'"data":[3.0,6.0]' in received(client)
+
+
+def test_chunked_bodies(worker: Worker) -> None:
+    head = f"POST {INFER} HTTP/1.1\r\nhost: x\r\nazureml-model-deployment: blue\r\ntransfer-encoding: chunked\r\n\r\n"
+    half = len(BODY) // 2
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (BODY[:half], BODY[half:]))
+    assert b'"data":[2.0,4.0]' in worker.send(head.encode(), chunks, b"0\r\n\r\n")
+
+
+def test_pipelined_requests_are_answered_in_order(worker: Worker) -> None:
+    pins = ["blue", "green", "blue", "green", "green", "blue"]
+    odd = [False, True, True, False, True, False]
+    requests = [
+        post(INFER, BODY, {"azureml-model-deployment": pin, **(TWICE if slow else {})})
+        for pin, slow in zip(pins, odd, strict=True)
+    ]
+    with worker.connect() as client:
+        client.sendall(b"".join(requests))
+        answers = received(client, len(requests)).split(b"HTTP/1.1 ")[1:]
+    assert [a.partition(b"x-onnx-ops-deployment: ")[2].split(b"\r\n")[0].decode() for a in answers] == pins
+
+
+def test_expect_continue(worker: Worker) -> None:
+    with worker.connect() as client:
+        client.sendall(post(INFER, b"", {"expect": "100-continue"}).replace(b"length: 0", b"length: %d" % len(BODY)))
+        assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(BODY)
+        assert b" 200 OK" in received(client)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 50, b"400"),
+        (b"hello\r\n\r\n", b"400"),
+        (b"\xff" * 500, b"400"),
+        (b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"400"),
+        (b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", b"400"),
+        (b"POST /invocations HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello", b"400"),
+        (b"POST /invocations HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", b"400"),
+        (b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"400"),
+        (b"POST /invoc\x00ations HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
+        (b"CONNECT evil:443 HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
+        (b"GET /ping HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 200_000, b"431"),
+        (b"GET /" + b"a" * 200_000, b"431"),
+        (post(INFER, b"").replace(b"length: 0", b"length: 1000000000"), b"413"),
+        (post("/nowhere", b"").replace(b"length: 0", b"length: 1000000000"), b"413"),
+        (post(INFER, b"", {"expect": "100-continue"}).replace(b"length: 0", b"length: 1000000000"), b"413"),
+        (post(INFER, b"\x1f\x8b" + b"0" * 100, {"content-encoding": "gzip"}), b"415"),
+        (post("/invocations", b"0" * 100, {"content-encoding": "br"}), b"415"),
+        (post(INFER, BODY, method="PUT"), b"405"),
+        (post("/nowhere", BODY), b"404"),
+    ],
+)
+def test_what_is_wrong_is_refused_at_once(worker: Worker, request_bytes: bytes, status: bytes) -> None:
+    answer = worker.send(request_bytes)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert json.loads(body)["error"]
+    if status in (b"400", b"413", b"431"):
+        assert b"connection: close" in head
+
+
+def test_a_chunked_body_without_end_is_refused(worker: Worker) -> None:
+    with worker.connect() as client:
+        client.sendall(b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        answer = b""
+        try:
+            for _ in range(40):
+                client.sendall(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
+            answer = received(client)
+        except ConnectionError:
+            answer = received(client)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
+
+
+def test_all_bodies_together_are_bounded(worker: Worker) -> None:
+    half = worker.connections.max_body // 2
+    head = post(INFER, b"").replace(b"length: 0", b"length: %d" % (half + 1))
+    clients = [worker.connect() for _ in range(18)]
+    try:
+        for client in clients:
+            client.sendall(head + b" " * half)
+        answers = [received(client) for client in clients]
+    finally:
+        for client in clients:
+            client.close()
+    assert {answer[9:12] for answer in answers} == {b"408", b"503"}
+    assert worker.connections.held <= worker.connections.max_held
+
+
+def test_a_request_that_comes_too_slowly_is_ended(worker: Worker) -> None:
+    for start in (
+        b"POST ",
+        post(INFER, BODY)[:-3],
+        post(INFER, BODY, TWICE)[:-3],
+        b"GET /ping HTTP/1.1\r\nhost: x\r\n",
+    ):
+        assert worker.send(start).startswith(b"HTTP/1.1 408"), start
+
+
+def test_an_idle_connection_is_closed(worker: Worker) -> None:
+    with worker.connect() as client:
+        assert client.recv(1) == b""
+    with worker.connect() as client:
+        client.sendall(GOOD)
+        assert b" 200 OK" in received(client)
+        assert client.recv(1) == b""
+
+
+def test_a_half_closed_connection_still_gets_its_answer(worker: Worker) -> None:
+    with worker.connect() as client:
+        client.sendall(GOOD)
+        client.shutdown(socket.SHUT_WR)
+        assert b" 200 OK" in received(client)
+
+
+def test_idle_connections_give_way_and_busy_ones_do_not(tmp_path: Path) -> None:
+    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0, model="m")
+    with Worker(state_of(blue, blue=100), bounds={"most": 5}).running() as worker:
+        idle = [worker.connect() for _ in range(20)]
+        assert worker.send(GOOD).startswith(b"HTTP/1.1 200")
+        busy = []
+        for _ in range(5):
+            busy.append(worker.connect())
+            busy[-1].sendall(GOOD)
+            assert b" 200 OK" in received(busy[-1])
+            busy[-1].sendall(GOOD[:-1])
+            wait_until(lambda: [c.stage for c in worker.connections._open].count(READING) == len(busy))
+        with worker.connect() as client:
+            refused = received(client)
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"\r\nretry-after: 1\r\n" in refused
+        for client in busy:
+            client.sendall(GOOD[-1:])
+            assert b" 200 OK" in received(client)
+        for client in (*busy, *idle):
+            client.close()
+
+
+def test_an_offer_to_change_the_protocol_is_ignored(worker: Worker) -> None:
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABk"}
+    assert b" 200 OK" in worker.send(post("/ping", b"", offer, method="GET"))
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind(worker: Worker, tmp_path: Path) -> None:
+    for piece in (b"", b"POST", post(INFER, BODY)[:-1], post(INFER, BODY, TWICE)[:-1], GOOD):
+        client = worker.connect()
+        client.sendall(piece)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+    assert worker.send(GOOD).startswith(b"HTTP/1.1 200")
+    wait_until(lambda: worker.connections.held == 0)

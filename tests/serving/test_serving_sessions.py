@@ -1,0 +1,144 @@
+"""Models in the form that the processor likes best, and every way in which an entry can be bad."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from serving_process import deploy
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.serving import sessions
+from onnx_ops.serving.models import load_model
+from onnx_ops.serving.sessions import Prepacked
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Deployment:
+    """Convolution and matrix product, whose weights the runtime packs."""
+    random = np.random.default_rng(0)
+
+    def weight(name: str, *shape: int) -> onnx.TensorProto:
+        return numpy_helper.from_array(random.standard_normal(shape).astype(np.float32), name)
+
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "k", "kb"], ["c"], pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["c"], ["r"]),
+            helper.make_node("Flatten", ["r"], ["f"]),
+            helper.make_node("Gemm", ["f", "w", "b"], ["y"]),
+        ],
+        "m",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 10])],
+        [weight("k", 16, 3, 3, 3), weight("kb", 16), weight("w", 16 * 64, 10), weight("b", 10)],
+    )
+    folder = tmp_path / "network"
+    folder.mkdir()
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), folder / "model.onnx"
+    )
+    return deploy(folder)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Prepacked:
+    return Prepacked(tmp_path / "prepacked", smallest=1)
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "prepacked").iterdir() if path.is_dir()]
+
+
+def answer(deployment: Deployment, cache: Prepacked | None) -> bytes:
+    x = np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype(np.float32)
+    (y,) = load_model(deployment, cache).run(("y",), {"x": x})
+    return y.tobytes()
+
+
+def test_an_entry_is_made_once_and_answers_with_the_same_bits(
+    network: Deployment, cache: Prepacked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = answer(network, None)
+    assert answer(network, cache) == plain
+    (entry,) = entries(tmp_path)
+    made = {path.name: path.stat().st_mtime_ns for path in entry.iterdir()}
+    assert set(made) == {"model.onnx", "weights.bin", "entry.json"}
+    opened: list[Path] = []
+    original = sessions.open_session
+    monkeypatch.setattr(
+        sessions, "open_session", lambda path, **options: opened.append(path) or original(path, **options)
+    )
+    assert answer(network, cache) == plain
+    assert opened == [entry / "model.onnx"]
+    assert {path.name: path.stat().st_mtime_ns for path in entry.iterdir()} == made
+
+
+@pytest.mark.parametrize("file", ["model.onnx", "weights.bin", "entry.json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_broken_entry_is_made_again(
+    network: Deployment, cache: Prepacked, tmp_path: Path, file: str, damage: str
+) -> None:
+    plain = answer(network, cache)
+    path = entries(tmp_path)[0] / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    match damage:
+        case "cut":
+            path.write_bytes(data[: len(data) // 2])
+        case "flipped":
+            path.write_bytes(data)
+        case _:
+            path.unlink()
+    assert answer(network, cache) == plain
+    assert path.exists()
+    assert not list((tmp_path / "prepacked").glob(".tmp-*"))
+
+
+def test_an_entry_whose_answers_differ_is_not_used(
+    network: Deployment, cache: Prepacked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "same_answers", lambda *_: False)
+    assert answer(network, cache) == answer(network, None)
+    assert entries(tmp_path) == []
+
+
+def test_small_models_have_no_entry_and_a_cache_that_cannot_be_written_is_done_without(
+    network: Deployment, tmp_path: Path
+) -> None:
+    plain = answer(network, None)
+    assert answer(network, Prepacked(tmp_path / "prepacked", smallest=1 << 30)) == plain
+    assert not (tmp_path / "prepacked").exists()
+    (tmp_path / "file").write_text("")
+    assert answer(network, Prepacked(tmp_path / "file" / "prepacked", smallest=1)) == plain
+
+
+def test_another_runtime_or_processor_has_an_entry_of_its_own(
+    network: Deployment, cache: Prepacked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(network, cache)
+    monkeypatch.setattr(sessions, "_processor", lambda: "another one")
+    answer(network, cache)
+    assert len(entries(tmp_path)) == 2
+
+
+def _load(deployment: Deployment, folder: Path, answers: Callable[[bytes], None]) -> None:
+    answers(answer(deployment, Prepacked(folder, smallest=1)))
+
+
+def test_workers_that_load_at_the_same_time_share_one_entry(network: Deployment, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=_load, args=(network, tmp_path / "prepacked", queue.put)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    found = {queue.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert found == {answer(network, None)}
+    assert len(entries(tmp_path)) == 1

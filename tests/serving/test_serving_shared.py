@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.errors import UserError
+from onnx_ops.protocol.table import Table, follow
+from onnx_ops.serving import shared as slab
+from onnx_ops.serving.shared import BOUNDS_S, SLOTS, STATUSES, Shared, Slots, column_of, observe
+
+
+def table(*names: str, previous: Table | None = None) -> Table:
+    digest = digest_bytes(b"")
+    deployments = tuple(
+        Deployment(name=n, model="m", version="1", variant="fp32", release=digest, manifest=digest, location="/")
+        for n in names
+    )
+    return follow(previous, EndpointState(deployments=deployments, split=TrafficSplit(weights={names[0]: 100})))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from((*STATUSES, 418)), st.floats(0, 100, width=32)),
+        max_size=60,
+    )
+)
+def test_totals_are_those_of_all_workers(events: list[tuple[int, int, int, float]]) -> None:
+    shared = Shared(3)
+    for worker, slot, status, seconds in events:
+        observe(shared.row(worker, slot), status, seconds)
+    for slot in range(4):
+        mine = [(status, seconds) for _, s, status, seconds in events if s == slot]
+        totals = shared.totals(slot)
+        by_column = Counter(column_of(status) for status, _ in mine)
+        assert totals[: slab.BUCKETS] == [by_column[column] for column in range(slab.BUCKETS)]
+        buckets = totals[slab.BUCKETS : slab.NANOSECONDS]
+        assert sum(buckets) == len(mine)
+        for number, bound in enumerate(BOUNDS_S):
+            assert sum(buckets[: number + 1]) == sum(seconds <= bound for _, seconds in mine)
+        assert totals[slab.NANOSECONDS] == sum(int(seconds * 1e9) for _, seconds in mine)
+
+
+def test_a_restarted_worker_goes_on_counting_but_begins_with_empty_gauges() -> None:
+    shared = Shared(2)
+    row = shared.row(1, 5)
+    row[slab.QUEUED], row[slab.RUNNING], row[slab.LOADS] = 7, 2, 3
+    shared.row(0, 5)[slab.QUEUED] = 4
+    shared.restart(1)
+    totals = shared.totals(5)
+    assert (totals[slab.QUEUED], totals[slab.RUNNING], totals[slab.LOADS]) == (4, 0, 3)
+
+
+def test_columns_do_not_overlap() -> None:
+    others = ("SLOTS", "COLUMNS", "_LABEL")
+    after = [v for name, v in vars(slab).items() if name.isupper() and isinstance(v, int) and name not in others]
+    singles = [value for value in after if value >= slab.NANOSECONDS]
+    assert sorted(singles) == list(range(slab.NANOSECONDS, slab.COLUMNS))
+    assert len(STATUSES) == slab.OTHER
+    assert len(BOUNDS_S) + 1 == slab.NANOSECONDS - slab.BUCKETS
+
+
+def test_a_deployment_that_comes_back_keeps_its_counts() -> None:
+    shared = Shared(1)
+    slots = Slots(shared)
+    first = table("a")
+    slot = slots.assign(first, None)["a"]
+    observe(shared.row(0, slot), 200, 0.1)
+    second = table("b", previous=first)
+    assert slots.assign(second, first)["b"] != slot
+    assert slots.assign(table("a", previous=second), second) == {"a": slot}
+    assert shared.totals(slot)[column_of(200)] == 1
+    assert shared.label(slot) == {"deployment": "a", "version": "1", "variant": "fp32"}
+    assert shared.label(slot + 10) is None
+
+
+def test_slots_of_deployments_that_are_long_gone_begin_anew() -> None:
+    shared = Shared(1)
+    slots = Slots(shared)
+    previous: Table | None = None
+    for number in range(200):
+        current = table(f"d{number}", previous=previous)
+        (slot,) = slots.assign(current, previous).values()
+        assert 0 < slot < SLOTS
+        assert shared.totals(slot)[column_of(200)] == 0
+        observe(shared.row(0, slot), 200, 0.1)
+        if previous is not None:  # the one before is still being answered by
+            (kept,) = slots.assign(previous, current).values()
+            assert shared.totals(kept)[column_of(200)] == 1
+        previous = current
+
+
+def test_what_cannot_be_counted_by_is_refused() -> None:
+    slots = Slots(Shared(1))
+    with pytest.raises(UserError, match="at most 31"):
+        slots.assign(table(*(f"d{number}" for number in range(SLOTS))), None)
+    with pytest.raises(UserError, match="too long"):
+        slots.assign(table("x" * 2000), None)

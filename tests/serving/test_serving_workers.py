@@ -1,0 +1,237 @@
+"""Several processes behind one port: what survives when one of them is killed, and how counts add up."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from serving_process import INFER, Clients, Server, infer_body, wait_until
+
+from onnx_ops import codec
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.protocol.admin import AUDIT_FILE
+from onnx_ops.testing.endpoints import state_of
+
+BODY = infer_body([1, 2])
+
+
+def test_a_killed_worker_is_replaced_and_its_neighbour_answers_meanwhile(crew: Server, blue: Deployment) -> None:
+    assert crew.publish(state_of(blue, blue=100), 1).status == 200
+    first = set(crew.workers())
+    for pid in first:
+        os.kill(pid, signal.SIGKILL)
+        assert crew.infer([1, 2]).status == 200
+        wait_until(lambda pid=pid: len(crew.workers()) == 2 and pid not in crew.workers())  # type: ignore[misc]
+    assert first.isdisjoint(crew.workers())
+    assert crew.publish(state_of(blue, blue=100), 2).status == 200
+    assert crew.generation() == 2
+
+
+def test_the_supervisor_has_no_thread_and_workers_share_its_memory(crew: Server, blue: Deployment) -> None:
+    crew.publish(state_of(blue, blue=100), 1)
+    assert crew.process is not None
+    assert len(os.listdir(f"/proc/{crew.process.pid}/task")) == 1
+    for pid in crew.workers():
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
+        private = kib["Private_Dirty"] + kib["Private_Clean"]
+        assert private < kib["Rss"] / 2
+
+
+def test_connections_that_wait_while_all_workers_are_dead_are_answered(crew: Server, blue: Deployment) -> None:
+    crew.publish(state_of(blue, blue=100), 1)
+    for pid in crew.workers():
+        os.kill(pid, signal.SIGKILL)
+    assert crew.infer([1, 2]).status == 200
+
+
+def test_counts_add_up_over_workers_and_survive_them(crew: Server, blue: Deployment) -> None:
+    crew.publish(state_of(blue, blue=100), 1)
+    for _ in range(30):
+        crew.infer([1, 2])
+    for pid in crew.workers():
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(10):
+        crew.infer([1, 2])
+    labels = 'endpoint="state",deployment="blue",version="1",variant="fp32"'
+    text = crew.call("GET", "/metrics").body.decode()
+    counts = [line for line in text.splitlines() if line.startswith("onnx_ops_requests_total")]
+    assert counts == [f'onnx_ops_requests_total{{{labels},status="200"}} 40']
+    assert f"onnx_ops_request_seconds_count{{{labels}}} 40\n" in text
+    assert 'onnx_ops_workers{endpoint="state"} 2\n' in text
+
+
+def test_publishing_to_several_workers_under_load_is_never_stale(
+    crew: Server, blue: Deployment, green: Deployment
+) -> None:
+    crew.publish(state_of(blue, blue=100), 1)
+    published = 1
+    stale: list[str] = []
+
+    def one() -> None:
+        before = published
+        connection = http.client.HTTPConnection("127.0.0.1", crew.port, timeout=30)
+        for _ in range(10):
+            before = published
+            connection.request("POST", INFER, BODY)
+            response = connection.getresponse()
+            response.read()
+            assert response.status == 200
+            name = response.headers["x-onnx-ops-deployment"] or ""
+            number = int(name.removeprefix("g")) if name.startswith("g") else 1
+            if number < before:
+                stale.append(f"{name} after {before}")
+        connection.close()
+
+    with Clients(one, 3) as clients:
+        for number in range(2, 42):
+            base = blue if number % 2 else green  # every second one is a way back, whose model is resident
+            deployment = replace(base, name=f"g{number}")
+            assert crew.publish(state_of(deployment, **{deployment.name: 100}), number).status == 200
+            published = number
+    assert clients.errors == []
+    assert stale == []
+
+
+POISON = """
+import os
+from onnx_ops.serving import worker
+load = worker._Worker._load
+def poisoned(self, deployment, row):
+    if deployment.name == "poison":
+        os.kill(os.getpid(), 9)
+    return load(self, deployment, row)
+worker._Worker._load = poisoned
+"""
+
+
+def test_a_model_that_kills_its_workers_is_refused_and_nothing_changes(
+    tmp_path: Path, blue: Deployment, green: Deployment
+) -> None:
+    (tmp_path / "state").mkdir()
+    server = Server(tmp_path / "state", flags=["--workers=2"], preamble=POISON)
+    server.start()
+    try:
+        assert server.publish(state_of(blue, blue=100), 1).status == 200
+        poison = replace(green, name="poison")
+        answer = server.publish(state_of(poison, poison=100), 2)
+        assert answer.status == 422
+        assert "a worker dies whenever it loads this" in answer.body.decode()
+        assert server.generation() == 1
+        assert [server.who_answers() for _ in range(10)] == ["blue"] * 10
+        assert server.publish(state_of(green, green=100), 2).status == 200
+        assert [server.who_answers() for _ in range(10)] == ["green"] * 10
+    finally:
+        server.kill_all()
+
+
+def test_a_table_that_kills_workers_leaves_a_server_that_can_be_published_to(
+    tmp_path: Path, blue: Deployment, green: Deployment
+) -> None:
+    (tmp_path / "state").mkdir()
+    server = Server(tmp_path / "state")
+    poison = replace(green, name="poison")
+    server.start()
+    try:
+        assert server.publish(state_of(poison, poison=100), 1).status == 200
+        server.end()
+        server.preamble = POISON
+        server.start()
+        answer = server.infer([1, 2])
+        assert answer.status == 503
+        assert "died again and again" in answer.json()["error"]
+        assert server.call("GET", "/v2/health/ready").status == 503
+        assert set(server.admin("GET").json()["failed"]) == {"poison"}
+        assert server.publish(state_of(blue, blue=100), 2).status == 200
+        assert server.who_answers() == "blue"
+    finally:
+        server.kill_all()
+
+
+def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Path, blue: Deployment) -> None:
+    folder = tmp_path / ("deep" * 30) / "state"  # longer than the address of a Unix socket may be
+    folder.mkdir(parents=True)
+    address = folder / "admin.sock"
+    server = Server(folder, flags=[f"--admin-socket={address}"])
+    server.start()
+    try:
+        assert address.stat().st_mode & 0o777 == 0o600
+        handle = os.open(folder, os.O_RDONLY)
+        connection = http.client.HTTPConnection("localhost", timeout=30)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(f"/proc/self/fd/{handle}/admin.sock")
+        os.close(handle)
+        connection.request("PUT", "/admin/state", codec.dumps(replace(state_of(blue, blue=100), generation=1)))
+        assert connection.getresponse().status == 200
+        connection.close()
+        assert server.admin("PUT", codec.dumps(replace(state_of(blue, blue=100), generation=2))).status == 200
+        assert server.publish(state_of(replace(blue, location="/nowhere", name="lost"), lost=100), 3).status == 422
+        lines = [json.loads(line) for line in (folder / AUDIT_FILE).read_text().splitlines()]
+        told = [(line["who"], line["what"], line["generation"]) for line in lines]
+        uid = f"uid:{os.getuid()}"
+        assert told == [
+            (uid, "publish", 1),
+            (uid, "published", 1),
+            ("token", "publish", 2),
+            ("token", "published", 2),
+            ("token", "publish", 3),
+            ("token", "refused", 3),
+        ]
+        assert lines[0]["deployments"] == {"blue": "m/1"}
+        assert "not there" in lines[-1]["why"]
+        assert (folder / AUDIT_FILE).stat().st_mode & 0o777 == 0o600
+    finally:
+        server.kill_all()
+
+
+def test_the_access_log_of_several_workers_is_one_file_of_whole_lines(tmp_path: Path, blue: Deployment) -> None:
+    (tmp_path / "state").mkdir()
+    log = tmp_path / "access.jsonl"
+    server = Server(tmp_path / "state", flags=["--workers=2", f"--access-log={log}", "--endpoint=digits"])
+    server.start()
+    try:
+        server.publish(state_of(blue, blue=100), 1)
+        trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+        for number in range(60):
+            server.infer([1, 2] if number % 3 else ["a"], {"x-request-id": f"r{number}", "traceparent": trace})
+        text = server.call("GET", "/metrics").body.decode()
+        assert 'onnx_ops_generation{endpoint="digits"} 1\n' in text
+        assert server.end() == 0  # what is left is written at the end
+    finally:
+        server.kill_all()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sorted(line["request_id"] for line in lines) == sorted(f"r{number}" for number in range(60))
+    assert {line["traceparent"] for line in lines} == {trace}
+    assert Counter(line["status"] for line in lines) == {200: 40, 400: 20}
+    assert {(line["deployment"], line["protocol"], line["model"]) for line in lines} == {("blue", "infer", "m")}
+    assert all(line["duration_ms"] >= line["waited_ms"] >= 0 for line in lines)
+
+
+def test_a_thousand_connections_and_the_next_good_request_is_answered(crew: Server, blue: Deployment) -> None:
+    crew.publish(state_of(blue, blue=100), 1)
+    clients = [socket.create_connection(("127.0.0.1", crew.port), timeout=30) for _ in range(1000)]
+    try:
+        for number, client in enumerate(clients):
+            client.sendall((b"", b"POST ", b"garbage\r\n\r\n", b"POST /invocations HTTP/1.1\r\n")[number % 4])
+        assert crew.infer([1, 2]).status == 200
+    finally:
+        for client in clients:
+            client.close()
+    assert crew.infer([1, 2]).status == 200
+
+
+@pytest.mark.parametrize("flag", ["--workers=0", "--deadline=-1", "--max-body=0", "--keep-alive=nan"])
+def test_options_are_checked(tmp_path: Path, flag: str) -> None:
+    server = Server(tmp_path)
+    found = subprocess.run(server.command("--port=0", flag), capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert flag.partition("=")[0][2:].replace("-", "_") in found.stderr
+    assert "Traceback" not in found.stderr
