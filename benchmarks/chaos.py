@@ -1,0 +1,81 @@
+"""Kill the server's processes under load, at every moment of a publication and at random ones.
+
+    python benchmarks/chaos.py [--quick] [--only supervisor|worker|random] [--json]
+
+A moment is the time just before or after a call by which the supervisor touches the disk or speaks with a worker
+(onnx_ops.testing.dying). After each blow: what was published comes back, no answer is stale, the next publication is
+accepted; a killed supervisor costs no request, a killed worker at most the one under way on each connection.
+Ends 1 if a promise does not hold. `--quick` takes every fifth moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from truth.claims import Claim, table
+from truth.page import fill, promises
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.testing.chaos import Victim, count_moments, publish_and_kill
+from onnx_ops.testing.endpoints import scaling_deployment
+
+STEP = 5
+RANDOM_BLOWS = 40
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"every {STEP}th moment")
+    parser.add_argument("--only", choices=("supervisor", "worker", "random"), help="one kind of blow")
+    parser.add_argument("--page", type=Path, help="page to write the figures into")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-chaos-") as name:
+        folder = Path(name)
+        first = scaling_deployment(folder / "blue", name="blue", version="0", scale=2.0, model="m")
+        last = count_moments(folder / "counted", first)
+        step = STEP if options.quick else 1
+        kinds = [options.only] if options.only else ["supervisor", "worker", "random"]
+        claims = [sweep(folder, first, kind, last, step, quiet=options.json) for kind in kinds]
+    if options.page:
+        fill(options.page, "chaos", f"A publication has {last} moments.\n\n{promises(claims)}")
+    if options.json:
+        print(json.dumps({"moments": last, "claims": [asdict(claim) for claim in claims]}))
+    else:
+        table("promises", ("", "what", "bound", "figure"), [(c.outcome, c.what, c.bound, c.figure) for c in claims])
+    return 0 if all(claim.held for claim in claims) else 1
+
+
+def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, quiet: bool) -> Claim:
+    """One blow at each moment; `random` draws moments, victims and numbers of workers."""
+    draw = random.Random(3)  # noqa: S311 (the same blows at every run)
+    blows: list[tuple[int, Victim, int]] = []
+    if kind == "random":
+        for _ in range(RANDOM_BLOWS // step):
+            victim: Victim = "supervisor" if draw.random() < 0.5 else "worker"
+            blows.append((draw.randrange(last), victim, draw.choice((1, 2, 3))))
+    else:
+        blows = [(moment, "supervisor" if kind == "supervisor" else "worker", 2) for moment in range(0, last, step)]
+    broken, requests, reached = 0, 0, 0
+    for number, (moment, who, workers) in enumerate(blows):
+        outcome = publish_and_kill(folder / f"{kind}-{number}", first, moment=moment, victim=who, workers=workers)
+        problems = outcome.broken(who)
+        requests += len(outcome.records)
+        reached += outcome.reached
+        broken += bool(problems)
+        if not quiet:
+            told = "; ".join(problems) or f"well, generation {outcome.generation}"
+            print(f"  {who} of {workers} at moment {moment} of {last}: {told}", flush=True)
+    figure = f"{broken} of {len(blows)} blows ({reached} fell), {requests:,} requests"
+    what = f"killed at {'random moments' if kind == 'random' else f'a moment of a publication: {kind}'}"
+    return Claim(gate="chaos", what=what, bound="0 promises broken", figure=figure, held=broken == 0 and reached > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Who is compared: how each is started, and what it is sent."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.testing.endpoints import state_of
+from onnx_ops.testing.processes import session_of
+from onnx_ops.testing.server import ServerFamily
+from serving.models import Model
+
+_PEERS = Path(__file__).with_name("peers")
+_READY_S = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One kind of request that a contestant is sent. `keys` is how many users send it; 0 sends none."""
+
+    path: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    keys: int = 0
+
+
+class Contestant(ABC):
+    """A server of one model. `start` returns the seconds until its first right answer."""
+
+    def __init__(self, name: str, model: Model, folder: Path) -> None:
+        self.name = name
+        self.model = model
+        self.folder = folder / f"{name.replace(' ', '-')}-{model.name}"
+        self.file = model.path(folder)
+        self.port = _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def command(self) -> list[str | Path]: ...
+
+    @abstractmethod
+    def call(self) -> Call: ...
+
+    def environ(self) -> Mapping[str, str]:
+        return {}
+
+    def prepare(self) -> None:
+        """What is done once before the first start, and not counted."""
+        self.folder.mkdir(parents=True)
+
+    def start(self) -> float:
+        log = (self.folder / "log").open("ab")
+        begun = time.perf_counter()
+        self._process = subprocess.Popen(
+            self.command(),
+            env={**os.environ, **self.environ()},
+            cwd=self.folder,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        log.close()
+        call = self.call()
+        while not self.answers(call):
+            if self._process.poll() is not None or time.perf_counter() - begun > _READY_S:
+                self.stop()
+                raise SystemExit(f"{self.name} did not start:\n{(self.folder / 'log').read_text()[-3000:]}")
+            time.sleep(0.005)
+        return time.perf_counter() - begun
+
+    def answers(self, call: Call) -> bool:
+        """Whether the request is answered 200."""
+        headers = {"content-type": "application/json", **call.headers}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{call.path}", call.body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return bool(answer.status == 200)
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def processes(self) -> list[int]:
+        assert self._process is not None
+        return session_of(self._process.pid)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                for pid in self.processes():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                try:
+                    self._process.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    continue
+            self._process = None
+
+
+class Ours(Contestant):
+    """`onnx_ops.serving`: two deployments that share the traffic, metrics on, one worker."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        location = self.file.parent
+        manifest = Manifest(files={self.file.name: digest_file(self.file)}).digest()
+        blue, green = (
+            Deployment(
+                name=name,
+                model=self.model.name,
+                version=version,
+                variant="fp32",
+                release=digest_bytes(version.encode()),
+                manifest=manifest,
+                location=str(location),
+            )
+            for name, version in (("blue", "1"), ("green", "2"))
+        )
+        server = ServerFamily(folder=self.folder / "state", port=self.port)
+        server.start()
+        answer = server.publish(state_of(blue, green, blue=80, green=20), 1)
+        server.stop()
+        if answer.status != 200:
+            raise SystemExit(f"{self.name}: the deployments were not published: {answer}")
+
+    def command(self) -> list[str | Path]:
+        module = [sys.executable, "-m", "onnx_ops.serving.main"]
+        return [*module, "--state-dir", self.folder / "state", "--port", str(self.port)]
+
+    def call(self) -> Call:
+        return Call(path=f"/v2/models/{self.model.name}/infer", body=_v2_json(self.model))
+
+    def keyed(self) -> Call:
+        return Call(path=self.call().path, body=self.call().body, keys=1000)
+
+    def binary(self) -> Call:
+        """The same row as raw bytes behind a JSON header; the answer is raw as well."""
+        row = self.model.row()
+        tensor = {
+            "name": "x",
+            "datatype": "FP32",
+            "shape": list(row.shape),
+            "parameters": {"binary_data_size": row.nbytes},
+        }
+        header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+        headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(len(header))}
+        return Call(path=self.call().path, body=header + row.tobytes(), headers=headers)
+
+
+class Uvicorn(Contestant):
+    """A module of `peers` under uvicorn."""
+
+    def __init__(self, name: str, module: str, path: str, model: Model, folder: Path) -> None:
+        super().__init__(name, model, folder)
+        self._module = module
+        self._path = path
+
+    def command(self) -> list[str | Path]:
+        options = ["--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "warning"]
+        app = [sys.executable, "-m", "uvicorn", "--app-dir", _PEERS, f"{self._module}:app"]
+        return [*app, "--port", str(self.port), *options]
+
+    def environ(self) -> Mapping[str, str]:
+        return {"MODEL": str(self.file)}
+
+    def call(self) -> Call:
+        return Call(path=self._path, body=f'{{"x": {self.model.nested()}}}'.encode())
+
+
+class MlflowServe(Contestant):
+    """`mlflow models serve` in this environment."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        script = "import mlflow.onnx, onnx, sys; mlflow.onnx.save_model(onnx.load(sys.argv[1]), sys.argv[2])"
+        command = [sys.executable, "-c", script, self.file, self.folder / "saved"]
+        subprocess.run(command, check=True, capture_output=True, cwd=self.folder)
+
+    def command(self) -> list[str | Path]:
+        serve = [sys.executable, "-m", "mlflow", "models", "serve", "--env-manager", "local"]
+        return [*serve, "-m", self.folder / "saved", "-p", str(self.port)]
+
+    def environ(self) -> Mapping[str, str]:
+        """It looks for `uvicorn` on the path."""
+        return {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def call(self) -> Call:
+        return Call(path="/invocations", body=f'{{"inputs": {{"x": {self.model.nested()}}}}}'.encode())
+
+
+class MlServer(Contestant):
+    """MLServer with a small runtime of its own, in an environment of its own below `cache`."""
+
+    def __init__(self, model: Model, folder: Path, cache: Path) -> None:
+        super().__init__("MLServer", model, folder)
+        self._bin = cache / "mlserver" / "bin"
+        self._ports = (_free_port(), _free_port())
+
+    def prepare(self) -> None:
+        super().prepare()
+        make_environment(self._bin.parent, _PEERS / "requirements-mlserver.txt")
+        http, grpc = self._ports
+        settings = {"http_port": self.port, "metrics_port": http, "grpc_port": grpc, "debug": False}
+        settings |= {"host": "127.0.0.1", "parallel_workers": 0}
+        (self.folder / "settings.json").write_text(json.dumps(settings))
+        model = {"name": self.model.name, "implementation": "mlserver_runtime.OnnxModel"}
+        model["parameters"] = {"uri": str(self.file)}  # type: ignore[assignment]
+        (self.folder / "model-settings.json").write_text(json.dumps(model))
+
+    def command(self) -> list[str | Path]:
+        return [self._bin / "mlserver", "start", self.folder]
+
+    def environ(self) -> Mapping[str, str]:
+        return {"PYTHONPATH": str(_PEERS)}
+
+    def call(self) -> Call:
+        return Call(path=f"/v2/models/{self.model.name}/infer", body=_v2_json(self.model))
+
+
+def make_environment(place: Path, requirements: Path) -> None:
+    """A virtual environment with these requirements, unless it is there already."""
+    done = place / requirements.name
+    if done.is_file() and done.read_bytes() == requirements.read_bytes():
+        return
+    print(f"installing {requirements.name} into {place} ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+    pip = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "-r", requirements], check=True)
+    done.write_bytes(requirements.read_bytes())
+
+
+def _v2_json(model: Model) -> bytes:
+    shape = json.dumps([1, *model.shape])
+    return f'{{"inputs": [{{"name": "x", "datatype": "FP32", "shape": {shape}, "data": {model.flat()}}}]}}'.encode()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

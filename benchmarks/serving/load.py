@@ -1,0 +1,68 @@
+"""One burst of load, by `wrk` where it is installed (Debian package `wrk`), else by onnx_ops.testing.load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.testing.load import LoadPlan, LoadProcess, Payload
+from serving.contestants import Call
+
+_SCRIPT = Path(__file__).with_name("wrk.lua")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """Figures of one burst. `failed` counts broken connections, time-outs and statuses from 400."""
+
+    requests: int
+    seconds: float
+    failed: int
+    p50_us: float
+    p99_us: float
+
+
+def generator() -> str:
+    return "wrk" if shutil.which("wrk") else "onnx_ops.testing.load"
+
+
+def burst(call: Call, port: int, *, connections: int, seconds: float, folder: Path) -> Burst:
+    url = f"http://127.0.0.1:{port}{call.path}"
+    if generator() != "wrk":
+        return _own(call, url, connections, seconds)
+    body = folder / "body"
+    body.write_bytes(call.body)
+    headers = "\n".join(f"{name}: {value}" for name, value in call.headers.items())
+    done = subprocess.run(
+        ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", "30s", "-s", _SCRIPT, url],
+        env={**os.environ, "BODY": str(body), "HEADERS": headers, "KEYS": str(call.keys)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return Burst(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def _own(call: Call, url: str, connections: int, seconds: float) -> Burst:
+    plan = LoadPlan(
+        url=url,
+        payloads=[Payload(body=call.body)],
+        headers=call.headers,
+        connections=connections,
+        seconds=seconds,
+        keys=call.keys,
+        timeout_s=30,
+    )
+    with LoadProcess(plan) as load:
+        figures = load.wait().summary()
+    return Burst(
+        requests=figures["requests"],
+        seconds=figures["seconds"],
+        failed=figures["failed"],
+        p50_us=1e3 * (figures["p50_ms"] or 0),
+        p99_us=1e3 * (figures["p99_ms"] or 0),
+    )

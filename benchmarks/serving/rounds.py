@@ -1,0 +1,117 @@
+"""The contest itself: everybody up at once, and in every round everybody's turn."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnx_ops.testing.processes import cpu_seconds, memory
+from serving.contestants import Call, Contestant
+from serving.load import Burst, burst
+from serving.models import Model
+
+_BARE = Path(__file__).with_name("peers") / "bare_run.py"
+_BARE_RUNS = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heat:
+    """One way of calling one contestant, at some number of connections."""
+
+    name: str
+    contestant: Contestant
+    call: Call
+    connections: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Score:
+    """What the rounds gave for one heat, a value a round."""
+
+    heat: Heat
+    rates: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)
+    p50_us: list[float] = field(default_factory=list)
+    p99_us: list[float] = field(default_factory=list)
+    requests: int = 0
+    failed: int = 0
+    ready_s: float = 0.0
+    pss: int = 0
+    rss: int = 0
+
+    def add(self, figures: Burst, cpu_s: float) -> None:
+        self.requests += figures.requests
+        self.failed += figures.failed
+        good = max(figures.requests - figures.failed, 1)
+        self.rates.append((figures.requests - figures.failed) / figures.seconds)
+        self.cpu_us.append(1e6 * cpu_s / good)
+        self.p50_us.append(figures.p50_us)
+        self.p99_us.append(figures.p99_us)
+
+    def document(self) -> dict[str, object]:
+        """For `--json` and the table. CPU is the least of the rounds, all else their median."""
+        return {
+            "server": self.heat.name,
+            "model": self.heat.contestant.model.name,
+            "connections": self.heat.connections,
+            "requests_per_s": statistics.median(self.rates),
+            "cpu_us": min(self.cpu_us),
+            "p50_us": statistics.median(self.p50_us),
+            "p99_us": statistics.median(self.p99_us),
+            "ready_s": self.ready_s,
+            "pss_mb": self.pss / 1e6,
+            "rss_mb": self.rss / 1e6,
+            "requests": self.requests,
+            "failed": self.failed,
+        }
+
+
+def contest(heats: Sequence[Heat], *, rounds: int, seconds: float, starts: int, folder: Path) -> list[Score]:
+    """Start every contestant, let all heats run in turn in every round, and stop them.
+
+    A contestant is started `starts` times; the shortest start counts.
+    """
+    contestants = list(dict.fromkeys(heat.contestant for heat in heats))
+    scores = [Score(heat=heat) for heat in heats]
+    ready: dict[Contestant, list[float]] = {}
+    with ExitStack() as stack:
+        for contestant in contestants:
+            stack.callback(contestant.stop)
+            contestant.prepare()
+            for turn in range(starts):
+                if turn:
+                    contestant.stop()
+                ready.setdefault(contestant, []).append(contestant.start())
+        for score in scores:  # once for warmth, not counted
+            if not score.heat.contestant.answers(score.heat.call):
+                raise SystemExit(f"{score.heat.name} does not answer 200 to its request: nothing can be compared")
+            burst(score.heat.call, score.heat.contestant.port, connections=1, seconds=1, folder=folder)
+        for _ in range(rounds):
+            for score in scores:
+                play(score, seconds, folder)
+        for score in scores:
+            used = memory(score.heat.contestant.processes())
+            score.pss, score.rss = used.pss, used.rss
+            score.ready_s = min(ready[score.heat.contestant])
+    return scores
+
+
+def play(score: Score, seconds: float, folder: Path) -> None:
+    heat = score.heat
+    processes = heat.contestant.processes()
+    before = cpu_seconds(processes)
+    figures = burst(heat.call, heat.contestant.port, connections=heat.connections, seconds=seconds, folder=folder)
+    score.add(figures, cpu_seconds(processes) - before)
+
+
+def bare_run_us(model: Model, folder: Path, rounds: int) -> float:
+    """CPU of `session.run` alone in microseconds, the least of the rounds."""
+    shape = ",".join(str(size) for size in (1, *model.shape))
+    command = [sys.executable, _BARE, model.path(folder), shape, str(_BARE_RUNS)]
+    outputs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(rounds)]
+    return min(float(output) for output in outputs)

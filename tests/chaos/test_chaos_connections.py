@@ -1,0 +1,95 @@
+"""Connections that are slow, half dead, or far too many."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+
+import pytest
+from chaos_parts import MB, Make, Patient, post, status_of
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.testing.endpoints import state_of
+
+CONNECTIONS = 10_000
+SPARE_FILES = 200
+TOGETHER = 100
+"""Requests at the same time: fewer than a queue holds."""
+
+
+def test_slow_senders_keep_nobody_waiting_and_are_sent_away(patient: Patient) -> None:
+    """Fifty clients that add a byte to a header now and then: others pass them, and the time limit ends them."""
+    with ExitStack() as stack:
+        clients = {stack.enter_context(patient.connect()) for _ in range(50)}
+        for client in clients:
+            client.sendall(post()[:30] + b" HTTP/1.1\r\nx-slow: ")
+        for _ in range(1000):
+            for client in list(clients):
+                try:
+                    client.sendall(b"y")
+                except (ConnectionResetError, BrokenPipeError):
+                    clients.remove(client)
+            patient.is_well()
+            if not clients:
+                break
+            time.sleep(0.02)
+        assert not clients, f"{len(clients)} are still there"
+
+
+@pytest.mark.parametrize("part", [b"POST ", post()[:60], post()[:-5]])
+def test_an_unfinished_request_ends_by_the_time_limit(patient: Patient, part: bytes) -> None:
+    with patient.connect() as client:
+        client.sendall(part)
+        assert status_of(client, 15) in (400, 408, None)
+    patient.is_well()
+
+
+def test_a_slow_reader_costs_bounded_memory(patient: Patient) -> None:
+    """Clients that ask, pipelined, and never read: the answers must not pile up."""
+    with patient.bounded(64 * MB), ExitStack() as stack:
+        for _ in range(4):
+            client = stack.enter_context(patient.connect())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(1.0)
+            with suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
+                for _ in range(300):
+                    client.sendall(post() * 100)
+        patient.is_well()
+
+
+@pytest.mark.parametrize("data", [b"", b"POST ", post()[:40], post()[:-1], post(), post() * 3])
+def test_half_closed_connections_end(patient: Patient, data: bytes) -> None:
+    """A client that sends no more gets the answers to whole requests, or a clean end; never silence."""
+    with patient.connect() as client:
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        assert status_of(client) in ((200, None) if data.startswith(post()) else (400, 408, None))
+    patient.is_well()
+
+
+def test_clients_that_vanish_are_forgotten(patient: Patient) -> None:
+    with patient.bounded(32 * MB):
+        for number in range(300):
+            client = patient.connect()
+            client.sendall(post()[: 40 + number % 200])
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+            client.close()  # with that option: a reset
+    patient.is_well()
+
+
+def test_ten_thousand_connections_are_served(many_files: int, family: Make, blue: Deployment) -> None:
+    if many_files < CONNECTIONS + SPARE_FILES:
+        pytest.skip(f"this system allows {many_files} open files: {CONNECTIONS} connections were NOT tried")
+    patient = Patient(family())
+    assert patient.server.publish(state_of(blue, blue=100), 1).status == 200
+    with patient.bounded(400 * MB), ExitStack() as stack:
+        clients = [stack.enter_context(patient.connect()) for _ in range(CONNECTIONS)]
+        for first in range(0, CONNECTIONS, TOGETHER):
+            asking = clients[first : first + TOGETHER]
+            for client in asking:
+                client.sendall(post())
+            assert Counter(status_of(client, 60) for client in asking) == {200: TOGETHER}
+        patient.is_well()
+    patient.is_well()

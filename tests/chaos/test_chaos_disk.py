@@ -1,0 +1,100 @@
+"""A disk that is full: a publication is refused, what is served stays, and room heals it."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from chaos_parts import Make, Patient
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.serving.table import TableFile
+from onnx_ops.testing.endpoints import state_of
+from onnx_ops.testing.server import ServerFamily
+
+
+def refuses_until_room_is_made(server: ServerFamily, blue: Deployment, green: Deployment) -> None:
+    """To be called while nothing can be written."""
+    both = state_of(blue, green, blue=30, green=70)
+    answer = server.publish(both, 2)
+    assert answer.status == 503, answer
+    assert "written" in answer.json()["what"]
+    state = server.state()
+    assert state is not None
+    assert state.generation == 1
+    Patient(server).is_well()
+    assert [p for p in server.folder.glob(".tmp-*") if p.stat().st_size] == []
+
+
+def is_healed(server: ServerFamily, blue: Deployment, green: Deployment) -> None:
+    assert server.publish(state_of(blue, green, blue=30, green=70), 2).status == 200
+    stored = TableFile(server.folder).read()
+    assert stored is not None
+    assert stored.state.generation == 2
+
+
+@pytest.mark.parametrize("limit", [0, 1, 100, 500])
+def test_files_that_may_not_grow(family: Make, blue: Deployment, green: Deployment, limit: int) -> None:
+    """A limit on the size of files (RLIMIT_FSIZE) needs no privilege, and cuts a write off in its middle."""
+    server = family()
+    assert server.publish(state_of(blue, blue=100), 1).status == 200
+    before = resource.prlimit(server.supervisor, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    refuses_until_room_is_made(server, blue, green)
+    resource.prlimit(server.supervisor, resource.RLIMIT_FSIZE, before)
+    is_healed(server, blue, green)
+    server.stop()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a full disk was NOT tried, as no disk can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(place: Path) -> Path:
+    filler = place / "filler"
+    with filler.open("wb", buffering=0) as stream, suppress(OSError):
+        while stream.write(b"\0" * 512):
+            pass
+    return filler
+
+
+def test_a_full_disk(family: Make, small_disk: Path, blue: Deployment, green: Deployment) -> None:
+    server = family(folder=small_disk / "state")
+    assert server.publish(state_of(blue, blue=100), 1).status == 200
+    filler = fill(small_disk)
+    refuses_until_room_is_made(server, blue, green)
+    filler.unlink()
+    is_healed(server, blue, green)
+    server.stop()
+
+
+def test_a_start_on_a_full_disk_serves_or_says_why(family: Make, small_disk: Path, blue: Deployment) -> None:
+    server = family(folder=small_disk / "state")
+    assert server.publish(state_of(blue, blue=100), 1).status == 200
+    server.kill()
+    server.destroy()
+    filler = fill(small_disk)
+    with suppress(MeasurementFailure):
+        server.start()
+        Patient(server).is_well()
+    assert "Traceback" not in server.log()
+    server.destroy()
+    filler.unlink()
+    server.start()
+    Patient(server).is_well()
+    state = server.state()
+    assert state is not None
+    assert state.generation == 1

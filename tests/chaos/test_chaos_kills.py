@@ -1,0 +1,131 @@
+"""SIGKILL under load: of a worker, of the supervisor, and at moments spread over a publication."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chaos_parts import Make, Patient
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.testing.chaos import Victim, publish_and_kill
+from onnx_ops.testing.endpoints import state_of
+from onnx_ops.testing.load import LoadPlan, LoadProcess
+from onnx_ops.testing.server import ServerFamily
+
+Plan = Callable[..., LoadPlan]
+
+
+@pytest.fixture
+def server(family: Make, blue: Deployment) -> ServerFamily:
+    server: ServerFamily = family("--workers", "2")
+    assert server.publish(state_of(blue, blue=100), 1).status == 200
+    return server
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(1500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError(what)
+
+
+def test_a_killed_worker_costs_only_what_it_was_at_and_is_replaced(server: ServerFamily, plan: Plan) -> None:
+    connections = 8
+    with LoadProcess(plan(server, connections=connections)) as load:
+        for turn in range(1, 4):
+            before = server.workers()
+            assert len(before) == 2
+            os.kill(before[0], signal.SIGKILL)
+            eventually(lambda: len(set(server.workers()) - {before[0]}) == 2, "the worker was not replaced")  # noqa: B023
+            eventually(lambda: server.call("GET", "/v2/health/ready").status == 200, f"not ready after kill {turn}")
+        records = load.stop()
+    failures = records.failures()
+    assert set(failures) <= {"reset", "closed"}, failures
+    assert sum(failures.values()) <= 3 * connections
+    assert len(records) > 100
+    Patient(server).is_well()
+
+
+def test_every_worker_killed_at_once_comes_back(server: ServerFamily) -> None:
+    for pid in server.workers():
+        os.kill(pid, signal.SIGKILL)
+    Patient(server).is_well()  # the listening socket holds the request until a worker is there
+    eventually(lambda: len(server.workers()) == 2, "the workers were not replaced")
+
+
+def test_workers_outlive_their_supervisor_and_give_way_to_the_next(
+    server: ServerFamily, plan: Plan, blue: Deployment, green: Deployment
+) -> None:
+    orphans = server.workers()
+    port = server.port
+    with LoadProcess(plan(server)) as load:
+        server.kill()
+        for _ in range(20):
+            Patient(server).is_well()
+        assert set(orphans) <= set(server.processes())
+        server.start()
+        assert server.port == port
+        eventually(lambda: not set(orphans) & set(server.processes()), "the orphans stay")
+        assert server.publish(state_of(blue, green, blue=0, green=100), 2).status == 200
+        for _ in range(50):
+            assert server.call("POST", "/invocations", b'{"inputs": {"x": [[1, 2]]}}').json() == {
+                "predictions": {"y": [[3.0, 6.0]]}
+            }
+        records = load.stop()
+    assert records.failures() == {}
+    assert set(records.by_deployment()) == {"blue", "green"}
+    assert server.stop() == 0
+
+
+def test_a_supervisor_killed_twice_leaves_no_process_behind(server: ServerFamily) -> None:
+    for _ in range(2):
+        server.kill()
+        server.start()
+    eventually(lambda: len(server.processes()) == 3, f"there are {len(server.processes())} processes")
+    Patient(server).is_well()
+    assert server.stop() == 0
+    assert server.processes() == []
+
+
+def test_sigterm_under_load_ends_everything_and_fails_nothing_that_was_begun(server: ServerFamily, plan: Plan) -> None:
+    with LoadProcess(plan(server)) as load:
+        eventually(lambda: server.call("GET", "/v2/health/ready").status == 200, "not ready")
+        told = time.monotonic_ns()
+        assert server.stop() == 0
+        assert server.processes() == []
+        records = load.stop()
+    begun = records.sent_ns < told
+    assert begun.sum() > 0
+    assert (records.status[begun] == 200).all(), records.failures()
+    assert set(records.failures()) <= {"refused", "reset", "closed"}, records.failures()
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "worker"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_killed_within_a_publication(
+    tmp_path: Path, blue: Deployment, victim: Victim, share: float, moments_of_a_publication: int
+) -> None:
+    """Three moments of each; `benchmarks/chaos.py` takes all."""
+    moment = int(share * moments_of_a_publication)
+    outcome = publish_and_kill(tmp_path / "state", blue, moment=moment, victim=victim)
+    assert outcome.reached
+    assert outcome.broken(victim) == []
+
+
+@pytest.fixture(scope="module")
+def moments_of_a_publication(tmp_path_factory: pytest.TempPathFactory) -> int:
+    from onnx_ops.testing.chaos import count_moments
+    from onnx_ops.testing.endpoints import scaling_deployment
+
+    root = tmp_path_factory.mktemp("counted")
+    counted = count_moments(
+        root / "state", scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
+    )
+    assert counted >= 10, "the order is not seen"
+    return counted
