@@ -19,10 +19,6 @@ from onnx_ops.errors import (
 )
 
 
-class Unsupported(UserError):
-    """A body in a form that is not accepted (415)."""
-
-
 class Overloaded(ServiceUnavailable):
     """Too many requests wait already (429). `retry_after_s` is when to come again."""
 
@@ -38,7 +34,6 @@ class DeadlinePassed(ServiceUnavailable):
 _STATUSES: tuple[tuple[type[OnnxOpsError], int], ...] = (
     (NotFound, 404),
     (TooLarge, 413),
-    (Unsupported, 415),
     (UserError, 400),
     (Overloaded, 429),
     (DeadlinePassed, 504),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import UserError
 from onnx_ops.ports.models import Array
 from onnx_ops.protocol import headers
 from onnx_ops.serving import wire
@@ -55,7 +54,7 @@ class Resident:
     def read(self, invocation: bool, head: Head, body: bytes) -> wire.Call:
         """Raises UserError if the request does not fit the model."""
         announced = head.get(_BINARY_LENGTH)
-        length = None if announced is None else _length(announced)
+        length = wire.read_header_length(None if announced is None else announced.decode("latin-1"))
         if not invocation:
             return wire.read_infer(body, length, self.signature)
         kind = head.get(b"content-type", b"application/json").decode("latin-1")
@@ -85,9 +84,3 @@ class Resident:
         if len(self._heads) < 16:  # a binary answer's header length varies; not every one is worth keeping
             self._heads[pairs] = lines
         return lines
-
-
-def _length(announced: bytes) -> int:
-    if not announced.isdigit():
-        raise UserError(f"{headers.BINARY_LENGTH} must be a number of bytes")
-    return int(announced)
