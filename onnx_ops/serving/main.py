@@ -13,9 +13,6 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol.options import described, options_of
 
 _SPARE_FILES = 256
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1"}
-"""Set before numpy and the runtime are loaded. Either would start threads, of which a process that forks must have
-none; those of the runtime's official builds send events about its use to their maker."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,8 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     port, admin_port = given.pop("port"), given.pop("admin_port")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    # Before numpy is loaded: it would start threads, of which a process that forks must have none.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         options = options_of(given)
         _allow_files(options.max_connections + _SPARE_FILES)
