@@ -28,7 +28,8 @@ class VariantRecord:
 
     `files` are the model's files by name (the first level of the version's folder), `manifest` their digests.
     `evidence` are further documents by artifact path. `metrics` are plain figures for the registry's tables.
-    `decisions` by target; unsigned decisions are for people, signed ones are what promotes.
+    `decisions` by target; unsigned decisions are for people, signed ones are what promotes. `measured_on` names the
+    data set of the lineage that the figures were measured on; `example` is a request, JSON `{"inputs": {name: rows}}`.
     """
 
     variant: str
@@ -39,6 +40,8 @@ class VariantRecord:
     decisions: Mapping[str, Decision]
     signed: Mapping[str, SignedDecision]
     description: str
+    measured_on: str = ""
+    example: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.QUANTIZE: 3,
     StageKind.BENCHMARK: 3,
     StageKind.GATE: 3,
-    StageKind.REGISTER: 3,
+    StageKind.REGISTER: 4,
 }
 """Raised by one when the code of a stage changes what it produces from the same inputs."""
 
@@ -261,6 +261,7 @@ def _release(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) ->
             "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
             "targets": list(names),
             "parameters": _parameters(pipeline),
+            "measured_on": pipeline.validate.samples.data,
         },
         needs=["train", "export"],
         tolerates=[

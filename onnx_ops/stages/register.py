@@ -19,6 +19,7 @@ from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, 
 from onnx_ops.ports import Ports
 from onnx_ops.reporting.description import version_description
 from onnx_ops.reporting.html import release_report
+from onnx_ops.stages.example import request_example
 from onnx_ops.stages.files import MODEL, put_document
 
 REPORT = "report.html"
@@ -36,8 +37,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     )
     chosen = choices(settings["targets"], decisions(inputs, ports))
     report = _report(inputs, ports, lineage, chosen)
+    example = request_example(inputs["export"], ports.store)
     records = tuple(
-        _variant(entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, report)
+        replace(
+            _variant(entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, report),
+            measured_on=settings["measured_on"],
+            example=example,
+        )
         for entry in settings["variants"]
         if entry["stage"] in inputs
     )

@@ -100,6 +100,8 @@ def _record(folder: Path, lineage: Lineage, model: str, variant: str, target: st
         decisions={target: judged},
         signed={target: signed},
         description=f"**{verdict.value.upper()}** on {target}",
+        measured_on="test",
+        example=b'{"inputs": {"x": [[1.0, 2.0]]}}',
     )
 
 

@@ -86,6 +86,18 @@ def _overwrite(root: Path, registry: Registry, record: VersionRecord, name: str)
     path.write_bytes(path.read_bytes() + b" ")
 
 
+def registry_files(registry: MlflowRegistry) -> Path:
+    database = registry._mlflow.sqlite_path()
+    assert database is not None
+    return database.parent / "mlartifacts"
+
+
+def mlflow_artifacts(uri: str, folder: Path) -> Path:
+    from mlflow.artifacts import download_artifacts
+
+    return Path(download_artifacts(uri, dst_path=str(folder / "downloaded")))
+
+
 class TestOnADatabase(RegistrySuite):
     @pytest.fixture(autouse=True)
     def _home(self, mlflow_home: Path) -> None:
@@ -322,6 +334,33 @@ def test_metrics_stand_with_their_own_model(registry: MlflowRegistry, tmp_path: 
     assert found[0].params == {"epochs": "12"}
 
 
+def test_metrics_name_the_data_they_were_measured_on(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="scored", seed="a")
+    version = registry.publish(release)["fp32"]
+    client = registry._mlflow._client
+    run = client.get_run(client.get_model_version("scored", version).run_id)
+    (used,) = run.inputs.dataset_inputs
+    assert str(release.lineage.data["test"]).startswith(f"sha256:{used.dataset.digest}")
+    assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "evaluation")]
+    model = client.get_logged_model(str(client.get_model_version("scored", version).source).removeprefix("models:/"))
+    assert [(m.dataset_name, m.dataset_digest) for m in model.metrics] == [("test", used.dataset.digest)]
+
+
+def test_the_input_example_is_one_that_mlflow_reads(registry: MlflowRegistry, tmp_path: Path) -> None:
+    from mlflow.models import Model
+
+    version = registry.publish(publication(tmp_path, model="exemplary", seed="a"))["fp32"]
+    client = registry._mlflow._client
+    model_id = str(client.get_model_version("exemplary", version).source).removeprefix("models:/")
+    with registry._mlflow.as_default():
+        folder = mlflow_artifacts(f"models:/{model_id}", tmp_path)
+    model = Model.load(str(folder))
+    example = model.load_input_example(str(folder))
+    assert example["x"].dtype == np.float32
+    assert example["x"].tolist() == [[1.0, 2.0]]
+    assert model.get_serving_input(str(folder)) == '{"inputs": {"x": [[1.0, 2.0]]}}'
+
+
 def test_evidence_stands_in_the_run_of_the_variant(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="evident", seed="a")
     version = registry.publish(release)["fp32"]
@@ -471,6 +510,26 @@ def test_external_data_comes_back_with_its_model(registry: MlflowRegistry, tmp_p
     folder.mkdir()
     assert registry.fetch(registry.version("external", version), folder) == manifest
     assert (folder / "model.onnx.data").read_bytes() == data.read_bytes()
+
+
+def test_weights_beyond_what_one_protobuf_holds(registry: MlflowRegistry, tmp_path: Path) -> None:
+    release = publication(tmp_path, model="large", seed="a")
+    weights = tmp_path / "weights"
+    with weights.open("wb") as stream:
+        stream.truncate((2 << 30) + 4096)
+    files = {**release.variants[0].files, "model.onnx.data": weights}
+    manifest = Manifest(files={name: digest_file(path) for name, path in files.items()})
+    record = dataclasses.replace(release.variants[0], files=files, manifest=manifest, signed={})
+    version = registry.publish(dataclasses.replace(release, variants=(record,)))["fp32"]
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    try:
+        assert registry.fetch(registry.version("large", version), folder) == manifest
+    finally:
+        shutil.rmtree(folder)
+        for copy in (registry_files(registry)).rglob("model.onnx.data"):
+            if copy.stat().st_size > 2 << 30:
+                copy.unlink()
 
 
 def test_the_users_tracking_uri_is_left_alone(

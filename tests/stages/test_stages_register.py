@@ -13,6 +13,7 @@ from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.stages.files import put_document
+from onnx_ops.stages.reference import put_reference
 from onnx_ops.stages.register import _figures, execute
 from onnx_ops.testing.fakes import FakeWorld
 
@@ -59,6 +60,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
         "export": Manifest(
             files={
                 "onnx/model.onnx": store.put_bytes(b"float"),
+                "reference.npz": put_reference(store, []),
                 "lineage.json": put_document(store, Lineage(pipeline="p", release=RELEASE)),
             }
         ),
@@ -84,6 +86,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
             "model": "m",
             "targets": ["cpu-1t"],
             "parameters": {},
+            "measured_on": "test",
             "variants": [{"name": "fp32", "stage": "export"}, {"name": "int8-static", "stage": "quantize/int8-static"}],
         },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -20,7 +21,19 @@ MLMODEL = "MLmodel"
 MANIFEST = "manifest.json"
 _REQUIREMENTS = "requirements.txt"
 _PYTHON_ENV = "python_env.yaml"
-_OWN = frozenset({MLMODEL, MANIFEST, _REQUIREMENTS, _PYTHON_ENV, "conda.yaml", "registered_model_meta"})
+_EXAMPLE, _SERVING_EXAMPLE = "input_example.json", "serving_input_example.json"
+_OWN = frozenset(
+    {
+        MLMODEL,
+        MANIFEST,
+        _REQUIREMENTS,
+        _PYTHON_ENV,
+        _EXAMPLE,
+        _SERVING_EXAMPLE,
+        "conda.yaml",
+        "registered_model_meta",
+    }
+)
 
 
 def is_safe_name(name: str) -> bool:
@@ -95,10 +108,12 @@ def _write_mlmodel(record: VariantRecord, folder: Path, *, model_id: str, run_id
     from mlflow.models import Model
 
     data = model_file(record.files)
+    signature = _signature(folder / data)
     described = Model(
         run_id=run_id,
         model_id=model_id,
-        signature=_signature(folder / data),
+        signature=signature,
+        saved_input_example_info=_write_example(record.example, folder) if signature is not None else None,
         model_size_bytes=sum(path.stat().st_size for path in record.files.values()),
     )
     # Written out here: importing mlflow.pyfunc for it costs a second and a warning on the terminal.
@@ -118,6 +133,20 @@ def _write_mlmodel(record: VariantRecord, folder: Path, *, model_id: str, run_id
         code=None,
     )
     described.save(str(folder / MLMODEL))
+
+
+def _write_example(example: bytes, folder: Path) -> dict[str, str] | None:
+    """MLflow keeps two: what its loader reads back as arrays, and what its server may be sent."""
+    if not example:
+        return None
+    (folder / _EXAMPLE).write_text(json.dumps(json.loads(example)["inputs"]))
+    (folder / _SERVING_EXAMPLE).write_bytes(example)
+    return {
+        "artifact_path": _EXAMPLE,
+        "serving_input_path": _SERVING_EXAMPLE,
+        "type": "ndarray",
+        "format": "tf-serving",
+    }
 
 
 def _signature(path: Path) -> ModelSignature | None:

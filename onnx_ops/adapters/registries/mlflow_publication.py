@@ -7,13 +7,14 @@ killed attempt left before that point is taken up if it is finished, and marked 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from onnx_ops.adapters.registries import mlflow_folder
 from onnx_ops.adapters.registries.mlflow_connection import Connection
+from onnx_ops.adapters.registries.mlflow_figures import dataset, log_datasets, log_metrics, log_parameters
 from onnx_ops.adapters.registries.mlflow_tags import (
     DATA_REV,
     DECISION,
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 DESCRIPTION_LIMIT = 5000
 """Characters; PostgreSQL refuses more."""
 
-_BATCH = 100
-_T = TypeVar("_T")
 _KIND = "onnx_ops.kind"
 
 
@@ -143,12 +142,9 @@ class Publisher:
 
     def _finished_model(self, record: VariantRecord) -> LoggedModel | None:
         """A model that was uploaded whole by an attempt that ended before its version was created."""
-        found = self._client.search_logged_models(
-            [self._experiment],
-            f"tags.{RELEASE} = '{self._publication.lineage.release}' and tags.{VARIANT} = '{record.variant}' "
-            f"and tags.{DIGEST} = '{record.manifest.digest()}' and status = 'READY'",
-        )
-        return next((model for model in found if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
+        found = self._models(f"tags.{VARIANT} = '{record.variant}' and tags.{DIGEST} = '{record.manifest.digest()}'")
+        whole = (model for model in found if str(model.status) == "READY")
+        return next((model for model in whole if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
 
     def _log_model(self, record: VariantRecord, parent_id: str) -> LoggedModel:
         from mlflow.entities import LoggedModelOutput
@@ -162,12 +158,12 @@ class Publisher:
             model = client.create_logged_model(
                 self._experiment, name=record.variant, source_run_id=run_id, tags=tags, params=parameters
             )
-            self._log_parameters(run_id, parameters)
+            log_parameters(client, run_id, parameters)
             with tempfile.TemporaryDirectory(prefix="onnx-ops-") as name:
                 digest = mlflow_folder.build_folder(record, Path(name), model_id=model.model_id, run_id=run_id)
                 client.set_logged_model_tags(model.model_id, {MLMODEL_DIGEST: str(digest)})
                 client.log_model_artifacts(model.model_id, name)
-            self._log_metrics(run_id, model.model_id, record, child.info.start_time)
+            self._log_figures(run_id, model.model_id, record, child.info.start_time)
             client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
             client.finalize_logged_model(model.model_id, "READY")
         return client.get_logged_model(model.model_id)
@@ -181,7 +177,7 @@ class Publisher:
         if EVIDENCE_DIGEST in changed:
             self._upload_evidence(run_id, record)
             run = self._client.get_run(run_id)
-            self._log_metrics(run_id, _model_id(found), record, run.info.start_time)
+            self._log_figures(run_id, _model_id(found), record, run.info.start_time)
         for target in record.decisions:
             # What was signed earlier is not what has been decided now.
             if target not in record.signed and f"{DECISION}{target}" in found.tags:
@@ -208,7 +204,7 @@ class Publisher:
             run_name=f"release {short(lineage.release)}",
             tags={**self._run_tags("release", None), **self._common},
         )
-        self._log_parameters(run.info.run_id, lineage.parameters)
+        log_parameters(self._client, run.info.run_id, lineage.parameters)
         return run
 
     def _fail_leftovers(self) -> None:
@@ -219,11 +215,20 @@ class Publisher:
         )
         for run in runs:
             self._client.set_terminated(run.info.run_id, "FAILED")
-        models = self._client.search_logged_models(
-            [self._experiment], f"tags.{RELEASE} = '{release}' and status = 'PENDING'"
-        )
-        for model in models:
-            self._client.finalize_logged_model(model.model_id, "FAILED")
+        for model in self._models():
+            if str(model.status) == "PENDING":
+                self._client.finalize_logged_model(model.model_id, "FAILED")
+
+    def _models(self, *conditions: str) -> Iterator[LoggedModel]:
+        """This release's models. Their status is looked at here: MLflow compares a number with a word, which
+        PostgreSQL refuses."""
+        wanted = " and ".join([f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions])
+        token: str | None = None
+        while True:
+            page = self._client.search_logged_models([self._experiment], wanted, page_token=token)
+            yield from page
+            if not (token := page.token):
+                return
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[str]:
@@ -251,19 +256,11 @@ class Publisher:
                 link.symlink_to(path.absolute())
             self._client.log_artifacts(run_id, folder)
 
-    def _log_parameters(self, run_id: str, parameters: Mapping[str, str]) -> None:
-        from mlflow.entities import Param
-
-        for batch in _batches([Param(key, value) for key, value in sorted(parameters.items())]):
-            self._client.log_batch(run_id, params=batch)
-
-    def _log_metrics(self, run_id: str, model_id: str, record: VariantRecord, timestamp: int) -> None:
-        """Metrics of run and model; without the model's id only the first model of a run would get them."""
-        from mlflow.entities import Metric
-
-        metrics = [Metric(k, v, timestamp, step=0, model_id=model_id) for k, v in sorted(record.metrics.items())]
-        for batch in _batches(metrics):
-            self._client.log_batch(run_id, metrics=batch)
+    def _log_figures(self, run_id: str, model_id: str, record: VariantRecord, timestamp: int) -> None:
+        data = self._publication.lineage.data
+        log_datasets(self._client, run_id, data, measured_on=record.measured_on)
+        measured_on = dataset(record.measured_on, data[record.measured_on]) if record.measured_on in data else None
+        log_metrics(self._client, run_id, model_id, record.metrics, timestamp, measured_on)
 
     def _identity(self, record: VariantRecord) -> dict[str, str]:
         return {VARIANT: record.variant, DIGEST: str(record.manifest.digest())}
@@ -292,8 +289,3 @@ class Publisher:
 
 def _model_id(found: ModelVersion) -> str:
     return str(found.source).removeprefix("models:/")
-
-
-def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    for start in range(0, len(items), _BATCH):
-        yield items[start : start + _BATCH]

@@ -1,0 +1,72 @@
+"""What stands in the tables of a run and its model: parameters, metrics, and the data they were measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from onnx_ops.domain.artifact import Digest
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Dataset
+
+_BATCH = 100
+_DIGEST_CHARACTERS = 36
+"""MLflow takes no longer digest of a data set; the tags `data.<name>` hold the whole one."""
+
+T = TypeVar("T")
+
+
+def dataset(name: str, digest: Digest) -> Dataset:
+    """A data set of the pipeline as MLflow names it."""
+    from mlflow.entities import Dataset
+
+    short = digest.removeprefix("sha256:")[:_DIGEST_CHARACTERS]
+    return Dataset(name=name, digest=short, source_type="onnx-ops", source=f'{{"digest": "{digest}"}}')
+
+
+def log_parameters(client: MlflowClient, run_id: str, parameters: Mapping[str, str]) -> None:
+    from mlflow.entities import Param
+
+    for batch in _batches([Param(key, value) for key, value in sorted(parameters.items())]):
+        client.log_batch(run_id, params=batch)
+
+
+def log_datasets(client: MlflowClient, run_id: str, data: Mapping[str, Digest], *, measured_on: str) -> None:
+    """The data that the run used; the set that its figures were measured on is marked as `evaluation`."""
+    from mlflow.entities import DatasetInput, InputTag
+
+    inputs = [
+        DatasetInput(
+            dataset(name, digest), [InputTag("mlflow.data.context", "evaluation")] if name == measured_on else []
+        )
+        for name, digest in sorted(data.items())
+    ]
+    if inputs:
+        client.log_inputs(run_id, inputs)
+
+
+def log_metrics(
+    client: MlflowClient,
+    run_id: str,
+    model_id: str,
+    metrics: Mapping[str, float],
+    timestamp: int,
+    measured_on: Dataset | None,
+) -> None:
+    """Metrics of run and model; without the model's id only the first model of a run would get them."""
+    from mlflow.entities import Metric
+
+    name, digest = (measured_on.name, measured_on.digest) if measured_on is not None else (None, None)
+    entries = [
+        Metric(key, value, timestamp, step=0, model_id=model_id, dataset_name=name, dataset_digest=digest)
+        for key, value in sorted(metrics.items())
+    ]
+    for batch in _batches(entries):
+        client.log_batch(run_id, metrics=batch)
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), _BATCH):
+        yield items[start : start + _BATCH]
