@@ -33,6 +33,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (RELEASES, releases.reconcile),
     (RELEASES, releases.status),
     (RELEASES, releases.history),
+    (RELEASES, releases.delete),
     (TOOLS, tools.inspect),
     (TOOLS, tools.compare),
     (TOOLS, tools.bench),

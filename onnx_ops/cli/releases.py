@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -190,6 +191,30 @@ def history(endpoint: Endpoint, as_json: AsJson = False) -> None:
         print_json([codec.to_json(line) for line in lines])
     else:
         history_table(lines)
+
+
+@reported
+def delete(
+    endpoint: Endpoint,
+    reason: Reason = "",
+    actor: Actor = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed where nobody can answer.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """End an endpoint and free its name. Its versions, their aliases and its history stay.
+
+    Example: onnx-ops delete digits-old --reason "moved to digits" --yes
+    """
+    from onnx_ops.operations.delete import delete as end
+    from onnx_ops.wiring.project import open_project
+
+    if not yes and not (sys.stdin.isatty() and typer.confirm(f"End endpoint {endpoint}? Requests to it will fail")):
+        raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
+    end(open_project().ports, endpoint, reason=reason, actor=actor)
+    if as_json:
+        print_json({"endpoint": endpoint, "deleted": True})
+    else:
+        typer.echo(f"{endpoint}: deleted")
 
 
 class RolloutWord(StrEnum):

@@ -152,6 +152,7 @@ def status_document(one: EndpointStatus) -> dict[str, Any]:
         "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
         "registry_pending": dict(state.pending_aliases),
         "rejected": dict(state.rejected),
+        "deleting": state.deleting,
     }
 
 
@@ -164,6 +165,8 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
         if config is None:
             continue
         out.print(f"[bold]{escape(state.endpoint)}[/bold] {escape(config.model)} on {escape(config.target)}")
+        if state.deleting:
+            out.print("  [yellow]is being deleted[/yellow]")
         if one.actual is not None:
             split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
             out.print(f"  answers at {escape(one.address or '?')}: {escape(split)}")

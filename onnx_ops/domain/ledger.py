@@ -79,7 +79,16 @@ class Override:
     reason: str
 
 
-Body = Configured | Intent | Outcome | Spoken | Mirrored | RefusedVersion | Override
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deleted:
+    """Somebody wants the endpoint gone; `done` once it is. The name may be bound again afterwards."""
+
+    kind: Literal["deleted"] = "deleted"
+    reason: str = ""
+    done: bool = False
+
+
+Body = Configured | Intent | Outcome | Spoken | Mirrored | RefusedVersion | Override | Deleted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +111,7 @@ class ReleaseState:
     registry writes that are still owed. `rejected` are releases, and single versions by manifest, that may not come
     back by themselves, with the reason. `known` holds every deployment that may ever have taken traffic, by version.
     `word_at` is the sequence of the operator's word, `decided_at` that of the first intent to do what is open.
+    While `deleting`, nothing else may be done to the endpoint.
     """
 
     endpoint: str
@@ -119,6 +129,7 @@ class ReleaseState:
     rejected: Mapping[Digest, str] = field(default_factory=dict)
     overridden: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
+    deleting: bool = False
 
     def why_rejected(self, deployment: Deployment | VersionRecord) -> str | None:
         """Why this version may not come back by itself; None if it may."""
@@ -178,8 +189,17 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
                 freed.add(state.known[body.version].manifest)
             rejected = {digest: why for digest, why in state.rejected.items() if digest not in freed}
             return replace(state, rejected=rejected, overridden=state.overridden | {body.release})
+        case Deleted():
+            return _delete(state, body)
         case _:
             assert_never(body)
+
+
+def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
+    if not body.done:
+        return replace(state, deleting=True, open_intent=None, word=None, pending_aliases={})
+    # What is bound under this name later must not bring back what failed here, nor count generations from one again.
+    return ReleaseState(endpoint=state.endpoint, generation=state.generation, rejected=state.rejected)
 
 
 def _close(state: ReleaseState, outcome: Outcome) -> ReleaseState:

@@ -10,6 +10,7 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, alias
 from onnx_ops.errors import UserError
 from onnx_ops.operations.approve import approve
+from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import refuse_rejected
 from onnx_ops.operations.journal import Journal, siblings, stream
 from onnx_ops.ports import Ports
@@ -81,6 +82,8 @@ def configure(ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, ac
         UserError: the endpoint belongs to another pipeline or model.
     """
     journal = Journal.open(ports, config.endpoint, actor=actor)
+    if journal.state.deleting:
+        finish_deletion(journal)
     bound = journal.state.config
     if bound is not None and (bound.model, bound.target) != (config.model, config.target):
         raise UserError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.rollout import Action, ActionKind, next_action
 from onnx_ops.errors import OnnxOpsError
+from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import desired
 from onnx_ops.operations.journal import Journal, pinned
 from onnx_ops.operations.mirror import put_back, show_entries, take_note, write_owed_aliases
@@ -72,6 +73,9 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     """
     journal = Journal.open(ports, endpoint, actor=actor)
     config = journal.config
+    if journal.state.deleting:
+        finish_deletion(journal)
+        return StepReport(endpoint=endpoint, did="deleted", why="somebody asked for it", settled=True)
     if (report := _unfinished(journal)) is not None:
         return report
     wish = desired(journal)

@@ -70,6 +70,12 @@ def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str
 
 def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> tuple[Action, str, Deployment]:
     state, config = journal.state, journal.config
+    if state.deleting:
+        raise Refused(
+            "the endpoint is being deleted",
+            where=config.endpoint,
+            remedy=f"Complete that with `onnx-ops delete {config.endpoint}`, or bind it again with `onnx-ops run`.",
+        )
     begun = state.open_intent.action if state.open_intent is not None else None
     if begun is not None and (goal := _way_back(begun)) is not None and to in (None, goal.version, goal.name):
         return begun, _name(state.roles.candidate or state.roles.stable), goal

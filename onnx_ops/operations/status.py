@@ -9,6 +9,7 @@ from typing import assert_never
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.domain.ledger import (
     Configured,
+    Deleted,
     Intent,
     LedgerEntry,
     Mirrored,
@@ -87,6 +88,8 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
             return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
         case Override():
             return f"override for version {body.version}", body.reason
+        case Deleted():
+            return "deleted" if body.done else "is to be deleted", body.reason
         case _:
             assert_never(body)
 

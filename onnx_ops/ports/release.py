@@ -127,6 +127,14 @@ class EndpointProvider(Protocol):
         """Where clients call it, if it exists."""
         ...
 
+    def remove(self, config: EndpointConfig) -> None:
+        """End the endpoint and let go of what it served. Removing one that does not exist is no error.
+
+        Raises:
+            ServiceUnavailable: it could not be ended.
+        """
+        ...
+
 
 class ModelFiles(Protocol):
     """Verified model folders by manifest digest, kept where endpoints can load them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -146,3 +147,21 @@ class EndpointProviderSuite:
         first = [self.scale(address, user=user) for user in users]
         assert [self.scale(address, user=user) for user in users] == first
         assert set(first) == {2.0, 3.0}
+
+    def test_removing_ends_it_and_a_new_one_starts_afresh(
+        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+    ) -> None:
+        blue, green = deployments
+        provider.remove(config)
+        provider.apply(config, state_of(blue, blue=100), generation=7)
+        address = provider.address(config)
+        provider.remove(config)
+        provider.remove(config)
+        assert provider.observe(config) is None
+        assert address is not None
+        with pytest.raises(urllib.error.URLError):
+            self.scale(address)
+        provider.apply(config, state_of(green, green=100), generation=8)
+        again = provider.address(config)
+        assert again is not None
+        assert self.scale(again) == 3.0

@@ -241,6 +241,12 @@ class FakeProvider:
     def address(self, config: EndpointConfig) -> str | None:
         return f"memory:{config.endpoint}" if config.endpoint in self._states else None
 
+    def remove(self, config: EndpointConfig) -> None:
+        if self.down:
+            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+        self._states.pop(config.endpoint, None)
+        self._generations.pop(config.endpoint, None)
+
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
         """The endpoint becomes this, or is lost, and nobody told the ledger. Its generation stays."""
         self._states.pop(endpoint, None)

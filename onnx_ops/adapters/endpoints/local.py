@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 import sys
 import zlib
@@ -11,16 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.server_process import ServerProcess
+from onnx_ops.adapters.endpoints.server_process import APPLY_LOCK, LOG_FILE, ServerProcess
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
-from onnx_ops.protocol.admin import AdminState, ServerRecord, error_from_bytes, read_message
+from onnx_ops.protocol.admin import AUDIT_FILE, AdminState, ServerRecord, error_from_bytes, read_message
 from onnx_ops.protocol.options import ServerOptions, options_of
 
 _LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _PORT_FILE = "port"
+_KEPT = frozenset({AUDIT_FILE, LOG_FILE, _PORT_FILE, APPLY_LOCK})
 _FIRST_PORT = 18_000
 """Chosen ports lie below those that systems give to outgoing connections, so that a restart finds its port free."""
 _PORTS = 10_000
@@ -96,6 +98,19 @@ class LocalEndpoints:
         if server.folder.is_dir():
             with server.alone():
                 server.stop()
+
+    def remove(self, config: EndpointConfig) -> None:
+        """The audit log, the server's log and the port stay, for whoever asks later what happened here."""
+        server = self._server(config)
+        if not server.folder.is_dir():
+            return
+        with server.alone():
+            server.stop()
+            for path in server.folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name not in _KEPT:
+                    path.unlink()
 
     def _running(self, server: ServerProcess, config: EndpointConfig) -> ServerRecord:
         port = self._known_port(server, config) or self._choose_port(server)

@@ -23,7 +23,7 @@ from onnx_ops.protocol.options import ServerOptions, flags
 LOG_FILE = "server.log"
 
 _LOOPBACK = "127.0.0.1"
-_APPLY_LOCK = "apply.lock"
+APPLY_LOCK = "apply.lock"
 _START_S = 60.0
 _STOP_S = 30.0
 _PAUSE_S = 0.02
@@ -53,7 +53,7 @@ class ServerProcess:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         deadline = time.monotonic() + patience_s
-        with (self.folder / _APPLY_LOCK).open("a") as stream:
+        with (self.folder / APPLY_LOCK).open("a") as stream:
             while not _locked(stream.fileno(), fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
                     raise Conflict("somebody else is changing this endpoint", where=self.folder.name)

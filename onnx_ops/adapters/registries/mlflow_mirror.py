@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, assert_never
 from onnx_ops import codec
 from onnx_ops.domain.ledger import (
     Configured,
+    Deleted,
     Intent,
     LedgerEntry,
     Mirrored,
@@ -63,7 +64,7 @@ def _title(entry: LedgerEntry) -> str:
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
         case Spoken():
             return f"word: {body.word.value}"
-        case Configured() | Mirrored() | RefusedVersion() | Override():
+        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted():
             return body.kind
         case _:
             assert_never(body)
@@ -87,7 +88,7 @@ def _details(entry: LedgerEntry) -> dict[str, str]:
             return {"alias": body.alias, "version": body.version, "why": body.reason}
         case Override():
             return {"version": body.version, "why": body.reason}
-        case Spoken():
+        case Spoken() | Deleted():
             return {"why": body.reason}
         case _:
             assert_never(body)
