@@ -67,6 +67,17 @@ class VersionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ListedVersion:
+    """A registered version in a list. `created_at` is seconds since the epoch."""
+
+    version: str
+    release: Digest
+    variant: str
+    manifest: Digest
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The variant that a release serves on one target, or why there is none."""
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import LedgerEntry
-from onnx_ops.domain.release import Publication, VersionRecord
+from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 
 
 class Registry(Protocol):
@@ -25,6 +25,18 @@ class Registry(Protocol):
 
     def version(self, model: str, version: str) -> VersionRecord:
         """Raises NotFound or ServiceUnavailable."""
+        ...
+
+    def versions(self, model: str) -> tuple[ListedVersion, ...]:
+        """All versions that onnx-ops registered, oldest first; empty if the model does not exist."""
+        ...
+
+    def delete_version(self, model: str, version: str) -> None:
+        """Delete a version and what was stored for it alone. Deleting one that is not there is no error.
+
+        Raises:
+            Refused: an alias points at it.
+        """
         ...
 
     def aliases(self, model: str) -> Mapping[str, str]:
@@ -149,4 +161,12 @@ class ModelFiles(Protocol):
         Raises:
             DigestMismatch: a file is not what the manifest says.
         """
+        ...
+
+    def kept(self) -> Mapping[Digest, int]:
+        """Bytes of every folder that stands here, by its manifest's digest."""
+        ...
+
+    def forget(self, manifest: Digest) -> None:
+        """Remove a folder; no error if it is not there."""
         ...

@@ -19,8 +19,16 @@ from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import LedgerEntry
-from onnx_ops.domain.release import Publication, VariantRecord, VersionRecord
-from onnx_ops.errors import Conflict, DigestMismatch, MissingPackage, NotFound, ServiceUnavailable, SignatureInvalid
+from onnx_ops.domain.release import ListedVersion, Publication, VariantRecord, VersionRecord
+from onnx_ops.errors import (
+    Conflict,
+    DigestMismatch,
+    MissingPackage,
+    NotFound,
+    Refused,
+    ServiceUnavailable,
+    SignatureInvalid,
+)
 from onnx_ops.ports import Ledger, Ports
 
 
@@ -89,6 +97,7 @@ class _Version:
     record: VersionRecord
     files: dict[str, bytes]
     documents: dict[str, bytes]
+    created_at: float
 
 
 @dataclass(slots=True)
@@ -102,6 +111,7 @@ class FakeRegistry:
 
     def __init__(self) -> None:
         self.down = False
+        self.clock = FakeClock()
         self.mirrored: list[LedgerEntry] = []
         self._models: dict[str, _Model] = {}
 
@@ -162,7 +172,28 @@ class FakeRegistry:
         """What a forger would do: the version says from now on what `record` says."""
         self._version(record.model, record.version).record = record
 
+    def versions(self, model: str) -> tuple[ListedVersion, ...]:
+        self._answer()
+        kept = self._models[model].versions.values() if model in self._models else ()
+        return tuple(
+            ListedVersion(
+                version=v.record.version,
+                release=v.record.release,
+                variant=v.record.variant,
+                manifest=v.record.manifest,
+                created_at=v.created_at,
+            )
+            for v in sorted(kept, key=lambda v: int(v.record.version))
+        )
+
     def delete_version(self, model: str, version: str) -> None:
+        self._answer()
+        if version in self.aliases(model).values():
+            raise Refused("an alias points at it", where=f"{model}/{version}")
+        if model in self._models:
+            self._models[model].versions.pop(version, None)
+
+    def vanish(self, model: str, version: str) -> None:
         """What a person may do in the registry: the version goes, and its aliases with it."""
         self._version(model, version)
         kept = self._models[model]
@@ -191,6 +222,7 @@ class FakeRegistry:
             record=record,
             files={name: path.read_bytes() for name, path in variant.files.items()},
             documents={name: path.read_bytes() for name, path in variant.evidence.items()},
+            created_at=kept.created_at if kept is not None else self.clock.now(),
         )
         return record.version
 
@@ -269,6 +301,12 @@ class FakeModelFiles:
         self._admitted.add(manifest.digest())
         return f"memory:{manifest.digest()}"
 
+    def kept(self) -> Mapping[Digest, int]:
+        return dict.fromkeys(sorted(self._admitted), 1000)
+
+    def forget(self, manifest: Digest) -> None:
+        self._admitted.discard(manifest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWorld:
@@ -281,6 +319,9 @@ class FakeWorld:
     clock: FakeClock = field(default_factory=FakeClock)
     signer: FakeSigner = field(default_factory=FakeSigner)
     dead: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.registry.clock = self.clock
 
     def ports(self, process: str = "process-1", root: Path = Path()) -> Ports:
         """The ports of a process. Those that only stages ask for are missing."""

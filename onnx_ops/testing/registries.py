@@ -17,7 +17,7 @@ from pathlib import Path
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
-from onnx_ops.errors import DigestMismatch, NotFound
+from onnx_ops.errors import DigestMismatch, NotFound, Refused
 from onnx_ops.ports.release import Registry
 
 
@@ -213,6 +213,36 @@ class RegistrySuite:
             assert registry.document(record, name) == release.variants[0].evidence[name].read_bytes()
             for unknown in ("evidence/cuda.json", "nowhere/cpu-1t.json", "evidence", "../evidence/cpu-1t.json", ""):
                 _assert_raises(NotFound, registry.document, record, unknown)
+
+    def test_versions_are_listed_oldest_first_and_can_be_deleted(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        assert registry.versions(model) == ()
+        releases = [publication(tmp_path, model=model, seed=seed, variants=("fp32", "int8-static")) for seed in "ab"]
+        numbers = [registry.publish(release) for release in releases]
+        found = registry.versions(model)
+        assert [(entry.version, entry.variant, entry.release) for entry in found] == [
+            (published[variant], variant, release.lineage.release)
+            for release, published in zip(releases, numbers, strict=True)
+            for variant in published
+        ]
+        assert all(entry.manifest == registry.version(model, entry.version).manifest for entry in found)
+        assert found[0].created_at <= found[-1].created_at
+        registry.set_alias(model, "champion-cpu-1t", found[0].version)
+        _assert_raises(Refused, registry.delete_version, model, found[0].version)
+        registry.delete_version(model, found[1].version)
+        registry.delete_version(model, found[1].version)
+        assert [entry.version for entry in registry.versions(model)] == [
+            found[0].version,
+            *(e.version for e in found[2:]),
+        ]
+        assert registry.version(model, found[0].version).manifest == found[0].manifest
+
+    def test_a_deleted_version_can_be_published_again(self, registry: Registry, tmp_path: Path) -> None:
+        model = _unique()
+        release = publication(tmp_path, model=model, seed="a")
+        registry.delete_version(model, registry.publish(release)["fp32"])
+        record = registry.version(model, registry.publish(release)["fp32"])
+        assert registry.fetch(record, _empty(tmp_path)).digest() == record.manifest
 
     def test_unknown_names(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()

@@ -126,6 +126,10 @@ class Scene:
         assert reports[-1].settled, reports
         return reports
 
+    def settle_some(self, endpoint: str = "digits") -> None:
+        """As far as it goes without a word of an operator."""
+        settle(self.ports, endpoint)
+
     def settle_all(self) -> None:
         """Twice around, since an endpoint may owe aliases until the others have followed."""
         names = [name for name in self.world.ledger.endpoints() if "@" not in name]

@@ -120,7 +120,7 @@ def test_it_needs_no_registry(scene: Scene) -> None:
 
 
 def test_a_version_that_was_deleted_in_the_registry_does_not_stop_the_reconciler(scene: Scene) -> None:
-    scene.world.registry.delete_version(MODEL, "2")
+    scene.world.registry.vanish(MODEL, "2")
     scene.roll_back()
     scene.settle()
     assert scene.traffic()["v2"] == 100

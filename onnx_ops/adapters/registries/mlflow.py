@@ -19,11 +19,12 @@ from onnx_ops.adapters.registries import mlflow_folder, mlflow_mirror
 from onnx_ops.adapters.registries.mlflow_connection import Connection
 from onnx_ops.adapters.registries.mlflow_download import Download
 from onnx_ops.adapters.registries.mlflow_publication import Publisher
+from onnx_ops.adapters.registries.mlflow_retention import listed_versions, remove_version
 from onnx_ops.adapters.registries.mlflow_tags import DIGEST, MLMODEL_DIGEST, RELEASE, VARIANT, decisions
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, is_digest
 from onnx_ops.domain.ledger import LedgerEntry
-from onnx_ops.domain.release import Publication, VersionRecord
-from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, UserError
+from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
+from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, UserError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -98,6 +99,27 @@ class MlflowRegistry:
             decisions=decisions(tags),
             tags=tags,
         )
+
+    def versions(self, model: str) -> tuple[ListedVersion, ...]:
+        """All versions that onnx-ops registered, oldest first; empty if the model does not exist."""
+        with self._mlflow.session(f"model {model}") as client:
+            return listed_versions(client, _valid_name(model))
+
+    def delete_version(self, model: str, version: str) -> None:
+        """Delete a version, its LoggedModel and its run. MLflow keeps their files until `mlflow gc`.
+
+        Raises:
+            Refused: an alias points at it.
+            ServiceUnavailable: MLflow does not answer.
+        """
+        if pointing := sorted(alias for alias, number in self.aliases(model).items() if number == version):
+            raise Refused(f"alias {pointing[0]} points at it", where=f"{model} version {version}")
+        try:
+            found = self._version(model, version)
+        except NotFound:
+            return
+        with self._mlflow.session(f"{model} version {version}") as client:
+            remove_version(client, found)
 
     def aliases(self, model: str) -> Mapping[str, str]:
         """Version by alias; empty if the model does not exist."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from onnx_ops.adapters.objects import fsync_folder
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file, hex_of, short
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file, hex_of, is_digest, short
 from onnx_ops.errors import DigestMismatch
 
 
@@ -37,6 +38,24 @@ class ModelFolders:
         if self.location(manifest.digest()) is None:
             self._place(folder, place)
         return str(place)
+
+    def kept(self) -> Mapping[Digest, int]:
+        if not self._root.is_dir():
+            return {}
+        folders = {Digest(f"sha256:{entry.name}"): entry for entry in sorted(self._root.iterdir()) if entry.is_dir()}
+        return {
+            digest: sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            for digest, folder in folders.items()
+            if is_digest(digest)
+        }
+
+    def forget(self, manifest: Digest) -> None:
+        folder = self._folder(manifest)
+        if folder.is_dir():
+            # Under another name first, so that a folder that is half gone is never taken for a whole one.
+            leaving = self._root / f".tmp-{folder.name}-{os.getpid()}"
+            folder.rename(leaving)
+            shutil.rmtree(leaving)
 
     def _place(self, folder: Path, place: Path) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
