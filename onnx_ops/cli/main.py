@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from onnx_ops.cli import machine, pipelines, releases, report, serve, tools
+from onnx_ops.cli import endpoints, machine, pipelines, releases, report, serve, tools
 
 app = typer.Typer(
     name="onnx-ops",
@@ -31,9 +31,10 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (RELEASES, releases.rollout),
     (RELEASES, releases.rollback),
     (RELEASES, releases.reconcile),
-    (RELEASES, releases.status),
-    (RELEASES, releases.history),
-    (RELEASES, releases.delete),
+    (RELEASES, endpoints.status),
+    (RELEASES, endpoints.history),
+    (RELEASES, endpoints.prune),
+    (RELEASES, endpoints.delete),
     (TOOLS, tools.inspect),
     (TOOLS, tools.compare),
     (TOOLS, tools.bench),

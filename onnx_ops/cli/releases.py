@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, print_json, reported
+from onnx_ops.cli.endpoints import status
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
@@ -150,73 +150,6 @@ def _exit_for(reports: Mapping[str, Sequence[StepReport]]) -> None:
         raise typer.Exit(4)
 
 
-@reported
-def status(
-    endpoint: Annotated[str | None, typer.Argument(help="Endpoint; all by default.")] = None, as_json: AsJson = False
-) -> None:
-    """What endpoints do now, as the ledger and the endpoints themselves say. Needs no MLflow.
-
-    Exit code 4 if an endpoint that should serve does not answer.
-
-    Example: onnx-ops status digits
-    """
-    from onnx_ops.cli.tables import status_document, status_report
-    from onnx_ops.operations.journal import bound_endpoints
-    from onnx_ops.operations.status import status as read_status
-    from onnx_ops.wiring.project import open_project
-
-    ports = open_project().ports
-    names = (endpoint,) if endpoint is not None else bound_endpoints(ports)
-    found = [read_status(ports, name) for name in names]
-    if as_json:
-        print_json([status_document(one) for one in found])
-    else:
-        status_report(found, ports.clock.now())
-    if any(one.state.roles.stable is not None and one.actual is None for one in found):
-        raise typer.Exit(4)
-
-
-@reported
-def history(endpoint: Endpoint, as_json: AsJson = False) -> None:
-    """Everything that happened to an endpoint: who, when, what, why.
-
-    Example: onnx-ops history digits --json
-    """
-    from onnx_ops.cli.tables import history_table
-    from onnx_ops.operations.status import history as read_history
-    from onnx_ops.wiring.project import open_project
-
-    lines = read_history(open_project().ports, endpoint)
-    if as_json:
-        print_json([codec.to_json(line) for line in lines])
-    else:
-        history_table(lines)
-
-
-@reported
-def delete(
-    endpoint: Endpoint,
-    reason: Reason = "",
-    actor: Actor = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed where nobody can answer.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """End an endpoint and free its name. Its versions, their aliases and its history stay.
-
-    Example: onnx-ops delete digits-old --reason "moved to digits" --yes
-    """
-    from onnx_ops.operations.delete import delete as end
-    from onnx_ops.wiring.project import open_project
-
-    if not yes and not (sys.stdin.isatty() and typer.confirm(f"End endpoint {endpoint}? Requests to it will fail")):
-        raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
-    end(open_project().ports, endpoint, reason=reason, actor=actor)
-    if as_json:
-        print_json({"endpoint": endpoint, "deleted": True})
-    else:
-        typer.echo(f"{endpoint}: deleted")
-
-
 class RolloutWord(StrEnum):
     """What can be said about a rollout."""
 
@@ -244,7 +177,7 @@ def rollout(
     from onnx_ops.wiring.project import open_project
 
     if word is RolloutWord.STATUS:
-        status(endpoint=endpoint, as_json=as_json)
+        status(endpoints=[endpoint], as_json=as_json)
         return
     words = {RolloutWord.RESUME: Word.ADVANCE, RolloutWord.PAUSE: Word.PAUSE, RolloutWord.ABORT: Word.ABORT}
     ports = open_project().ports

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onnx_ops import codec
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from onnx_ops.cli.diagnosis import Finding
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.operations.explain import Explanation
-    from onnx_ops.operations.status import EndpointStatus, HistoryLine
     from onnx_ops.wiring.project import Project
     from onnx_ops.wiring.summary import Summary
 
@@ -137,60 +135,6 @@ def explanation_report(version: str, explanations: Sequence[Explanation]) -> Non
         used = ", ".join(one.evidence.runtime.used) if one.evidence.runtime is not None else "unknown"
         where = f"{hardware.cpu_model}, {hardware.cores} cores, {hardware.runtime} {hardware.runtime_version}, {used}"
         out.print(f"Measured on {escape(where)}; decided {escape(one.signed.record.decided_at)}.")
-
-
-def status_document(one: EndpointStatus) -> dict[str, Any]:
-    """The same content for machines."""
-    state = one.state
-    return {
-        "endpoint": state.endpoint,
-        "address": one.address,
-        "answers": one.actual is not None,
-        "config": codec.to_json(state.config),
-        "roles": codec.to_json(state.roles),
-        "traffic": dict(one.actual.split.weights) if one.actual is not None else None,
-        "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
-        "registry_pending": dict(state.pending_aliases),
-        "rejected": dict(state.rejected),
-        "deleting": state.deleting,
-    }
-
-
-def status_report(found: Sequence[EndpointStatus], now: float) -> None:
-    out = console()
-    if not found:
-        out.print("No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
-    for one in found:
-        state, config = one.state, one.state.config
-        if config is None:
-            continue
-        out.print(f"[bold]{escape(state.endpoint)}[/bold] {escape(config.model)} on {escape(config.target)}")
-        if state.deleting:
-            out.print("  [yellow]is being deleted[/yellow]")
-        if one.actual is not None:
-            split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
-            out.print(f"  answers at {escape(one.address or '?')}: {escape(split)}")
-        elif state.roles.stable is not None:
-            out.print(f"  [red]does not answer[/red]; onnx-ops reconcile {escape(state.endpoint)} starts it again")
-        for role in ("stable", "candidate", "previous"):
-            deployment = getattr(state.roles, role)
-            if deployment is not None:
-                out.print(f"  {role:<9} {escape(deployment.name)} ({escape(deployment.variant)})")
-        if state.open_intent is not None:
-            left = max(0, round(state.open_intent.expires_at - now))
-            out.print(f"  at work: {escape(state.open_intent.action.why)} (lease for {left} s more)")
-        if state.pending_aliases:
-            owed = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
-            out.print(f"  [yellow]registry pending[/yellow]: {escape(owed)}")
-
-
-def history_table(lines: Sequence[HistoryLine]) -> None:
-    table = Table()
-    for name in ("#", "when", "who", "what", "why"):
-        table.add_column(name, overflow="fold")
-    for line in lines:
-        table.add_row(*(escape(text) for text in (str(line.sequence), line.at, line.actor, line.what, line.why)))
-    console().print(table)
 
 
 def doctor_table(findings: Sequence[Finding]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
-from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import (
     Configured,
     Deleted,
@@ -19,8 +20,9 @@ from onnx_ops.domain.ledger import (
     ReleaseState,
     Spoken,
 )
-from onnx_ops.domain.rollout import Action, ActionKind
-from onnx_ops.operations.journal import Journal
+from onnx_ops.domain.rollout import Action, ActionKind, Roles
+from onnx_ops.errors import NotFound
+from onnx_ops.operations.journal import Journal, bound_endpoints
 from onnx_ops.ports import Ports
 
 
@@ -35,13 +37,32 @@ class EndpointStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryLine:
-    """One ledger entry for people. `at` is ISO 8601 in UTC."""
+    """One ledger entry for people and auditors. `at` is ISO 8601 in UTC, `kind` that of the entry or its action.
 
+    `versions` are the deployments by role once the entry has taken effect, with the digests of their release, their
+    files and the evidence that they were approved on; empty where an entry changes no roles.
+    """
+
+    endpoint: str
     sequence: int
     at: str
     actor: str
+    kind: str
     what: str
     why: str
+    versions: Mapping[str, Deployment] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which endpoints and entries are asked for; what is left out asks for all. `since` is seconds since the epoch."""
+
+    endpoints: tuple[str, ...] = ()
+    model: str = ""
+    target: str = ""
+    actor: str = ""
+    since: float = 0.0
+    limit: int | None = None
 
 
 def status(ports: Ports, endpoint: str) -> EndpointStatus:
@@ -53,20 +74,70 @@ def status(ports: Ports, endpoint: str) -> EndpointStatus:
     )
 
 
-def history(ports: Ports, endpoint: str) -> tuple[HistoryLine, ...]:
-    """Every entry of the endpoint's ledger, oldest first.
+def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
+    """Names of the bound endpoints that are asked for.
 
     Raises:
-        NotFound: no pipeline has bound this endpoint.
+        NotFound: one that was named is not bound.
     """
-    Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFound for an unknown name)
-    return tuple(_line(entry) for entry in ports.ledger.read(endpoint))
+    for name in wanted.endpoints:
+        Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
+    names = wanted.endpoints or bound_endpoints(ports)
+    return tuple(name for name in names if _fits(Journal.open(ports, name).state.config, wanted))
+
+
+def history(ports: Ports, wanted: Wanted) -> tuple[HistoryLine, ...]:
+    """Entries of ledgers, oldest first; also of endpoints that are gone, and of models that no endpoint serves.
+
+    Raises:
+        NotFound: an endpoint that was named has no history.
+    """
+    names = wanted.endpoints or ports.ledger.endpoints()
+    found: list[LedgerEntry] = []
+    for name in names:
+        entries = ports.ledger.read(name)
+        if not entries and wanted.endpoints:
+            raise NotFound("no endpoint of that name", where=name, remedy="See `onnx-ops status` for those there are.")
+        if _was_ever(name, entries, wanted):
+            found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
+    found.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
+    return tuple(_line(entry) for entry in (found[-wanted.limit :] if wanted.limit else found))
+
+
+def _fits(config: EndpointConfig | None, wanted: Wanted) -> bool:
+    return config is not None and wanted.model in ("", config.model) and wanted.target in ("", config.target)
+
+
+def _was_ever(name: str, entries: Sequence[LedgerEntry], wanted: Wanted) -> bool:
+    """Whether the ledger is about that model and target."""
+    model, _, target = name.partition("@")
+    if target:
+        return wanted.model in ("", model) and wanted.target in ("", target)
+    if not (wanted.model or wanted.target):
+        return True
+    return any(isinstance(e.body, Configured) and _fits(e.body.config, wanted) for e in entries)
 
 
 def _line(entry: LedgerEntry) -> HistoryLine:
     what, why = _told(entry)
     at = datetime.datetime.fromtimestamp(entry.at, tz=datetime.UTC).isoformat(timespec="seconds")
-    return HistoryLine(sequence=entry.sequence, at=at, actor=entry.actor, what=what, why=why)
+    action = entry.body.action if isinstance(entry.body, Intent) else None
+    roles = {} if action is None else _by_role(action.roles)
+    return HistoryLine(
+        endpoint=entry.endpoint,
+        sequence=entry.sequence,
+        at=at,
+        actor=entry.actor,
+        kind=entry.body.kind if action is None else action.kind.value,
+        what=what,
+        why=why,
+        versions=roles,
+    )
+
+
+def _by_role(roles: Roles) -> dict[str, Deployment]:
+    named = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
+    return {role: deployment for role, deployment in named.items() if deployment is not None}
 
 
 def _told(entry: LedgerEntry) -> tuple[str, str]:

@@ -27,6 +27,8 @@ COMMANDS = [
     "reconcile",
     "status",
     "history",
+    "prune",
+    "delete",
     "serve",
     "doctor",
 ]

@@ -1,0 +1,91 @@
+"""Tables about endpoints and versions for people, and their documents for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from onnx_ops import codec
+from onnx_ops.cli.tables import console
+from onnx_ops.domain.artifact import short
+
+if TYPE_CHECKING:
+    from onnx_ops.operations.prune import PrunePlan
+    from onnx_ops.operations.status import EndpointStatus, HistoryLine
+
+
+def status_document(one: EndpointStatus) -> dict[str, Any]:
+    """The same content for machines."""
+    state = one.state
+    return {
+        "endpoint": state.endpoint,
+        "address": one.address,
+        "answers": one.actual is not None,
+        "config": codec.to_json(state.config),
+        "roles": codec.to_json(state.roles),
+        "traffic": dict(one.actual.split.weights) if one.actual is not None else None,
+        "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
+        "registry_pending": dict(state.pending_aliases),
+        "rejected": dict(state.rejected),
+        "deleting": state.deleting,
+    }
+
+
+def status_report(found: Sequence[EndpointStatus], now: float) -> None:
+    out = console()
+    if not found:
+        out.print("No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
+    for one in found:
+        state, config = one.state, one.state.config
+        if config is None:
+            continue
+        out.print(f"[bold]{escape(state.endpoint)}[/bold] {escape(config.model)} on {escape(config.target)}")
+        if state.deleting:
+            out.print("  [yellow]is being deleted[/yellow]")
+        if one.actual is not None:
+            split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
+            out.print(f"  answers at {escape(one.address or '?')}: {escape(split)}")
+        elif state.roles.stable is not None:
+            out.print(f"  [red]does not answer[/red]; onnx-ops reconcile {escape(state.endpoint)} starts it again")
+        for role in ("stable", "candidate", "previous"):
+            deployment = getattr(state.roles, role)
+            if deployment is not None:
+                out.print(f"  {role:<9} {escape(deployment.name)} ({escape(deployment.variant)})")
+        if state.open_intent is not None:
+            left = max(0, round(state.open_intent.expires_at - now))
+            out.print(f"  at work: {escape(state.open_intent.action.why)} (lease for {left} s more)")
+        if state.pending_aliases:
+            owed = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
+            out.print(f"  [yellow]registry pending[/yellow]: {escape(owed)}")
+
+
+def history_table(lines: Sequence[HistoryLine]) -> None:
+    table, several = Table(), len({line.endpoint for line in lines}) > 1
+    for name in (*(("endpoint",) if several else ()), "#", "when", "who", "what", "why"):
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        cells = (str(line.sequence), line.at, line.actor, line.what, line.why)
+        table.add_row(*(escape(text) for text in ((line.endpoint, *cells) if several else cells)))
+    console().print(table)
+
+
+def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
+    out, table = console(), Table()
+    for name in ("model", "version", "variant", "release", "age", ""):
+        table.add_column(name, overflow="fold")
+    leaving = [(model, entry, "") for model, entries in plan.remove.items() for entry in entries]
+    for model, entry, why in (*leaving, *((kept.model, kept.version, kept.why) for kept in plan.kept)):
+        age = f"{max(0.0, now - entry.created_at) / 86_400:.1f} d"
+        fate = (
+            f"stays: {escape(why)}" if why else "[yellow]removed[/yellow]" if removed else "[yellow]would go[/yellow]"
+        )
+        table.add_row(escape(model), entry.version, escape(entry.variant), short(entry.release), age, fate)
+    out.print(table)
+    size = sum(folder.size_bytes for folder in plan.folders) / 1e6
+    verb = "Removed" if removed else "Would remove"
+    out.print(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB).")
+    if leaving:
+        out.print("`mlflow gc` frees their space in MLflow." if removed else "Add --yes to do it.")

@@ -1,0 +1,160 @@
+"""Commands about what there is: status, history, prune, delete."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+from typing import Annotated
+
+import typer
+
+from onnx_ops import codec
+from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported
+from onnx_ops.errors import UserError
+
+Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
+OfModel = Annotated[str, typer.Option("--model", help="Only those of this registered model.", show_default=False)]
+OfTarget = Annotated[str, typer.Option("--target", "-t", help="Only those of this target.", show_default=False)]
+
+_AGO = re.compile(r"[0-9.]+ ?[a-z]+")
+
+
+@reported
+def status(endpoints: Endpoints = None, model: OfModel = "", target: OfTarget = "", as_json: AsJson = False) -> None:
+    """What endpoints do now, as the ledger and the endpoints themselves say. Needs no MLflow.
+
+    Exit code 4 if an endpoint that should serve does not answer.
+
+    Example: onnx-ops status --target cpu-1t
+    """
+    from onnx_ops.cli.endpoint_tables import status_document, status_report
+    from onnx_ops.operations.status import Wanted, wanted_endpoints
+    from onnx_ops.operations.status import status as read_status
+    from onnx_ops.wiring.project import open_project
+
+    ports = open_project().ports
+    names = wanted_endpoints(ports, Wanted(endpoints=tuple(endpoints or ()), model=model, target=target))
+    found = [read_status(ports, name) for name in names]
+    if as_json:
+        print_json([status_document(one) for one in found])
+    else:
+        status_report(found, ports.clock.now())
+    if any(one.state.roles.stable is not None and one.actual is None for one in found):
+        raise typer.Exit(4)
+
+
+@reported
+def history(
+    endpoints: Endpoints = None,
+    model: OfModel = "",
+    target: OfTarget = "",
+    by: Annotated[str, typer.Option("--by", metavar="ACTOR", help="Only what this actor did.")] = "",
+    since: Annotated[
+        str, typer.Option("--since", metavar="WHEN", help="A date, a time (ISO 8601, UTC), or how long ago: 7d, 12h.")
+    ] = "",
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="Only so many, the newest.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Everything that happened to endpoints: who, when, what, why; with --json also on which evidence.
+
+    Endpoints that were deleted are included. Needs no MLflow.
+
+    Example: onnx-ops history --model digits-mlp --since 30d --json
+    """
+    from onnx_ops.cli.endpoint_tables import history_table
+    from onnx_ops.operations.status import Wanted
+    from onnx_ops.operations.status import history as read_history
+    from onnx_ops.wiring.project import open_project
+
+    ports = open_project().ports
+    wanted = Wanted(
+        endpoints=tuple(endpoints or ()),
+        model=model,
+        target=target,
+        actor=by,
+        since=_moment(since, ports.clock.now()) if since else 0.0,
+        limit=limit,
+    )
+    lines = read_history(ports, wanted)
+    if as_json:
+        print_json([codec.to_json(line) for line in lines])
+    else:
+        history_table(lines)
+
+
+@reported
+def prune(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Registered models.")],
+    keep: Annotated[int, typer.Option("--keep", min=0, help="Newest releases of each model that stay.")] = 5,
+    older_than: Annotated[str, typer.Option("--older-than", metavar="AGE", help="Younger versions stay.")] = "30d",
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Remove them; otherwise it only says what it would do.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old versions from the registry, and their files from this machine.
+
+    Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or is about to serve.
+    MLflow marks what is removed as deleted; `mlflow gc` frees its space.
+
+    Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
+    """
+    from onnx_ops.cli.endpoint_tables import prune_report
+    from onnx_ops.operations.prune import plan_pruning
+    from onnx_ops.operations.prune import prune as remove
+    from onnx_ops.wiring.project import open_project
+
+    ports = open_project().ports
+    plan = plan_pruning(ports, models, keep=keep, older_than_s=_duration(older_than, "--older-than"))
+    done = remove(ports, plan) if yes else plan
+    if as_json:
+        print_json({"removed": yes, **codec.to_json(done)})
+    else:
+        prune_report(done, ports.clock.now(), removed=yes)
+
+
+@reported
+def delete(
+    endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
+    reason: Reason = "",
+    actor: Actor = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed where nobody can answer.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """End an endpoint and free its name. Its versions, their aliases and its history stay.
+
+    Example: onnx-ops delete digits-old --reason "moved to digits" --yes
+    """
+    from onnx_ops.operations.delete import delete as end
+    from onnx_ops.wiring.project import open_project
+
+    if not yes and not (sys.stdin.isatty() and typer.confirm(f"End endpoint {endpoint}? Requests to it will fail")):
+        raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
+    end(open_project().ports, endpoint, reason=reason, actor=actor)
+    if as_json:
+        print_json({"endpoint": endpoint, "deleted": True})
+    else:
+        typer.echo(f"{endpoint}: deleted")
+
+
+def _duration(text: str, option: str) -> float:
+    """Seconds."""
+    from onnx_ops.spec.quantities import parse_quantity
+
+    try:
+        return float(parse_quantity(text, "s"))
+    except ValueError as error:
+        raise UserError(str(error), where=option) from error
+
+
+def _moment(text: str, now: float) -> float:
+    """Seconds since the epoch."""
+    if _AGO.fullmatch(text):
+        return now - _duration(text, "--since")
+    try:
+        at = datetime.datetime.fromisoformat(text)
+    except ValueError as error:
+        remedy = "Write 2026-11-21, 2026-11-21T08:00, or how long ago: 7d."
+        raise UserError(f"{text!r} is neither a date nor a duration", where="--since", remedy=remedy) from error
+    return (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
