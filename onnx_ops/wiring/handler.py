@@ -86,7 +86,7 @@ class StageHandler:
         config, section = _binding(stage)
         configure(self.ports, config, section.rollout, actor=self.actor)
         reports = settle(self.ports, config.endpoint, actor=self.actor)
-        _complain(config.endpoint, reports)
+        at_rest(config.endpoint, reports)
         return Manifest(files={"steps.json": self.ports.store.put_bytes(codec.dumps(reports))})
 
 
@@ -157,8 +157,14 @@ def _binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
     return config, section
 
 
-def _complain(endpoint: str, reports: list[StepReport]) -> None:
-    """A deploy that did not come to rest where it should is told as what it is."""
+def at_rest(endpoint: str, reports: list[StepReport]) -> None:
+    """A deploy that did not come to rest where it should is told as what it is.
+
+    Raises:
+        Refused: a version may not serve.
+        ServiceUnavailable: the registry could not be asked.
+        Conflict: it still moves.
+    """
     for report in reports:
         if report.refused:
             raise Refused(report.did, where=endpoint, why=report.why)

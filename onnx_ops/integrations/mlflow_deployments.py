@@ -1,0 +1,288 @@
+"""MLflow's deployments target `onnx-ops`, for `mlflow deployments create -t onnx-ops …` and `get_deploy_client`.
+
+A deployment is an endpoint. Nothing here goes around the rules: a version is promoted as `onnx-ops promote` does it,
+with its signed decision verified, and the reconciler moves the endpoint. Endpoints that serve the same model on the
+same target follow the same alias.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from urllib.parse import urlsplit
+
+from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import ErrorCode
+
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.rollout import RolloutPolicy, alias
+from onnx_ops.errors import Conflict, MeasurementFailure, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.operations.delete import delete
+from onnx_ops.operations.journal import Journal, bound_endpoints
+from onnx_ops.operations.promote import configure, promote
+from onnx_ops.operations.reconcile import settle
+from onnx_ops.operations.status import status
+from onnx_ops.spec import load_target
+from onnx_ops.wiring.handler import at_rest
+from onnx_ops.wiring.project import Project, open_project
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FLAVOR = "onnx"
+_MODEL_URI = re.compile(r"models:/+([^/@]+)(?:/([0-9]+)|@([A-Za-z0-9_-]+))")
+_PREDICT_S = 300.0
+_CODES: tuple[tuple[type[OnnxOpsError], str], ...] = (
+    (NotFound, "RESOURCE_DOES_NOT_EXIST"),
+    (Refused, "PERMISSION_DENIED"),
+    (Conflict, "RESOURCE_CONFLICT"),
+    (ServiceUnavailable, "TEMPORARILY_UNAVAILABLE"),
+    (MeasurementFailure, "INTERNAL_ERROR"),
+    (UserError, "INVALID_PARAMETER_VALUE"),
+)
+_HELP = """\
+Target onnx-ops: endpoints of an onnx-ops project.
+
+  mlflow deployments create -t onnx-ops --name digits -m models:/digits-mlp/3 -C target=cpu-1t
+  mlflow deployments update -t onnx-ops --name digits -m models:/digits-mlp@challenger-cpu-1t
+
+Target URI: `onnx-ops` for the project around the current folder, `onnx-ops:/path/to/project` for another one.
+
+Config of create and update (-C name=value):
+  target    name of a file in configs/targets/; create needs it, update leaves it
+  provider  endpoint plugin; default local
+  reason    why, recorded in the ledger
+  others    settings of the endpoint, as under `deploy: … settings:` in a pipeline file, e.g. port=8080
+
+A version is refused (PERMISSION_DENIED) unless it carries a passing, correctly signed decision for the target. Its
+files must have been registered by `onnx-ops run`. Endpoints of the same model and target follow the same alias, so that
+an update moves all of them; each does so by the steps of its own rollout policy.
+"""
+
+
+def target_help() -> str:
+    """What `mlflow deployments help -t onnx-ops` prints."""
+    return _HELP
+
+
+def run_local(
+    target: str, name: str, model_uri: str, flavor: str | None = None, config: Mapping[str, str] | None = None
+) -> None:
+    """Create the deployment on this machine, whatever provider the config names."""
+    OnnxOpsDeployments(target).create_deployment(name, model_uri, flavor, {**(config or {}), "provider": "local"})
+
+
+def _translated(method: Callable[P, R]) -> Callable[P, R]:
+    """Errors of onnx-ops as MLflow's."""
+
+    @functools.wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except OnnxOpsError as error:
+            code = next((code for kind, code in _CODES if isinstance(error, kind)), "INTERNAL_ERROR")
+            raise MlflowException(str(error), error_code=ErrorCode.Value(code)) from error
+
+    return wrapped
+
+
+class OnnxOpsDeployments(BaseDeploymentClient):
+    """Endpoints of one project as MLflow deployments."""
+
+    @_translated
+    def __init__(self, target_uri: str) -> None:
+        super().__init__(target_uri)  # type: ignore[no-untyped-call]
+        path = urlsplit(target_uri)
+        place = f"{path.netloc}{path.path}" if path.scheme else ""
+        self._project: Project = open_project(Path(place) if place else None)
+        self._ports = self._project.ports
+
+    @_translated
+    def create_deployment(
+        self,
+        name: str,
+        model_uri: str,
+        flavor: str | None = None,
+        config: Mapping[str, str] | None = None,
+        endpoint: str | None = None,
+    ) -> dict[str, str]:
+        """Bind a new endpoint and serve the version there; a version that is refused binds nothing."""
+        del endpoint
+        _check_flavor(flavor)
+        if name in bound_endpoints(self._ports):
+            raise UserError(f"deployment {name} exists", remedy="Change it with `mlflow deployments update`.")
+        model, version = self._version(model_uri)
+        given = dict(config or {})
+        target_name, provider = given.pop("target", ""), given.pop("provider", "local")
+        reason = given.pop("reason", "")
+        if not target_name:
+            raise UserError("a new deployment needs a target", remedy="Add -C target=NAME, a file in configs/targets/.")
+        settings = _settings(given)
+        self._ports.provider(provider).check(settings)
+        bound = EndpointConfig(
+            endpoint=name,
+            provider=provider,
+            model=model,
+            target=target_name,
+            target_digest=load_target(target_name, root=self._project.settings.root).digest(),
+            pipeline="mlflow deployments",
+            settings=settings,
+        )
+        promote(self._ports, model, version, target_name, reason=reason, expects=(name,))
+        configure(self._ports, bound, RolloutPolicy())
+        at_rest(name, settle(self._ports, name))
+        return {"name": name, "flavor": _FLAVOR}
+
+    @_translated
+    def update_deployment(
+        self,
+        name: str,
+        model_uri: str | None = None,
+        flavor: str | None = None,
+        config: Mapping[str, str] | None = None,
+        endpoint: str | None = None,
+    ) -> dict[str, str]:
+        """Promote another version for the endpoint's target; steps of its rollout that wait for a person stay to be
+        taken."""
+        del endpoint
+        _check_flavor(flavor)
+        journal = Journal.open(self._ports, name)
+        bound, given = journal.config, dict(config or {})
+        reason = given.pop("reason", "")
+        same = {"target": bound.target, "provider": bound.provider}
+        if any(given.pop(key, value) != value for key, value in same.items()):
+            raise UserError(
+                "an endpoint keeps its target and provider", where=name, remedy="Create another deployment."
+            )
+        if given:
+            raise UserError(
+                f"the settings of {name} stand in the file of pipeline {bound.pipeline}",
+                where=", ".join(sorted(given)),
+                remedy="Change them there, or delete the deployment and create it again.",
+            )
+        if model_uri is not None:
+            model, version = self._version(model_uri)
+            if model != bound.model:
+                raise UserError(f"{name} serves {bound.model}, not {model}", remedy="Create another deployment.")
+            promote(self._ports, model, version, bound.target, reason=reason)
+        reports = settle(self._ports, name)
+        if any(report.refused for report in reports):
+            at_rest(name, reports)
+        return {"name": name, "flavor": _FLAVOR}
+
+    @_translated
+    def delete_deployment(
+        self, name: str, config: Mapping[str, str] | None = None, endpoint: str | None = None
+    ) -> None:
+        """End the endpoint. Deleting one that is not there is no error."""
+        del endpoint
+        if name in bound_endpoints(self._ports):
+            delete(self._ports, name, reason=dict(config or {}).get("reason", "mlflow deployments delete"))
+
+    @_translated
+    def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
+        del endpoint
+        return [self._described(name) for name in bound_endpoints(self._ports)]
+
+    @_translated
+    def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
+        del endpoint
+        return self._described(name)
+
+    @_translated
+    def predict(
+        self,
+        deployment_name: str | None = None,
+        inputs: pd.DataFrame | Mapping[str, Any] | list[Any] | None = None,
+        endpoint: str | None = None,
+    ) -> PredictionsResponse:
+        """Send one request to the endpoint's `/invocations`."""
+        import httpx
+        from mlflow.utils.proto_json_utils import dump_input_data
+
+        name = deployment_name or endpoint or ""
+        address = status(self._ports, name).address
+        if address is None:
+            raise ServiceUnavailable("the endpoint has no address", where=name, remedy=f"See `onnx-ops status {name}`.")
+        # MLflow's own function cannot write a dict of arrays.
+        if isinstance(inputs, dict):
+            body = json.dumps({"inputs": {name: _plain(value) for name, value in inputs.items()}})
+        else:
+            body = dump_input_data(inputs)
+        headers = {"content-type": "application/json"}
+        try:
+            answer = httpx.post(f"{address}/invocations", content=body, headers=headers, timeout=_PREDICT_S)
+        except httpx.HTTPError as error:
+            raise ServiceUnavailable("the endpoint does not answer", where=name, why=str(error)) from error
+        if answer.status_code != httpx.codes.OK:
+            raise UserError(f"the endpoint answered {answer.status_code}", where=name, why=answer.text[:500])
+        return PredictionsResponse(answer.json())
+
+    def _described(self, name: str) -> dict[str, Any]:
+        seen = status(self._ports, name)
+        config, stable = seen.state.config, seen.state.roles.stable
+        if config is None:
+            raise NotFound("no endpoint of that name", where=name)
+        return {
+            "name": name,
+            "flavor": _FLAVOR,
+            "model": config.model,
+            "target": config.target,
+            "version": stable.version if stable is not None else None,
+            "traffic": dict(seen.actual.split.weights) if seen.actual is not None else {},
+            "state": "serving" if seen.actual is not None else "does not answer",
+            "address": seen.address,
+        }
+
+    def _version(self, model_uri: str) -> tuple[str, str]:
+        """Model and version of `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
+        found = _MODEL_URI.fullmatch(model_uri)
+        if found is None:
+            raise UserError(
+                f"{model_uri!r} names no registered version",
+                remedy="Write models:/NAME/VERSION or models:/NAME@ALIAS; `onnx-ops run` registers models.",
+            )
+        model, version, name = found.groups()
+        if version is not None:
+            return str(model), str(version)
+        aliases = self._ports.registry().aliases(str(model))
+        if name not in aliases:
+            known = ", ".join(sorted(aliases)) or "none"
+            raise NotFound(
+                f"{model} has no alias {name!r}",
+                remedy=f"Its aliases: {known}. A target's champion is {alias('champion', 'TARGET')}.",
+            )
+        return str(model), aliases[name]
+
+
+def _check_flavor(flavor: str | None) -> None:
+    if flavor not in (None, _FLAVOR):
+        raise UserError(f"flavor {flavor!r} cannot be deployed", remedy="Leave it out, or write onnx.")
+
+
+def _settings(given: Mapping[str, str]) -> dict[str, str | int | float | bool]:
+    """MLflow hands every value over as text."""
+    return {name: _scalar(text) for name, text in given.items()}
+
+
+def _scalar(text: str) -> str | int | float | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value

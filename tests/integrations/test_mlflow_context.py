@@ -1,0 +1,36 @@
+"""Tags of runs that are started inside a flow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow.tracking.context.registry import resolve_tags
+
+from onnx_ops.integrations.mlflow_context import RunContext
+
+
+def test_outside_a_flow_nothing_is_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT__FLOW_RUN_ID", raising=False)
+    assert not RunContext().in_context()
+
+
+def test_a_workers_process_knows_its_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "0f3a")
+    monkeypatch.delitem(sys.modules, "prefect", raising=False)
+    assert RunContext().tags()["prefect.flow_run"] == "0f3a"
+
+
+def test_mlflow_asks_for_the_tags_of_a_flow_and_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import prefect.runtime
+
+    assert prefect.runtime.flow_run.id is None
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "77c1")
+    commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--allow-empty", "-qm", "first"]
+    for command in (["git", "init", "-q"], commit):
+        subprocess.run(command, cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    sha = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert {"prefect.flow_run": "77c1", "git.sha": sha}.items() <= resolve_tags().items()

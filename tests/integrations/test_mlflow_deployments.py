@@ -1,0 +1,178 @@
+"""MLflow's deployments target against a real registry and real endpoint servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from mlflow.deployments import get_deploy_client
+from mlflow.exceptions import MlflowException
+
+from onnx_ops import codec
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.gate import SignedDecision, Verdict
+from onnx_ops.domain.release import Publication
+from onnx_ops.integrations import mlflow_deployments
+from onnx_ops.operations.journal import Journal, bound_endpoints
+from onnx_ops.spec import load_target
+from onnx_ops.testing.registries import publication
+from onnx_ops.wiring.project import Project, open_project
+
+MODEL, TARGET = "linear", "cpu-1t"
+
+pytestmark = pytest.mark.services
+
+
+def signed(project: Project, release: Publication, verdict: Verdict) -> Publication:
+    """The publication with decisions that the project's own key has signed."""
+    signer = project.ports.signer()
+    assert signer is not None
+    target = load_target(TARGET, root=project.settings.root).digest()
+    variants = []
+    for variant in release.variants:
+        record = replace(variant.signed[TARGET].record, target_digest=target, verdict=verdict)
+        decision = SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
+        variants.append(replace(variant, signed={TARGET: decision}))
+    return replace(release, variants=tuple(variants))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """Versions 1 and 2 passed; 3 failed."""
+    root = tmp_path_factory.mktemp("project")
+    (root / "configs" / "targets").mkdir(parents=True)
+    (root / "configs" / "targets" / f"{TARGET}.yaml").write_text(f"name: {TARGET}\nruntime: onnxruntime\n")
+    (root / "onnx-ops.toml").write_text("")
+    project = open_project(root)
+    for seed, verdict in (("a", Verdict.PASS), ("b", Verdict.PASS), ("c", Verdict.FAIL)):
+        release = publication(root / "files", model=MODEL, seed=seed, target=TARGET)
+        project.ports.registry().publish(signed(project, release, verdict))
+    yield project
+    for name in bound_endpoints(project.ports):
+        provider = project.ports.provider("local")
+        assert isinstance(provider, LocalEndpoints)
+        provider.stop(Journal.open(project.ports, name).config)
+
+
+@pytest.fixture
+def client(project: Project) -> Iterator[mlflow_deployments.OnnxOpsDeployments]:
+    made = get_deploy_client(f"onnx-ops:{project.settings.root}")
+    assert isinstance(made, mlflow_deployments.OnnxOpsDeployments)
+    yield made
+    for entry in made.list_deployments():
+        made.delete_deployment(entry["name"])
+
+
+def slope(version: str, project: Project) -> float:
+    """What the version multiplies by."""
+    seed = {"1": "a", "2": "b"}[version]
+    return 1.0 + int(digest_bytes(seed.encode())[-4:], 16) + len("fp32")
+
+
+def test_the_plugin_is_found_under_every_form_of_its_uri(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project.settings.root)
+    for uri in ("onnx-ops", f"onnx-ops:{project.settings.root}", f"onnx-ops://{project.settings.root}"):
+        found = get_deploy_client(uri)
+        assert isinstance(found, mlflow_deployments.OnnxOpsDeployments)
+        assert found.list_deployments() == []
+    assert "target" in mlflow_deployments.target_help()
+
+
+def test_a_round_trip(client: mlflow_deployments.OnnxOpsDeployments, project: Project) -> None:
+    made = client.create_deployment("first", f"models:/{MODEL}/1", config={"target": TARGET, "reason": "new"})
+    assert made == {"name": "first", "flavor": "onnx"}
+    described = client.get_deployment("first")
+    assert (described["name"], described["version"], described["traffic"]) == ("first", "1", {"v1": 100})
+    assert [entry["name"] for entry in client.list_deployments()] == ["first"]
+    rows = np.array([[1.0, 2.0]], np.float32)
+    for inputs in ({"x": rows}, {"x": rows.tolist()}):
+        answer = client.predict("first", inputs)
+        assert answer["predictions"]["y"] == (rows * np.float32(slope("1", project))).tolist()
+    assert client.update_deployment("first", f"models:/{MODEL}/2")["name"] == "first"
+    assert client.get_deployment("first")["version"] == "2"
+    assert client.predict("first", {"x": rows})["predictions"]["y"] == (rows * np.float32(slope("2", project))).tolist()
+    assert client.update_deployment("first", f"models:/{MODEL}@champion-{TARGET}")["name"] == "first"
+    client.delete_deployment("first")
+    client.delete_deployment("first")
+    assert client.list_deployments() == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "config", "code", "told"),
+    [
+        (f"models:/{MODEL}/3", {"target": TARGET}, "PERMISSION_DENIED", "its gates on cpu-1t ended fail"),
+        (f"models:/{MODEL}/9", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "has no version"),
+        (f"models:/{MODEL}@nobody", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "no alias"),
+        ("runs:/1234/model", {"target": TARGET}, "INVALID_PARAMETER_VALUE", "names no registered version"),
+        (f"models:/{MODEL}/1", {}, "INVALID_PARAMETER_VALUE", "needs a target"),
+        (f"models:/{MODEL}/1", {"target": "cuda"}, "RESOURCE_DOES_NOT_EXIST", "cuda"),
+        (f"models:/{MODEL}/1", {"target": TARGET, "prot": "1"}, "INVALID_PARAMETER_VALUE", "prot"),
+    ],
+)
+def test_what_cannot_be_deployed_binds_nothing(
+    client: mlflow_deployments.OnnxOpsDeployments, uri: str, config: dict[str, str], code: str, told: str
+) -> None:
+    with pytest.raises(MlflowException, match=told) as caught:
+        client.create_deployment("refused", uri, config=config)
+    assert caught.value.error_code == code
+    assert client.list_deployments() == []
+
+
+def test_an_update_cannot_change_what_an_endpoint_is(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+    client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
+    for config, told in (({"target": "cuda"}, "keeps its target"), ({"port": "80"}, "settings of fixed")):
+        with pytest.raises(MlflowException, match=told):
+            client.update_deployment("fixed", f"models:/{MODEL}/1", config=config)
+    with pytest.raises(MlflowException, match="its gates"):
+        client.update_deployment("fixed", f"models:/{MODEL}/3")
+    assert client.get_deployment("fixed")["version"] == "1"
+    with pytest.raises(MlflowException, match="exists"):
+        client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
+
+
+def test_an_endpoint_that_is_not_there(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+    for call in (lambda: client.get_deployment("nothing"), lambda: client.predict("nothing", {"x": [[1.0, 2.0]]})):
+        with pytest.raises(MlflowException) as caught:
+            call()
+        assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
+
+
+def test_a_bad_request_is_told(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+    client.create_deployment("asked", f"models:/{MODEL}/1", config={"target": TARGET})
+    with pytest.raises(MlflowException, match="400"):
+        client.predict("asked", pd.DataFrame({"z": [1.0]}))
+
+
+def test_the_command_line(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps({"x": [[1.0, 2.0]]}))
+
+    def mlflow(*arguments: str | Path) -> str:
+        command = [sys.executable, "-m", "mlflow", "deployments", *arguments]
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=project.settings.root,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    named = ["-t", "onnx-ops", "--name", "shell"]
+    assert "onnx deployment shell is created" in mlflow(
+        "create", *named, "-m", f"models:/{MODEL}/1", "-C", f"target={TARGET}"
+    )
+    assert json.loads(mlflow("predict", *named, "-I", tmp_path / "rows.json"))["predictions"]
+    assert "version: 1" in mlflow("get", *named)
+    assert "is deleted" in mlflow("delete", *named)
