@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from onnx_ops.cli import endpoints, machine, pipelines, releases, report, serve, tools
+from onnx_ops.cli import endpoints, machine, pipelines, releases, report, rollback, serve, tools
 
 app = typer.Typer(
     name="onnx-ops",
@@ -29,7 +29,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (RELEASES, report.report),
     (RELEASES, releases.promote),
     (RELEASES, releases.rollout),
-    (RELEASES, releases.rollback),
+    (RELEASES, rollback.rollback),
     (RELEASES, releases.reconcile),
     (RELEASES, endpoints.status),
     (RELEASES, endpoints.history),
@@ -48,3 +48,7 @@ for panel, command in _COMMANDS:
 
 def main() -> None:
     app()
+
+
+if __name__ == "__main__":
+    main()

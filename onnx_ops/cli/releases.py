@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, print_json, reported
+from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported
 from onnx_ops.cli.endpoints import status
 from onnx_ops.errors import UserError
 
@@ -79,35 +79,6 @@ def promote(
         typer.echo(f"{model}/{done.version} on {target}: {done.did}")
         _tell_steps(reports)
     _exit_for(reports)
-
-
-@reported
-def rollback(
-    endpoint: Endpoint,
-    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")] = None,
-    reason: Reason = "",
-    actor: Actor = "",
-    force: Annotated[bool, typer.Option("--force", help="Even onto a version that was rolled back itself.")] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Move all traffic back, now. Needs neither Prefect nor MLflow; the aliases follow when the registry answers.
-
-    Example: onnx-ops rollback digits --reason "wrong on sevens"
-    """
-    from onnx_ops.operations.reconcile import tell_registry
-    from onnx_ops.operations.rollback import roll_back
-    from onnx_ops.wiring.project import open_project
-
-    ports = open_project().ports
-    rolled = roll_back(ports, endpoint, to=to, reason=reason, actor=actor, force=force)
-    if not as_json:
-        typer.echo(f"{endpoint}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}")
-    pending = tell_registry(ports, endpoint, actor=actor) if rolled.owed else ""
-    if as_json:
-        print_json({**codec.to_json(rolled), "registry_pending": bool(pending), "registry": pending})
-    elif pending and not quiet:
-        typer.echo(f"registry pending: {pending}\n  later: onnx-ops reconcile {endpoint}", err=True)
 
 
 @reported

@@ -27,9 +27,19 @@ class Rolled:
 
 
 def roll_back(
-    ports: Ports, endpoint: str, *, to: str | None = None, reason: str = "", actor: str = "", force: bool = False
+    ports: Ports,
+    endpoint: str,
+    *,
+    to: str | None = None,
+    reason: str = "",
+    actor: str = "",
+    force: bool = False,
+    pin: bool = True,
 ) -> Rolled:
     """Move all traffic to the previous version, or to `to`.
+
+    Where several endpoints serve the same model and target, this one is pinned: the aliases, which speak for all of
+    them, stay. Without `pin` they follow once all of these endpoints have gone back.
 
     The intent outranks whatever a driver has open: its later outcome no longer counts, and the endpoint refuses its
     later effects, which carry a lower generation.
@@ -42,6 +52,8 @@ def roll_back(
     for attempt in range(ATTEMPTS):
         journal = Journal.open(ports, endpoint, actor=actor)
         action, origin, goal = _plan(journal, to, reason, force)
+        if pin:
+            action = pinned(ports, journal.config, action)
         try:
             journal.perform(action)
         except Conflict:
@@ -101,7 +113,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> tuple[A
         action = replace(
             action, reject=tuple(d for d in dict.fromkeys(rejected) if d not in (goal.release, goal.manifest))
         )
-    return pinned(journal.ports, config, action), origin, goal
+    return action, origin, goal
 
 
 def _way_back(begun: Action) -> Deployment | None:

@@ -131,7 +131,7 @@ def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first
     after = project.document("status", "digits")[0]
     assert after["roles"]["stable"]["version"] != before["version"]
     assert after["roles"]["previous"]["version"] == before["version"]
-    rolled = project.document("rollback", "digits", "--reason", "wrong on sevens")
+    rolled = project.document("rollback", "digits", "--wait", "--reason", "wrong on sevens")
     assert (rolled["moved_from"], rolled["moved_to"]) == (after["roles"]["stable"]["name"], before["name"])
     assert rolled["registry_pending"] is False
     told = project.document("history", "digits")

@@ -151,7 +151,7 @@ def test_rollback_with_the_registry_stopped_and_the_aliases_follow(
     mlflow_server.stop()
     address = fresh_project.document("status", "digits")[0]["address"]
     with Client(address) as client:
-        rolled = fresh_project.document("rollback", "digits", "--reason", "night")
+        rolled = fresh_project.document("rollback", "digits", "--wait", "--reason", "night")
         until(lambda: client.last == old, what="the old version answers")
     assert client.errors == []
     assert rolled["registry_pending"] is True

@@ -1,0 +1,39 @@
+"""The command's own part: which endpoints, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from onnx_ops.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "--all"], ["--all"], ["a", "--model", "m"], ["--target", "cpu"]])
+def test_which_endpoints_must_be_clear(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["rollback", *arguments, "--reason", "slow"])
+    assert result.exit_code == 2
+    assert "which endpoints?" in result.output
+
+
+def test_all_of_a_model_that_nobody_serves() -> None:
+    result = CliRunner().invoke(app, ["rollback", "--all", "--model", "m", "--target", "cpu", "--reason", "slow"])
+    assert result.exit_code == 2
+    assert "no endpoint serves m on cpu" in result.output
+
+
+def test_each_endpoints_trouble_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    result = CliRunner().invoke(app, ["rollback", "a", "b", "--reason", "slow", "--json"])
+    assert result.exit_code == 2
+    told = json.loads(capfd.readouterr().out)
+    assert [(one["endpoint"], one["what"]) for one in told] == [
+        ("a", "no endpoint of that name"),
+        ("b", "no endpoint of that name"),
+    ]
