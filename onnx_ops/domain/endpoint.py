@@ -30,17 +30,21 @@ class Deployment:
 class TrafficSplit:
     """Whole percentages by deployment name. The weights sum to 100.
 
-    `shadow` names deployments that get a copy of that percentage of all requests; their answers reach no client.
+    `shadow` names deployments that get a copy of that percentage of all requests; their answers reach no client. They
+    are compared: a number differs if it is off by more than `shadow_tolerance` times the largest number of its output.
     """
 
     weights: Mapping[str, int]
     shadow: Mapping[str, int] = field(default_factory=dict)
+    shadow_tolerance: float = 1e-3
 
     def __post_init__(self) -> None:
         if any(weight < 0 for weight in self.weights.values()) or sum(self.weights.values()) != 100:
             raise ValueError(f"traffic must be non-negative and sum to 100: {dict(self.weights)}")
         if any(not 0 <= percent <= 100 for percent in self.shadow.values()):
             raise ValueError(f"shadow traffic must be from 0 to 100: {dict(self.shadow)}")
+        if not 0 <= self.shadow_tolerance < 1:
+            raise ValueError(f"the tolerance of shadow answers must be from 0 to 1: {self.shadow_tolerance}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

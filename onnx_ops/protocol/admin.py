@@ -16,6 +16,7 @@ from onnx_ops.protocol.options import ServerOptions
 T = TypeVar("T")
 
 STATE_PATH = "/admin/state"
+COUNTS_PATH = "/admin/counts"
 
 SERVER_FILE = "server.json"
 """The `ServerRecord` of the server that runs on this folder; written once it answers."""
@@ -48,6 +49,36 @@ class AdminState:
 
     state: EndpointState | None
     failed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentCounts:
+    """What one deployment answered since it was first published, summed over all workers.
+
+    `statuses` are requests by HTTP status, `other` for any not listed. `latency` holds one count more than
+    `Counts.bounds_s`. Copies of requests (`shadow_*`) are in neither. `outcomes` are reports of clients.
+    """
+
+    statuses: Mapping[str, int]
+    latency: tuple[int, ...]
+    shadow_answered: int = 0
+    shadow_differing: int = 0
+    shadow_failed: int = 0
+    outcomes: int = 0
+    successes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Answer to GET of the counts, by name of deployment. Another `origin` means that they began anew.
+
+    `at` is seconds since the epoch; `bounds_s` are upper bounds of latencies in seconds.
+    """
+
+    origin: str
+    at: float
+    bounds_s: tuple[float, ...]
+    deployments: Mapping[str, DeploymentCounts]
 
 
 def read_message(data: bytes, kind: type[T], *, where: str = "") -> T:

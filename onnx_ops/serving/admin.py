@@ -17,7 +17,15 @@ from starlette.routing import Route
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable, StateCorrupt
-from onnx_ops.protocol.admin import STATE_PATH, TOKEN_FILE, AdminState, error_to_bytes, read_message
+from onnx_ops.protocol.admin import (
+    COUNTS_PATH,
+    STATE_PATH,
+    TOKEN_FILE,
+    AdminState,
+    Counts,
+    error_to_bytes,
+    read_message,
+)
 from onnx_ops.serving.http import on_crash, on_http_error, read_body
 from onnx_ops.serving.table import write_durably
 
@@ -28,6 +36,8 @@ class Publisher(Protocol):
     """What the admin routes change."""
 
     def shown(self) -> AdminState: ...
+
+    def counts(self) -> Counts: ...
 
     async def publish(self, state: EndpointState, who: str) -> None: ...
 
@@ -65,12 +75,20 @@ class AdminApp:
         self._who = who
 
     def asgi(self) -> Starlette:
-        routes = [Route(STATE_PATH, self.show), Route(STATE_PATH, self.publish, methods=["PUT"])]
+        routes = [
+            Route(STATE_PATH, self.show),
+            Route(STATE_PATH, self.publish, methods=["PUT"]),
+            Route(COUNTS_PATH, self.counts),
+        ]
         return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error, Exception: on_crash})
 
     async def show(self, request: Request) -> Response:
         self._authorize(request)
         return self._state()
+
+    async def counts(self, request: Request) -> Response:
+        self._authorize(request)
+        return Response(codec.dumps(self._server.counts()), media_type="application/json")
 
     async def publish(self, request: Request) -> Response:
         """Answers only after the state is served: 200; 409 if it is out of date; 422 if it cannot be loaded."""

@@ -22,9 +22,11 @@ from onnx_ops.serving.inference import Inference
 from onnx_ops.serving.inference import Request as InferenceRequest
 from onnx_ops.serving.metrics import CONTENT_TYPE, Metrics
 from onnx_ops.serving.openapi import describe
+from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.residents import Residents, Route
 
 _GONE = 499
+_MAX_REPORTS = 1 << 20
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -35,13 +37,15 @@ class PublicApp:
     Args:
         inference: answers inference requests.
         metrics: what `/metrics` shows.
+        outcomes: counts what clients report.
         max_body: bytes of the largest request body.
     """
 
-    def __init__(self, inference: Inference, metrics: Metrics, *, max_body: int) -> None:
+    def __init__(self, inference: Inference, metrics: Metrics, outcomes: Outcomes, *, max_body: int) -> None:
         self._inference = inference
         self._residents: Residents = inference.residents
         self._metrics = metrics
+        self._outcomes = outcomes
         self._max_body = max_body
 
     def asgi(self) -> Starlette:
@@ -57,6 +61,7 @@ class PublicApp:
             Path("/v2/models/{model}/versions/{version}/infer", self.infer, methods=["POST"]),
             Path("/invocations", self.invocations, methods=["POST"]),
             Path("/endpoints/{endpoint}/invocations", self.invocations, methods=["POST"]),
+            Path("/outcomes", _answering_errors(self.outcomes), methods=["POST"]),
             Path("/openapi.json", _answering_errors(self.openapi)),
             Path("/version", self.version),
             Path("/ping", self.ready),
@@ -103,6 +108,11 @@ class PublicApp:
 
     async def invocations(self, request: Request) -> Response:
         return await self._answered(request, Route(invocation=True))
+
+    async def outcomes(self, request: Request) -> Response:
+        """Reports about answers that were given: `counted`, and `unknown` ones about no request that is remembered."""
+        counted, unknown = self._outcomes.count(await read_body(request, min(self._max_body, _MAX_REPORTS)))
+        return json_response({"counted": counted, "unknown": unknown})
 
     async def openapi(self, _: Request) -> Response:
         residents = self._residents.current().residents

@@ -16,6 +16,7 @@ from onnx_ops.serving.access_log import AccessLog
 from onnx_ops.serving.answers import Answer, Head
 from onnx_ops.serving.batches import Item, Outcome, run_items
 from onnx_ops.serving.http import DeadlinePassed
+from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents, Route, Snapshot
 from onnx_ops.serving.shadow import Shadow
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _USER_KEY = headers.USER_KEY.encode()
 _TIMEOUT = headers.TIMEOUT.encode()
+_REQUEST_ID = headers.REQUEST_ID.encode()
 _GONE = 499
 
 Respond = Callable[[Answer], None]
@@ -62,6 +64,7 @@ class Inference:
         nowhere: the counts of requests that reach no deployment.
         deadline_s: how long a request may wait for its model.
         shadow: where copies of requests go.
+        outcomes: remembers who answered which request id.
         access_log: gets one record a request.
     """
 
@@ -72,12 +75,14 @@ class Inference:
         *,
         deadline_s: float,
         shadow: Shadow,
+        outcomes: Outcomes,
         access_log: AccessLog | None = None,
     ) -> None:
         self.residents = residents
         self._nowhere = nowhere
         self._deadline_s = deadline_s
         self._shadow = shadow
+        self._outcomes = outcomes
         self._access_log = access_log
         self._random = random.Random()  # noqa: S311 (traffic is split, nothing is kept secret)
         self._loop = asyncio.get_running_loop()
@@ -164,16 +169,19 @@ class Inference:
             observe(self._nowhere, status, seconds)
         else:
             observe(resident.row, status, seconds)
+            if (name := request.head.get(_REQUEST_ID)) is not None:
+                self._outcomes.remember(name, resident.slot)
             if snapshot.shadow and status == 200:
-                self._mirror(request, resident, snapshot)
+                self._mirror(request, resident, snapshot, answer)
         if self._access_log is not None:
-            name = "" if resident is None else resident.deployment.name
-            self._access_log.put(request.head, request.route, name, status, request.waited, seconds)
+            who = "" if resident is None else resident.deployment.name
+            self._access_log.put(request.head, request.route, who, status, request.waited, seconds)
 
-    def _mirror(self, request: Request, resident: Resident, snapshot: Snapshot) -> None:
+    def _mirror(self, request: Request, resident: Resident, snapshot: Snapshot, answer: Answer) -> None:
         for mirror, percent in snapshot.shadow:
             if mirror is not resident and self._random.random() * 100 < percent:
-                self._shadow.put(mirror, Item(request.route.invocation, request.head, request.body))
+                item = Item(request.route.invocation, request.head, request.body)
+                self._shadow.put(mirror, item, answer, snapshot.table.state.split.shadow_tolerance)
 
     def _choose(self, snapshot: Snapshot, route: Route, head: Head) -> Resident:
         if route.model is not None and route.model != snapshot.model:

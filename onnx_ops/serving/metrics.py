@@ -27,6 +27,9 @@ _COUNTERS = (
     ("shadow_dropped_total", "Copies that were dropped because the shadow's queue was full.", slab.SHADOW_DROPPED),
     ("shadow_answered_total", "Copies that the deployment answered.", slab.SHADOW_DONE),
     ("shadow_failed_total", "Copies that the deployment could not answer.", slab.SHADOW_FAILED),
+    ("shadow_differing_total", "Copies that the deployment answered otherwise.", slab.SHADOW_DIFFERING),
+    ("outcomes_total", "Outcomes that clients reported.", slab.OUTCOMES),
+    ("outcome_successes_total", "Reported outcomes that were successes.", slab.SUCCESSES),
     ("model_loads_total", "Loads of the model, one for each worker.", slab.LOADS),
     ("model_load_failures_total", "Loads of the model that failed.", slab.LOAD_FAILURES),
 )
@@ -37,6 +40,9 @@ _GAUGES = (
     ("requests_queued", "Requests that wait for the model.", slab.QUEUED),
     ("requests_running", "Requests that the model is at work on, off the event loop.", slab.RUNNING),
 )
+
+
+_SHOWN_S = {*slab.BOUNDS_S[:: slab.STEPS // 2], None}
 
 
 class Metrics:
@@ -79,6 +85,7 @@ class Metrics:
             ("connections", "Open connections.", "gauge", slab.CONNECTIONS),
             ("connections_refused_total", "Connections over the limit.", "counter", slab.CONNECTIONS_REFUSED),
             ("access_log_dropped_total", "Lines that the access log had no room for.", "counter", slab.LOG_DROPPED),
+            ("outcomes_unknown_total", "Outcomes of requests not known.", "counter", slab.UNKNOWN_OUTCOMES),
         ):
             yield from _family(name, text, kind, [(labels, row[column])])
         yield from _family("workers", "Worker processes.", "gauge", [(labels, self._shared.workers)])
@@ -123,6 +130,7 @@ def _errors(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
 
 
 def _durations(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
+    """The histogram in steps of the square root of two: what dashboards need, at an eighth of the lines."""
     name = "onnx_ops_request_seconds"
     yield f"# HELP {name} Time from the last byte of a request to its answer."
     yield f"# TYPE {name} histogram"
@@ -130,6 +138,8 @@ def _durations(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
         count = 0
         for bound, number in zip((*slab.BOUNDS_S, None), row[slab.BUCKETS : slab.NANOSECONDS], strict=True):
             count += number
+            if bound not in _SHOWN_S:
+                continue
             yield f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} {count}'
         yield f"{name}_sum{{{labels}}} {row[slab.NANOSECONDS] / 1e9:.9g}"
         yield f"{name}_count{{{labels}}} {count}"

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.protocol import headers
 from onnx_ops.protocol.tensors import DATATYPE_OF
+from onnx_ops.serving.outcomes import MOST_REPORTS
 from onnx_ops.serving.wire import Signature
 
 Schema = dict[str, Any]
@@ -79,6 +80,7 @@ def _paths(base: str, versions: list[str]) -> Schema:
         "/ping": {"get": _ready("The same for SageMaker and MLflow")},
         "/version": {"get": _plain("The server's version")},
         "/metrics": {"get": _plain("Counts in Prometheus' text format")},
+        "/outcomes": {"post": _outcomes()},
         "/openapi.json": {"get": _get("This document", {"type": "object"}, "503")},
         "/invocations": invocations,
         "/endpoints/{endpoint}/invocations": {"parameters": [named], **invocations},
@@ -132,6 +134,33 @@ def _invocations() -> Schema:
                 },
             },
             **_errors(*_IN_BODY),
+        },
+    }
+
+
+def _outcomes() -> Schema:
+    counted = _object({"counted": {"type": "integer"}, "unknown": {"type": "integer"}})
+    report = {
+        "type": "object",
+        "required": ["success"],
+        "properties": {
+            "success": {"type": "boolean"},
+            "request_id": {**_TEXT, "description": f"Of a request that was sent with the header {headers.REQUEST_ID}."},
+            "key": {**_TEXT, "description": f"What the user sends as {headers.USER_KEY}."},
+            "deployment": {**_TEXT, "description": f"The header {headers.DEPLOYMENT} of the answer."},
+        },
+        "oneOf": [{"required": [name]} for name in ("request_id", "key", "deployment")],
+    }
+    body = {**_object({"outcomes": {**_list(report), "maxItems": MOST_REPORTS}})}
+    return {
+        "summary": "Report what became of answers, for the judgement of a rollout",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {
+            "200": {
+                "description": "How many were counted; unknown ones are about no request that is remembered.",
+                "content": {"application/json": {"schema": counted}},
+            },
+            **_errors("400", "413", "415"),
         },
     }
 

@@ -30,7 +30,7 @@ class Resident:
         deployment: what is loaded.
         signature: its tensors.
         run: outputs by name for a feed; may be called from several threads at once.
-        row: where its counts are kept.
+        row: where its counts are kept, `slot` being the number of them.
         lane: where requests wait that are not run at once.
         run_time: how long `run` takes.
     """
@@ -41,6 +41,7 @@ class Resident:
     row: Row
     lane: Lane[Any]
     run_time: RunTime
+    slot: int = 0
     lines: bytes = b""
     _heads: dict[object, bytes] = field(default_factory=dict)
 

@@ -100,6 +100,18 @@ class Residents:
     def snapshot(self) -> Snapshot | None:
         return None if self._words[0] == 0 else self.current()
 
+    def slot_named(self, name: str) -> int:
+        """Slot of a deployment; raises ServiceUnavailable or NotFound."""
+        snapshot = self.current()
+        if name not in snapshot.router.names:
+            raise NotFound(f"no deployment is called {name!r}")
+        return snapshot.loaded(name).slot
+
+    def slot_of_key(self, key: bytes) -> int:
+        """Slot of the deployment that a user's requests go to; raises ServiceUnavailable."""
+        snapshot = self.current()
+        return snapshot.loaded(snapshot.router.by_key(key)).slot
+
     def _turn_to(self, edition: int) -> Snapshot:
         if edition == 0:
             raise ServiceUnavailable("no deployment is published here yet")
@@ -179,6 +191,7 @@ class Residents:
         except OnnxOpsError:
             row[LOAD_FAILURES] += 1
             raise
+        resident.slot = slot
         row[LOADS] += 1
         row[LOAD_NANOSECONDS] += time.perf_counter_ns() - began
         return resident

@@ -7,13 +7,14 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.serving.answers import Answer
 from onnx_ops.serving.batches import Item
+from onnx_ops.serving.comparing import differs
 from onnx_ops.serving.resident import Resident
-from onnx_ops.serving.shared import SHADOW_DONE, SHADOW_DROPPED, SHADOW_FAILED, SHADOW_SENT
+from onnx_ops.serving.shared import SHADOW_DIFFERING, SHADOW_DONE, SHADOW_DROPPED, SHADOW_FAILED, SHADOW_SENT
 
 _log = logging.getLogger(__name__)
 
@@ -21,12 +22,15 @@ _MOST_ITEMS = 64
 _MOST_BYTES = 64 << 20
 _LOWEST_PRIORITY = 19
 
-Compare = Callable[[Resident, Item, Answer], None]
-"""Gets what a shadow answered; called on the shadow's thread."""
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A request for a deployment, what the client was answered, and by how much numbers may be off."""
 
-def forget(_: Resident, __: Item, ___: Answer) -> None:
-    """The comparison of a server that keeps no shadow answers."""
+    resident: Resident
+    item: Item
+    expected: Answer
+    tolerance: float
 
 
 class Shadow:
@@ -35,20 +39,21 @@ class Shadow:
     What does not fit into the queue is dropped and counted. `put` belongs to the event loop.
     """
 
-    def __init__(self, compare: Compare = forget) -> None:
-        self._compare = compare
-        self._queue: deque[tuple[Resident, Item]] = deque()
+    def __init__(self) -> None:
+        self._queue: deque[_Copy] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def put(self, resident: Resident, item: Item) -> None:
+    def put(self, resident: Resident, item: Item, expected: Answer, tolerance: float) -> None:
+        """Queue a copy for `resident`, whose answer is compared with `expected`."""
+        size = len(item.body) + len(expected.body)
         with self._changed:
-            if len(self._queue) >= _MOST_ITEMS or self._bytes + len(item.body) > _MOST_BYTES:
+            if len(self._queue) >= _MOST_ITEMS or self._bytes + size > _MOST_BYTES:
                 resident.row[SHADOW_DROPPED] += 1
                 return
-            self._queue.append((resident, item))
-            self._bytes += len(item.body)
+            self._queue.append(_Copy(resident, item, expected, tolerance))
+            self._bytes += size
             resident.row[SHADOW_SENT] += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="shadow", daemon=True)
@@ -62,19 +67,23 @@ class Shadow:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-                resident, item = self._queue.popleft()
-                self._bytes -= len(item.body)
-            self._run(resident, item)
+                copy = self._queue.popleft()
+                self._bytes -= len(copy.item.body) + len(copy.expected.body)
+            _run(copy)
 
-    def _run(self, resident: Resident, item: Item) -> None:
-        try:
-            call = resident.read(item.invocation, item.head, item.body)
-            # Not `resident.answer`: at this priority its time would tell nothing about the model.
-            self._compare(resident, item, resident.write(call, resident.run(call.outputs, call.feed)))
-        except OnnxOpsError:
-            resident.row[SHADOW_FAILED] += 1
-        except Exception:
-            _log.exception("a shadow request failed in a way that nobody foresaw")
-            resident.row[SHADOW_FAILED] += 1
-        else:
-            resident.row[SHADOW_DONE] += 1
+
+def _run(copy: _Copy) -> None:
+    resident, item = copy.resident, copy.item
+    try:
+        call = resident.read(item.invocation, item.head, item.body)
+        # Not `resident.answer`: at this priority its time would tell nothing about the model.
+        found = resident.write(call, resident.run(call.outputs, call.feed))
+        if differs(copy.expected, found, copy.tolerance):
+            resident.row[SHADOW_DIFFERING] += 1
+    except OnnxOpsError:
+        resident.row[SHADOW_FAILED] += 1
+    except Exception:
+        _log.exception("a shadow request failed in a way that nobody foresaw")
+        resident.row[SHADOW_FAILED] += 1
+    else:
+        resident.row[SHADOW_DONE] += 1

@@ -3,9 +3,10 @@
 It is anonymous and made before the first fork, so that it needs no file and outlives any worker. Each number is 8
 bytes, aligned, and has exactly one writer; a reader sees the old value or the new one.
 
-    words:  edition, spare ...
-    labels: one text a slot, written by the supervisor
-    rows:   one a worker and slot, `COLUMNS` numbers each
+    words:   edition, spare ...
+    labels:  one text a slot, written by the supervisor
+    rows:    one a worker and slot, `COLUMNS` numbers each
+    tickets: which deployment answered a request id, `TICKETS` a worker (see `outcomes`)
 
 A slot is what counts are kept by: slot 0 for requests that reached no deployment, the others for deployments.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
@@ -30,8 +32,11 @@ _NUMBER = 8
 
 STATUSES = (200, 400, 404, 408, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 """HTTP statuses that are counted one by one; 499 stands for clients that went away before their turn."""
-BOUNDS_S = tuple(1e-5 * 2 ** (k / 2) for k in range(44))
-"""Upper bounds of the latency histogram in seconds: 10 µs to 30 s in steps of the square root of two."""
+STEPS = 16
+"""Buckets of the latency histogram from one latency to its double: 4.4 % a step, so that a rollout sees one of 20 %."""
+BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 + 1))
+"""Upper bounds of the latency histogram in seconds: 10 µs to 30 s."""
+TICKETS = 1 << 15
 
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER = len(STATUSES)
@@ -42,7 +47,8 @@ QUEUED, RUNNING = BATCHED + 1, BATCHED + 2
 SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (RUNNING + k for k in range(1, 5))
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
-COLUMNS = LOG_DROPPED + 1
+SHADOW_DIFFERING, OUTCOMES, SUCCESSES, UNKNOWN_OUTCOMES = (LOG_DROPPED + k for k in range(1, 5))
+COLUMNS = UNKNOWN_OUTCOMES + 1
 _GAUGES = (QUEUED, RUNNING, CONNECTIONS)
 
 Row = memoryview
@@ -58,12 +64,16 @@ class Shared:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
+        self.origin = secrets.token_hex(8)
+        """Another one means that every count began anew."""
         labels = _WORDS * _NUMBER
         rows = labels + SLOTS * _LABEL
-        memory = memoryview(mmap.mmap(-1, rows + workers * SLOTS * COLUMNS * _NUMBER))
+        tickets = rows + workers * SLOTS * COLUMNS * _NUMBER
+        memory = memoryview(mmap.mmap(-1, tickets + workers * TICKETS * _NUMBER))
         self.words = memory[:labels].cast("Q")
         self._labels = memory[labels:rows]
-        self._rows = memory[rows:].cast("Q")
+        self._rows = memory[rows:tickets].cast("Q")
+        self._tickets = memory[tickets:].cast("Q")
 
     @property
     def edition(self) -> int:
@@ -77,6 +87,9 @@ class Shared:
     def row(self, worker: int, slot: int) -> Row:
         start = (worker * SLOTS + slot) * COLUMNS
         return self._rows[start : start + COLUMNS]
+
+    def tickets(self, worker: int) -> Row:
+        return self._tickets[worker * TICKETS : (worker + 1) * TICKETS]
 
     def totals(self, slot: int) -> Sequence[int]:
         """The numbers of a slot, summed over the workers."""

@@ -25,10 +25,11 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError
 from onnx_ops.protocol import processes
-from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, ServerRecord
+from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord
 from onnx_ops.protocol.options import ServerOptions
 from onnx_ops.serving.admin import AdminApp, read_token
 from onnx_ops.serving.audit import Audit
+from onnx_ops.serving.counts import counted
 from onnx_ops.serving.crew import Crew
 from onnx_ops.serving.endpoint import Edition, Endpoint
 from onnx_ops.serving.listeners import LOOPBACK, Listeners, bound, bound_to_file, inherited
@@ -105,6 +106,11 @@ class Supervisor:
         names = set() if current is None else {d.name for d in current.deployments}
         failed = {name: why for name, why in self._crew.failed().items() if name in names}
         return AdminState(state=current, failed=failed)
+
+    def counts(self) -> Counts:
+        """What every deployment that is published was asked and answered."""
+        current = self._endpoint.current
+        return counted(self._shared, {} if current is None else current.slots)
 
     async def publish(self, state: EndpointState, who: str) -> None:
         """Serve a state: on return every answer of every worker is by it or by a later one.

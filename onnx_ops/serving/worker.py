@@ -33,6 +33,7 @@ from onnx_ops.serving.lanes import MOST_TOGETHER, Lane, RunTime
 from onnx_ops.serving.listeners import Listeners, hand_over
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.models import load_model
+from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.protocol import protocol_for
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents
@@ -100,8 +101,15 @@ class _Worker:
         loop = asyncio.get_running_loop()
         channel = await Channel.over(start.control)
         access_log = AccessLog(options.access_log, self._nowhere) if options.access_log else None
+        residents = self._residents
+        outcomes = Outcomes(start.shared, start.number, named=residents.slot_named, keyed=residents.slot_of_key)
         self._inference = Inference(
-            self._residents, self._nowhere, deadline_s=options.deadline, shadow=Shadow(), access_log=access_log
+            residents,
+            self._nowhere,
+            deadline_s=options.deadline,
+            shadow=Shadow(),
+            outcomes=outcomes,
+            access_log=access_log,
         )
         bounds = Connections(
             most=max(1, options.max_connections // options.workers),
@@ -110,7 +118,8 @@ class _Worker:
             keep_alive_s=options.keep_alive,
             row=self._nowhere,
         )
-        app = PublicApp(self._inference, Metrics(start.shared, self._residents.endpoint), max_body=options.max_body)
+        metrics = Metrics(start.shared, residents.endpoint)
+        app = PublicApp(self._inference, metrics, outcomes, max_body=options.max_body)
         server = _Server(_config(app.asgi(), options, protocol=protocol_for(self._inference, bounds)))
 
         def drain() -> None:

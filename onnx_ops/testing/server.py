@@ -18,7 +18,16 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import MeasurementFailure, StateCorrupt
-from onnx_ops.protocol.admin import SERVER_FILE, STATE_PATH, TOKEN_FILE, AdminState, ServerRecord, read_message
+from onnx_ops.protocol.admin import (
+    COUNTS_PATH,
+    SERVER_FILE,
+    STATE_PATH,
+    TOKEN_FILE,
+    AdminState,
+    Counts,
+    ServerRecord,
+    read_message,
+)
 from onnx_ops.testing.processes import session_of
 
 _LOOPBACK = "127.0.0.1"
@@ -140,10 +149,16 @@ class ServerFamily:
             raise MeasurementFailure("the server does not show its state", why=str(answer))
         return read_message(answer.body, AdminState).state
 
-    def _admin(self, method: str, body: bytes | None) -> Answer:
+    def counts(self) -> Counts:
+        answer = self._admin("GET", None, COUNTS_PATH)
+        if answer.status != 200:
+            raise MeasurementFailure("the server does not show its counts", why=str(answer))
+        return read_message(answer.body, Counts)
+
+    def _admin(self, method: str, body: bytes | None, path: str = STATE_PATH) -> Answer:
         token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-        return _call(self.record().admin_port, method, STATE_PATH, body, headers)
+        return _call(self.record().admin_port, method, path, body, headers)
 
     def _wait(self) -> int:
         assert self.process is not None

@@ -22,6 +22,7 @@ from onnx_ops.serving.lanes import MOST_TOGETHER, Lane, RunTime
 from onnx_ops.serving.listeners import bound
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.models import load_model
+from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.protocol import protocol_for
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents
@@ -87,11 +88,14 @@ class Worker:
         nowhere = self.shared.row(0, 0)
         self.residents = Residents(self.shared, 0, self._load, endpoint="e")
         self.shadow = Shadow()
-        self.inference = Inference(self.residents, nowhere, deadline_s=self.deadline, shadow=self.shadow)
+        outcomes = Outcomes(self.shared, 0, named=self.residents.slot_named, keyed=self.residents.slot_of_key)
+        self.inference = Inference(
+            self.residents, nowhere, deadline_s=self.deadline, shadow=self.shadow, outcomes=outcomes
+        )
         self.publish(self.state)
         usual = {"most": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
         self.connections = Connections(**{**usual, **self.bounds}, row=nowhere)  # type: ignore[arg-type]
-        app = _Spied(self.inference, Metrics(self.shared, "e"), max_body=self.connections.max_body)
+        app = _Spied(self.inference, Metrics(self.shared, "e"), outcomes, max_body=self.connections.max_body)
         app.slowly = self.slowly
         config = uvicorn.Config(
             app.asgi(),

@@ -1,0 +1,163 @@
+"""Reports of clients, and the counts that a rollout is judged by: against real servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.protocol.admin import COUNTS_PATH
+from onnx_ops.serving import shared as slab
+from onnx_ops.serving.outcomes import MOST_REPORTS, Outcomes
+from onnx_ops.serving.shared import Shared
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from onnx_ops.testing.server import Answer, ServerFamily
+
+INFER = "/v2/models/m/infer"
+BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[ServerFamily, Deployment, Deployment]]:
+    """Two workers; blue and green share the traffic."""
+    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0, model="m")
+    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0, model="m")
+    server = ServerFamily(folder=tmp_path / "state", options=("--workers", "2"))
+    server.start()
+    assert server.publish(state_of(blue, green, blue=50, green=50), 1).status == 200
+    yield server, blue, green
+    server.destroy()
+
+
+def ask(server: ServerFamily, **headers: str) -> str:
+    """The deployment that answered."""
+    answer = server.call("POST", INFER, BODY, {"content-type": "application/json", **headers})
+    assert answer.status == 200
+    return answer.headers["x-onnx-ops-deployment"]
+
+
+def report(server: ServerFamily, *outcomes: Mapping[str, Any]) -> Answer:
+    body = json.dumps({"outcomes": outcomes}).encode()
+    return server.call("POST", "/outcomes", body, {"content-type": "application/json"})
+
+
+def outcomes_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
+    return {name: (found.outcomes, found.successes) for name, found in server.counts().deployments.items()}
+
+
+def test_an_outcome_counts_for_who_answered(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
+    server, *_ = pair
+    answered = {f"r-{n}": ask(server, **{"x-request-id": f"r-{n}"}) for n in range(40)}
+    assert set(answered.values()) == {"blue", "green"}
+    good = {name: n % 3 > 0 for n, name in enumerate(answered)}
+    told = report(server, *({"request_id": name, "success": good[name]} for name in answered))
+    assert told.json() == {"counted": 40, "unknown": 0}
+    expected = {
+        who: (
+            sum(d == who for d in answered.values()),
+            sum(good[name] for name, d in answered.items() if d == who),
+        )
+        for who in ("blue", "green")
+    }
+    assert outcomes_of(server) == expected
+    again = report(server, {"request_id": "r-1", "success": True}, {"request_id": "never", "success": True})
+    assert again.json() == {"counted": 0, "unknown": 2}
+    assert outcomes_of(server) == expected
+
+
+def test_by_user_key_and_by_name(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
+    server, *_ = pair
+    users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
+    assert report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
+    told = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
+    assert told.json() == {"counted": 1, "unknown": 1}
+    blue, green = (sum(d == who for d in users.values()) for who in ("blue", "green"))
+    assert outcomes_of(server) == {"blue": (blue, blue), "green": (green + 1, green)}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"outcomes": {}}',
+        b'{"outcomes": [1]}',
+        b'{"outcomes": [{"success": true}]}',
+        b'{"outcomes": [{"request_id": "a", "success": 1}]}',
+        b'{"outcomes": [{"request_id": 7, "success": true}]}',
+        b'{"outcomes": [{"request_id": "a", "key": "b", "success": true}]}',
+        b'{"outcomes": [{"deployment": "", "key": null, "success": true}]}',
+        json.dumps({"outcomes": [{"key": "a", "success": True}] * (MOST_REPORTS + 1)}).encode(),
+    ],
+)
+def test_what_is_no_report_is_refused_whole(pair: tuple[ServerFamily, Deployment, Deployment], body: bytes) -> None:
+    server, *_ = pair
+    assert server.call("POST", "/outcomes", body, {"content-type": "application/json"}).status == 400
+    assert outcomes_of(server) == {"blue": (0, 0), "green": (0, 0)}
+
+
+def test_before_the_first_publication_nothing_is_known(tmp_path: Path) -> None:
+    server = ServerFamily(folder=tmp_path / "state")
+    server.start()
+    try:
+        assert report(server, {"key": "a", "success": True}).json() == {"counted": 0, "unknown": 1}
+        assert server.counts().deployments == {}
+    finally:
+        server.destroy()
+
+
+def test_the_counts_are_those_of_all_workers(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
+    server, blue, green = pair
+    before = server.counts()
+    answered = [ask(server) for _ in range(60)]
+    assert server.call("POST", INFER, b"{", {"x-amzn-sagemaker-target-variant": "green"}).status == 400
+    state = state_of(blue, green, blue=100, green=0)
+    assert server.publish(replace(state, split=replace(state.split, shadow={"green": 100})), 2).status == 200
+    for _ in range(10):
+        ask(server)
+    found = server.counts()
+    assert found.origin == before.origin
+    assert found.at >= before.at
+    assert found.deployments["blue"].statuses == {"200": answered.count("blue") + 10}
+    assert found.deployments["green"].statuses == {"200": answered.count("green"), "400": 1}
+    for counts in found.deployments.values():
+        assert len(counts.latency) == len(found.bounds_s) + 1
+        assert sum(counts.latency) == sum(counts.statuses.values())
+    for _ in range(1000):
+        shadow = server.counts().deployments["green"]
+        if shadow.shadow_answered == 10:
+            break
+    assert (shadow.shadow_answered, shadow.shadow_differing, shadow.shadow_failed) == (10, 10, 0)
+    assert shadow.statuses == found.deployments["green"].statuses
+
+
+def test_the_counts_need_the_token(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
+    server, *_ = pair
+    assert server.call("GET", COUNTS_PATH).status == 404
+    server.port = server.record().admin_port
+    assert server.call("GET", COUNTS_PATH).status == 401
+
+
+def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
+    shared = Shared(1)
+    outcomes = Outcomes(shared, 0, named=lambda _: 1, keyed=lambda _: 1)
+    for number in range(3 * slab.TICKETS):
+        outcomes.remember(b"%d" % number, 1 + number % 2)
+    reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * slab.TICKETS, 97)]
+    counted = unknown = 0
+    for start in range(0, len(reports), MOST_REPORTS):
+        found = outcomes.count(json.dumps({"outcomes": reports[start : start + MOST_REPORTS]}).encode())
+        counted, unknown = counted + found[0], unknown + found[1]
+    assert counted + unknown == len(reports)
+    assert unknown == shared.totals(0)[slab.UNKNOWN_OUTCOMES] > 0
+    odd = sum(int(report["request_id"]) % 2 for report in reports)
+    assert shared.totals(2)[slab.OUTCOMES] <= odd
+    assert shared.totals(1)[slab.OUTCOMES] <= len(reports) - odd
+    assert shared.totals(1)[slab.OUTCOMES] + shared.totals(2)[slab.OUTCOMES] == counted
