@@ -36,6 +36,7 @@ from onnx_ops.domain.ledger import (
     ReleaseState,
     Spoken,
 )
+from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome
 from onnx_ops.domain.release import Choice, Lineage, Registration, VersionRecord
 from onnx_ops.domain.rollout import Action, Roles, RolloutPolicy
@@ -90,6 +91,7 @@ TYPES = (
     Decision,
     DecisionRecord,
     SignedDecision,
+    SignedOverride,
     RolloutPolicy,
     Roles,
     Action,

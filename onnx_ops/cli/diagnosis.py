@@ -14,9 +14,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from onnx_ops import plugins
+from onnx_ops.domain.artifact import short
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.operations.status import status
+from onnx_ops.settings import Settings
 from onnx_ops.wiring.project import Project
 
 
@@ -132,6 +134,8 @@ def _keys(project: Project) -> Iterator[Finding]:
         yield Finding(check="signing", ok=made, found=found, remedy=f"Put an Ed25519 key, mode 0600, at {path}.")
     else:
         yield _key_file(path)
+        yield _trust(settings)
+    yield from _trusted(settings)
 
 
 def _key_file(path: Path) -> Finding:
@@ -139,6 +143,29 @@ def _key_file(path: Path) -> Finding:
     return Finding(
         check="signing key", ok=not mode & 0o077, found=f"{path} mode {mode:04o}", remedy=f"chmod 600 {path}"
     )
+
+
+def _trust(settings: Settings) -> Finding:
+    """A decision that nobody can verify promotes nothing."""
+    from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, TrustedKeys, public_path
+
+    key = Ed25519Signer(settings.signing_key).key
+    trusted = TrustedKeys(settings.trusted_keys).keys()
+    found = f"{short(key)} is {'' if key in trusted else 'not '}among the trusted keys"
+    remedy = f"Copy {public_path(settings.signing_key)} into {settings.trusted_keys}."
+    return Finding(check="signatures", ok=key in trusted, found=found, remedy=remedy)
+
+
+def _trusted(settings: Settings) -> Iterator[Finding]:
+    from onnx_ops.adapters.signers.ed25519 import TrustedKeys
+
+    keys = TrustedKeys(settings.trusted_keys).keys()
+    if keys:
+        names = ", ".join(map(short, keys))
+        yield Finding(check="trusted keys", ok=True, found=f"{names} in {settings.trusted_keys}")
+    elif settings.signing == "off":
+        remedy = f"Copy the public keys of whoever signs into {settings.trusted_keys}."
+        yield Finding(check="trusted keys", ok=False, found="none: no version can be promoted", remedy=remedy)
 
 
 def _registry(project: Project) -> Iterator[Finding]:

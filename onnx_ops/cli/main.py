@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from onnx_ops.cli import endpoints, machine, pipelines, releases, report, rollback, serve, tools
+from onnx_ops.cli import endpoints, keys, machine, pipelines, releases, report, rollback, serve, tools
 
 app = typer.Typer(
     name="onnx-ops",
@@ -44,6 +44,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
 
 for panel, command in _COMMANDS:
     app.command(rich_help_panel=panel)(command)
+app.add_typer(keys.app, name="keys", rich_help_panel=MACHINE)
 
 
 def main() -> None:

@@ -71,12 +71,17 @@ class RefusedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """A person decided, with a reason, that this release may serve whatever its gates or history say."""
+    """A person decided, with a reason, that this release may serve whatever its gates or history say.
+
+    `taken_from` names the override that stood signed on the version in the registry, so that it counts once; None if
+    there was none.
+    """
 
     kind: Literal["override"] = "override"
     release: Digest
     version: str
     reason: str
+    taken_from: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +117,7 @@ class ReleaseState:
     back by themselves, with the reason. `known` holds every deployment that may ever have taken traffic, by version.
     `word_at` is the sequence of the operator's word, `decided_at` that of the first intent to do what is open.
     While `deleting`, nothing else may be done to the endpoint.
+    `overrides_taken` are the registry's signed overrides that were taken up; after a rollback they count no more.
     """
 
     endpoint: str
@@ -128,6 +134,7 @@ class ReleaseState:
     aliases: Mapping[str, str | None] = field(default_factory=dict)
     rejected: Mapping[Digest, str] = field(default_factory=dict)
     overridden: frozenset[Digest] = frozenset()
+    overrides_taken: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
     deleting: bool = False
 
@@ -188,7 +195,13 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             if body.version in state.known:
                 freed.add(state.known[body.version].manifest)
             rejected = {digest: why for digest, why in state.rejected.items() if digest not in freed}
-            return replace(state, rejected=rejected, overridden=state.overridden | {body.release})
+            taken = frozenset() if body.taken_from is None else {body.taken_from}
+            return replace(
+                state,
+                rejected=rejected,
+                overridden=state.overridden | {body.release},
+                overrides_taken=state.overrides_taken | taken,
+            )
         case Deleted():
             return _delete(state, body)
         case _:
@@ -199,7 +212,12 @@ def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
     if not body.done:
         return replace(state, deleting=True, open_intent=None, word=None, pending_aliases={})
     # What is bound under this name later must not bring back what failed here, nor count generations from one again.
-    return ReleaseState(endpoint=state.endpoint, generation=state.generation, rejected=state.rejected)
+    return ReleaseState(
+        endpoint=state.endpoint,
+        generation=state.generation,
+        rejected=state.rejected,
+        overrides_taken=state.overrides_taken,
+    )
 
 
 def _close(state: ReleaseState, outcome: Outcome) -> ReleaseState:

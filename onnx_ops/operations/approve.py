@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.gate import DecisionRecord, Verdict
+from onnx_ops.domain.gate import DecisionRecord
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import DigestMismatch, Refused, SignatureInvalid
+from onnx_ops.errors import DigestMismatch, Refused
+from onnx_ops.operations.decided import passing_decision
 from onnx_ops.ports import Ports
 
 
@@ -27,39 +27,11 @@ def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Dig
     Raises:
         Refused: with the reason.
     """
-    where = f"{record.model}/{record.version}"
-    signed = record.decisions.get(target)
-    if signed is None:
-        raise Refused(
-            f"no signed decision for target {target}",
-            where=where,
-            remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
-        )
-    try:
-        ports.verifier().verify(codec.dumps(signed.record), signed.signature, signed.key)
-    except SignatureInvalid as error:
-        raise SignatureInvalid(error.what, where=where, why=error.why, remedy=error.remedy) from error
-    about = signed.record
-    expected = (record.model, record.variant, record.release, record.manifest, target)
-    if (about.model, about.variant, about.release, about.manifest, about.target) != expected:
-        raise SignatureInvalid(
-            "the signed decision is about another model, version or target",
-            where=where,
-            why=f"it names {about.model}, {about.variant}, {short(about.manifest)}, {about.target}",
-            remedy="Somebody moved a tag from another version; run the pipeline again.",
-        )
-    if about.verdict is not Verdict.PASS:
-        worst = ", ".join(f"{gate} {v.value}" for gate, v in about.verdicts.items() if v is not Verdict.PASS)
-        raise Refused(
-            f"its gates on {target} ended {about.verdict.value}",
-            where=where,
-            why=worst,
-            remedy=f"See `onnx-ops explain {where} --target {target}`.",
-        )
+    about = passing_decision(record, target, ports.verifier())
     if target_digest is not None and about.target_digest != target_digest:
         raise Refused(
             f"target {target} was defined otherwise when this version was judged",
-            where=where,
+            where=f"{record.model}/{record.version}",
             remedy="Run the pipeline again, so that the evidence is about the target as it is now.",
         )
     return about

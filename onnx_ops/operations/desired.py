@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import RefusedVersion, ReleaseState
+from onnx_ops.domain.ledger import Override, RefusedVersion, ReleaseState
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import NotFound, Refused, ServiceUnavailable
 from onnx_ops.operations.approve import approve, materialise
+from onnx_ops.operations.decided import override_id, standing_override
 from onnx_ops.operations.journal import Journal, siblings
 
 
@@ -28,7 +29,11 @@ class Desired:
 
 
 def desired(journal: Journal) -> Desired:
-    """What should serve. While the registry does not answer, the endpoint keeps its course."""
+    """What should serve. While the registry does not answer, the endpoint keeps its course.
+
+    An override that a person gave in the registry, and that its server signed, is written into the ledger when it is
+    first needed.
+    """
     ports, state, config = journal.ports, journal.state, journal.config
     try:
         found = ports.registry().aliases(config.model)
@@ -92,13 +97,42 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
     ports, state, config = journal.ports, journal.state, journal.config
     try:
         record = ports.registry().version(config.model, version)
-        refuse_rejected(state, record)
-        batchable = False
-        if record.release not in state.overridden:
-            batchable = approve(ports, record, config.target, config.target_digest).batchable
-        return Desired(wanted=materialise(ports, record, batchable=batchable))
+        return Desired(wanted=materialise(ports, record, batchable=_batchable(journal, record)))
     except (Refused, NotFound) as error:
         champion = alias("champion", config.target)
         restored = state.aliases.get(champion) if name == champion else None
         refused = RefusedVersion(alias=name, version=version, reason=str(error), restored_to=restored)
         return Desired(wanted=None, refused=refused)
+
+
+def _batchable(journal: Journal, record: VersionRecord) -> bool:
+    """Whether the version's answers do not depend on the rows beside them; False where no decision says it.
+
+    Raises:
+        Refused: the version may not serve.
+    """
+    try:
+        return _approved(journal, record)
+    except Refused:
+        if not _take_override(journal, record):
+            raise
+        return _approved(journal, record)
+
+
+def _approved(journal: Journal, record: VersionRecord) -> bool:
+    refuse_rejected(journal.state, record)
+    if record.release in journal.state.overridden:
+        return False
+    config = journal.config
+    return approve(journal.ports, record, config.target, config.target_digest).batchable
+
+
+def _take_override(journal: Journal, record: VersionRecord) -> bool:
+    """Write the override that stands signed on the version into the ledger, unless that was done before."""
+    signed = standing_override(record, journal.config.target, journal.ports.verifier())
+    if signed is None or (taken := override_id(signed)) in journal.state.overrides_taken:
+        return False
+    given = signed.record
+    body = Override(release=record.release, version=record.version, reason=given.reason, taken_from=taken)
+    journal.append(body, actor=given.by)
+    return True

@@ -39,8 +39,8 @@ class Journal:
             )
         return self.state.config
 
-    def append(self, body: Body) -> int:
-        """Write one entry after the last one known; returns its sequence.
+    def append(self, body: Body, *, actor: str = "") -> int:
+        """Write one entry after the last one known; returns its sequence. `actor` is answerable if it is another.
 
         Raises:
             Conflict: somebody else wrote first; nothing was changed.
@@ -49,7 +49,7 @@ class Journal:
             endpoint=self.state.endpoint,
             sequence=self.state.head + 1,
             at=self.ports.clock.now(),
-            actor=self.actor,
+            actor=actor or self.actor,
             body=body,
         )
         self.ports.ledger.append(entry)
@@ -116,3 +116,9 @@ def pinned(ports: Ports, config: EndpointConfig, action: Action) -> Action:
 def stream(model: str, target: str) -> str:
     """Ledger of a model and target that no endpoint serves."""
     return f"{model}@{target}"
+
+
+def stream_of(name: str) -> tuple[str, str] | None:
+    """Model and target of such a ledger; None for the ledger of an endpoint."""
+    model, at, target = name.rpartition("@")
+    return (model, target) if at else None

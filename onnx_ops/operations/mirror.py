@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from onnx_ops.domain.ledger import Mirrored, RefusedVersion
 from onnx_ops.domain.rollout import alias
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFound, Refused
 from onnx_ops.operations.desired import moved_by_a_person, spent
 from onnx_ops.operations.journal import Journal, siblings
 
@@ -21,7 +22,11 @@ def put_back(journal: Journal, refused: RefusedVersion) -> None:
     if refused.restored_to is None:
         registry.delete_alias(config.model, refused.alias)
     else:
-        registry.set_alias(config.model, refused.alias, refused.restored_to)
+        try:
+            registry.set_alias(config.model, refused.alias, refused.restored_to)
+        except Refused:  # its decision counts no more; then the alias is better gone than wrong
+            registry.delete_alias(config.model, refused.alias)
+            refused = replace(refused, restored_to=None)
     with contextlib.suppress(NotFound):  # the version may be gone; then there is nothing to say it on
         registry.annotate(config.model, refused.version, {f"onnxops.rejected.{refused.alias}": refused.reason[:400]})
     journal.append(refused)
@@ -43,14 +48,15 @@ def write_owed_aliases(journal: Journal) -> str:
         return ""
     registry = journal.ports.registry()
     found = registry.aliases(config.model)
-    for name, version in owed.items():
+    # The champion last: while it is still the old one, the registry's server lets that become `previous`.
+    for name, version in sorted(owed.items(), key=lambda item: item[0] == champion):
         if version is None:
             if name in found and spent(journal, found[name]):
                 registry.delete_alias(config.model, name)
         elif found.get(name) != version and not (name == champion and moved_by_a_person(state, name, found.get(name))):
             try:
                 registry.set_alias(config.model, name, version)
-            except NotFound:  # somebody deleted that version: the registry can say no more than it does
+            except (NotFound, Refused):  # that version is gone, or may not be said to serve any more
                 owed[name] = found.get(name)
     journal.append(Mirrored(aliases=owed))
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())

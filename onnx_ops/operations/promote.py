@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Configured, Mirrored, Override
+from onnx_ops.domain.override import reason_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, alias
 from onnx_ops.errors import UserError
 from onnx_ops.operations.approve import approve
+from onnx_ops.operations.decided import override_id, standing_override
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import refuse_rejected
 from onnx_ops.operations.journal import Journal, siblings, stream
@@ -58,7 +60,7 @@ def promote(
     record = ports.registry().version(model, version)
     bound = siblings(ports, model, target)
     if override:
-        _override(ports, record, tuple(s.endpoint for s in bound), reason, actor)
+        _override(ports, record, target, tuple(s.endpoint for s in bound), reason, actor)
     else:
         for state in bound:
             refuse_rejected(state, record)
@@ -97,13 +99,19 @@ def configure(ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, ac
     return True
 
 
-def _override(ports: Ports, record: VersionRecord, endpoints: tuple[str, ...], reason: str, actor: str) -> None:
+def _override(
+    ports: Ports, record: VersionRecord, target: str, endpoints: tuple[str, ...], reason: str, actor: str
+) -> None:
+    """The registry comes first: where its server knows who may override, the ledger is not written for who may not."""
     if not reason.strip():
         raise UserError("an override needs a reason", remedy="Say why with --reason; it is recorded.")
+    registry = ports.registry()
+    registry.annotate(record.model, record.version, {reason_tag(target): reason[:400]})
+    signed = standing_override(registry.version(record.model, record.version), target, ports.verifier())
+    taken = None if signed is None else override_id(signed)
     for endpoint in endpoints:
         journal = Journal.open(ports, endpoint, actor=actor)
-        journal.append(Override(release=record.release, version=record.version, reason=reason))
-    ports.registry().annotate(record.model, record.version, {"onnxops.override": reason[:400]})
+        journal.append(Override(release=record.release, version=record.version, reason=reason, taken_from=taken))
 
 
 def _crown(ports: Ports, record: VersionRecord, target: str, actor: str) -> Promotion:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ _TABLE_HEAD = ("| gate | target | limit | figure | verdict | reason |", "|---|--
 _ESCAPES = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " "} | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
 )
+_ESCAPED = re.compile(r"\\([\\|`*_\[\]])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,12 @@ def version_description(
     room -= len(head) + 2
     table = _fitted([_markdown_row(row) for row in rows], room, "result", prefix=_TABLE_HEAD) if rows else ""
     return "\n\n".join(part for part in (head, table, tail) if part)
+
+
+def told_reason(description: str, target: str) -> str:
+    """The reason that a description gives for its verdict about a target; empty if it gives none."""
+    told = re.search(rf"^\*\*[A-Z]+\*\* on {re.escape(_safe(target))}: (.*?) *$", description, re.MULTILINE)
+    return html.unescape(_ESCAPED.sub(r"\1", told[1])) if told else ""
 
 
 def _row(decision: Decision, result: GateResult) -> ResultRow:

@@ -31,6 +31,11 @@ COMMANDS = [
     "delete",
     "serve",
     "doctor",
+    "keys",
+    "keys list",
+    "keys new",
+    "keys rotate",
+    "keys retire",
 ]
 
 WRONG = """\
@@ -82,7 +87,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example(name: str, project: Path) -> None:
-    done = command(project, name, "--help")
+    done = command(project, *name.split(), "--help")
     assert done.returncode == 0
     assert f"Example: onnx-ops {name}" in " ".join(done.stdout.split())
 

@@ -12,6 +12,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome, ReleaseState, fold
+from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, Word
 from onnx_ops.operations.promote import Promotion, configure, promote
@@ -150,6 +151,24 @@ class Scene:
 
     def roll_back(self, endpoint: str = "digits", *, to: str | None = None, force: bool = False) -> Rolled:
         return roll_back(self.ports, endpoint, to=to, reason="it is slow", force=force)
+
+    def give_override(self, version: str, reason: str, *, by: str = "alice", signer: FakeSigner | None = None) -> None:
+        """What the registry's own server writes when a person who may override sets the tag."""
+        signer, record = signer or self.world.signer, self.record(version)
+        about = OverrideRecord(
+            model=MODEL,
+            version=version,
+            release=record.release,
+            variant=record.variant,
+            manifest=record.manifest,
+            target=TARGET,
+            reason=reason,
+            by=by,
+            at="2026-01-01T00:00:00+00:00",
+        )
+        signed = SignedOverride(record=about, key=signer.key, signature=signer.sign(codec.dumps(about)))
+        tags = {reason_tag(TARGET): reason, record_tag(TARGET): codec.dumps(signed).decode()}
+        self.world.registry.annotate(MODEL, version, tags)
 
     def set_alias(self, alias: str, version: str) -> None:
         """What a person does in the registry's own pages."""

@@ -138,6 +138,13 @@ def overridden(scene: Scene) -> bool:
     )
 
 
+def overridden_in_registry() -> Scene:
+    scene = with_candidate(serving("a"), verdict=Verdict.FAIL)
+    scene.give_override("2", "sure")
+    scene.set_alias(CHALLENGER, "2")
+    return scene
+
+
 def rolling_back(scene: Scene) -> None:
     scene.roll_back()
     scene.settle_all()
@@ -170,6 +177,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         promoting("2", override=True, reason="sure"),
         overridden,
     ),
+    "override in the registry": Scenario(overridden_in_registry, Scene.settle_all),
     "without endpoint": Scenario(lambda: with_candidate(with_candidate(Scene())), lambda scene: scene.promote("1")),
 }
 

@@ -288,7 +288,7 @@ def test_an_override_serves_what_its_gates_refuse(scene: Scene) -> None:
     scene.promote(version, override=True, reason="the old one is worse")
     scene.settle()
     assert scene.traffic()["v2"] == 100
-    assert scene.record(version).tags["onnxops.override"] == "the old one is worse"
+    assert scene.record(version).tags["override.cpu"] == "the old one is worse"
 
 
 def test_a_champion_moved_by_hand_counts_as_challenger(trial: Scene) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.release import Lineage
-from onnx_ops.reporting.description import DESCRIPTION_LIMIT, result_table, version_description
+from onnx_ops.reporting.description import DESCRIPTION_LIMIT, result_table, told_reason, version_description
 
 LINEAGE = Lineage(
     pipeline="digits-mlp",
@@ -106,3 +106,12 @@ def test_never_too_long_and_always_the_same(targets: int, gates: int, reason: st
     assert len(text) <= DESCRIPTION_LIMIT
     assert text.endswith(f"[Evidence]({'u' * 300})")
     assert text == version_description("fp32", dict(reversed(decisions.items())), LINEAGE, "u" * 300)
+
+
+@given(st.text(min_size=1, max_size=200).filter(lambda text: text.strip() == text and text.isprintable()))
+def test_the_reason_of_a_verdict_is_read_back_as_it_was_told(reason: str) -> None:
+    result = GateResult(gate="latency", metric="p50", limit="", verdict=Verdict.FAIL, reason=reason)
+    decision = Decision(variant="fp32", target="cpu-1t", results=(result,))
+    written = version_description("fp32", {"cpu-1t": decision}, LINEAGE)
+    assert told_reason(written, "cpu-1t") == f"latency: {reason}"
+    assert told_reason(written, "cpu") == ""

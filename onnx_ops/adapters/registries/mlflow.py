@@ -20,8 +20,8 @@ from onnx_ops.adapters.registries.mlflow_connection import Connection
 from onnx_ops.adapters.registries.mlflow_download import Download
 from onnx_ops.adapters.registries.mlflow_publication import Publisher
 from onnx_ops.adapters.registries.mlflow_retention import listed_versions, remove_version
-from onnx_ops.adapters.registries.mlflow_tags import DIGEST, MLMODEL_DIGEST, RELEASE, VARIANT, decisions
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file, is_digest
+from onnx_ops.adapters.registries.mlflow_tags import DIGEST, MLMODEL_DIGEST, RELEASE, VARIANT, read_record
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, UserError
@@ -82,23 +82,15 @@ class MlflowRegistry:
         """Raises NotFound if there is no such version or nothing of onnx-ops stands in it, or ServiceUnavailable."""
         found = self._version(model, version)
         tags = {str(key): str(value) for key, value in found.tags.items()}
-        release, manifest = tags.get(RELEASE, ""), tags.get(DIGEST, "")
-        if not (is_digest(release) and is_digest(manifest) and tags.get(VARIANT)):
+        record = read_record(model, str(found.version), tags)
+        if record is None:
             raise NotFound(
                 "this version was not registered by onnx-ops",
                 where=f"{model} version {version}",
                 why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} do not say what it is",
                 remedy="Register it with `onnx-ops run`",
             )
-        return VersionRecord(
-            model=model,
-            version=str(found.version),
-            release=Digest(release),
-            variant=tags[VARIANT],
-            manifest=Digest(manifest),
-            decisions=decisions(tags),
-            tags=tags,
-        )
+        return record
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
         """All versions that onnx-ops registered, oldest first; empty if the model does not exist."""

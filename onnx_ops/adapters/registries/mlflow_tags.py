@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import digest_file, digest_json
+from onnx_ops.domain.artifact import Digest, digest_file, digest_json, is_digest
 from onnx_ops.domain.gate import SignedDecision
-from onnx_ops.domain.release import VariantRecord
+from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import StateCorrupt, UserError
 
 RELEASE, VARIANT, DIGEST, GIT_SHA, DATA_REV = "release", "variant", "digest", "git.sha", "data.rev"
@@ -39,6 +39,22 @@ def judgement(record: VariantRecord) -> dict[str, str]:
     return {**tags, EVIDENCE_DIGEST: str(digest_json(evidence))}
 
 
+def read_record(model: str, version: str, tags: Mapping[str, str]) -> VersionRecord | None:
+    """What the tags say the version is; None if they do not say it, as on a version that onnx-ops did not register."""
+    release, manifest, variant = tags.get(RELEASE, ""), tags.get(DIGEST, ""), tags.get(VARIANT, "")
+    if not (is_digest(release) and is_digest(manifest) and variant):
+        return None
+    return VersionRecord(
+        model=model,
+        version=version,
+        release=Digest(release),
+        variant=variant,
+        manifest=Digest(manifest),
+        decisions=decisions(tags),
+        tags=tags,
+    )
+
+
 def decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
     """By target, the decisions that can be read; others are left out. Who signed them is for the caller to verify."""
     found = {}
@@ -48,7 +64,7 @@ def decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
             continue
         try:
             signed = codec.loads(value.encode(), SignedDecision, where=key)
-        except (StateCorrupt, RecursionError):
+        except (StateCorrupt, RecursionError, UnicodeEncodeError):
             continue
         if signed.record.target == target:
             found[target] = signed

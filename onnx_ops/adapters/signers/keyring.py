@@ -1,0 +1,142 @@
+"""A key's life: made, rotated, retired. Files only; no private key ever leaves its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.adapters.objects import durable_file
+from onnx_ops.adapters.signers.ed25519 import PUBLIC_SUFFIX, Ed25519Signer, TrustedKeys, create_key, public_path
+from onnx_ops.domain.artifact import Digest, hex_of, short
+from onnx_ops.errors import NotFound, Refused, UserError
+
+RETIRED_SUFFIX = ".retired.pem"
+"""`NAME.pub.pem` is trusted; the same file as `NAME.retired.pem` is kept for the record and trusts nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownKey:
+    """One public key. `signs` says that this machine signs with it now."""
+
+    key: Digest
+    files: tuple[Path, ...]
+    signs: bool
+    trusted: bool
+
+
+class Keyring:
+    """The signing key of this machine and the folder of trusted public keys.
+
+    Args:
+        signing: the private key's file; it need not exist.
+        trusted: the folder.
+    """
+
+    def __init__(self, signing: Path, trusted: Path) -> None:
+        self._signing = signing
+        self._trusted = trusted
+
+    def known(self) -> tuple[KnownKey, ...]:
+        """All keys: the signing one first, then the trusted, then the retired.
+
+        Raises:
+            UserError: a file does not hold an Ed25519 public key.
+            Refused: the private key may be read by others.
+        """
+        mine = self._signing_key()
+        files: dict[tuple[Digest, bool], list[Path]] = {}
+        if mine is not None:
+            trusted = TrustedKeys(self._trusted).keys()
+            files[mine, mine in trusted] = [self._signing]
+        for path in self._files():
+            (key,) = TrustedKeys(path).keys()
+            files.setdefault((key, path.name.endswith(PUBLIC_SUFFIX)), []).append(path)
+        known = [
+            KnownKey(key=key, files=tuple(found), signs=key == mine, trusted=counts)
+            for (key, counts), found in files.items()
+        ]
+        return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
+
+    def new(self, path: Path | None = None) -> Ed25519Signer:
+        """A key pair where none is, by default this machine's signing key.
+
+        Raises:
+            UserError: there is one.
+        """
+        path = path or self._signing
+        if path.exists():
+            raise UserError("there is a key already", where=str(path), remedy="Replace it with `onnx-ops keys rotate`.")
+        signer = create_key(path)
+        if path == self._signing:
+            self._announce(signer)
+        return signer
+
+    def rotate(self) -> tuple[Digest, Digest]:
+        """Sign with a new key from now on; the old public key stays trusted, the old private key is gone.
+
+        Both public keys are in the trusted folder before the new private key signs anything, so that a kill anywhere
+        leaves every decision verifiable; called again, it goes on with the same new key.
+
+        Returns:
+            The old key and the new one.
+
+        Raises:
+            NotFound: there is no key to rotate.
+        """
+        old = Ed25519Signer(self._signing)
+        following = self._signing.with_name(f"{self._signing.stem}.next.pem")
+        new = create_key(following)
+        self._announce(old)
+        self._announce(new)
+        following.replace(self._signing)
+        public_path(following).replace(public_path(self._signing))
+        return old.key, new.key
+
+    def find(self, text: str) -> KnownKey:
+        """The trusted key whose digest begins so.
+
+        Raises:
+            NotFound: none does.
+            UserError: several do.
+        """
+        wanted = hex_of(Digest(text.lower()))
+        trusted = [known for known in self.known() if known.trusted]
+        found = [known for known in trusted if wanted and hex_of(known.key).startswith(wanted)]
+        if len(found) > 1:
+            raise UserError(f"several keys begin with {text}", remedy="Write more of its digits.")
+        if not found:
+            names = ", ".join(short(known.key) for known in trusted) or "none"
+            raise NotFound(
+                f"no trusted key begins with {text!r}", where=str(self._trusted), remedy=f"Trusted: {names}."
+            )
+        return found[0]
+
+    def retire(self, known: KnownKey) -> tuple[Path, ...]:
+        """Trust this key no longer, whenever it signed; returns the files that are kept for the record.
+
+        Raises:
+            Refused: this machine signs with it.
+        """
+        if known.signs:
+            raise Refused(
+                f"this machine signs with key {short(known.key)}",
+                where=str(self._signing),
+                remedy="Make it sign with another: `onnx-ops keys rotate`.",
+            )
+        kept = [(path, path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files]
+        return tuple(path.replace(retired) for path, retired in kept)
+
+    def _signing_key(self) -> Digest | None:
+        return Ed25519Signer(self._signing).key if self._signing.exists() else None
+
+    def _files(self) -> Iterator[Path]:
+        for suffix in (PUBLIC_SUFFIX, RETIRED_SUFFIX):
+            yield from sorted(self._trusted.glob(f"*{suffix}"))
+
+    def _announce(self, signer: Ed25519Signer) -> None:
+        path = self._trusted / f"{self._signing.stem}-{short(signer.key)}{PUBLIC_SUFFIX}"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with durable_file(path) as temporary:
+                temporary.write_bytes(signer.public_pem())

@@ -1,0 +1,166 @@
+"""Commands about the keys that decisions are signed with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onnx_ops import codec
+from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.errors import Refused, ServiceUnavailable
+
+if TYPE_CHECKING:
+    from onnx_ops.adapters.signers.keyring import Keyring, KnownKey
+    from onnx_ops.operations.dependents import Dependent
+    from onnx_ops.ports import Ports
+    from onnx_ops.settings import Settings
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Make, rotate and retire the keys that sign decisions. Private keys are never printed.",
+    epilog="Example: onnx-ops keys list",
+)
+
+
+@app.command("list")
+@reported
+def list_keys(as_json: AsJson = False) -> None:
+    """Every key: which one signs here, which are trusted, which are retired.
+
+    Example: onnx-ops keys list
+    """
+    known = _keyring().known()
+    if as_json:
+        print_json([_document(one) for one in known])
+        return
+    for one in known:
+        typer.echo(f"{_short(one)}  {_state(one):<24} {', '.join(path.name for path in one.files)}")
+    if not known:
+        typer.echo("No keys yet: the first run makes one, or `onnx-ops keys new`.")
+
+
+@app.command()
+@reported
+def new(
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Another file than the signing key's.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key pair where there is none: a private key that its owner alone may read, a public one beside it.
+
+    Example: onnx-ops keys new
+    """
+    from onnx_ops.adapters.signers.ed25519 import public_path
+    from onnx_ops.domain.artifact import short
+
+    path = out or _settings().signing_key
+    key = _keyring().new(path).key
+    if as_json:
+        print_json({"key": key, "private": str(path), "public": str(public_path(path))})
+    else:
+        typer.echo(f"key {short(key)}: {path} (keep it), {public_path(path)} (give it to whoever verifies)")
+
+
+@app.command()
+@reported
+def rotate(as_json: AsJson = False) -> None:
+    """Sign with a new key from now on. Old decisions stay valid: the old public key stays trusted, and its private
+    key is gone, so that it signs nothing more.
+
+    Example: onnx-ops keys rotate
+    """
+    from onnx_ops.domain.artifact import short
+
+    old, new_key = _keyring().rotate()
+    if as_json:
+        print_json({"old": old, "new": new_key})
+        return
+    typer.echo(f"key {short(new_key)} signs now; decisions by key {short(old)} stay valid")
+    typer.echo(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
+
+
+@app.command()
+@reported
+def retire(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The key, or the first digits of it.")],
+    force: Annotated[bool, typer.Option("--force", help="Even if versions in use lose their decision.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which versions would lose it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stop trusting a key, whenever it signed: its time stamps are its own word. Says which versions under aliases
+    lose their decision, and refuses if there are any.
+
+    Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
+    """
+    from onnx_ops.wiring.project import open_project
+
+    project = open_project()
+    keyring = _keyring(project.settings)
+    known = keyring.find(key)
+    lost = _dependents(project.ports, known, must_know=not force)
+    if lost and not (force or dry_run):
+        raise Refused(
+            f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the decision",
+            where=f"key {_short(known)}",
+            why=", ".join(_told(one) for one in lost),
+            remedy="Judge them again with the new key (`onnx-ops run FILE --fresh gate`), or insist with --force.",
+        )
+    kept = () if dry_run else keyring.retire(known)
+    if as_json:
+        print_json({"key": known.key, "retired": not dry_run, "lost": codec.to_json(lost)})
+        return
+    for one in lost:
+        typer.echo(f"{'would lose' if dry_run else 'loses'} its decision: {_told(one)}")
+    typer.echo(f"key {_short(known)} {'would be' if dry_run else 'is'} trusted no longer")
+    for path in kept:
+        typer.echo(f"  kept for the record: {path}")
+
+
+def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Dependent, ...]:
+    """Whoever insists may retire a stolen key while the registry is down."""
+    from onnx_ops.operations.dependents import dependents
+
+    try:
+        return dependents(ports, known.key)
+    except ServiceUnavailable as error:
+        if must_know:
+            raise
+        typer.echo(f"not known which versions lose their decision: {error}", err=True)
+        return ()
+
+
+def _settings() -> Settings:
+    from onnx_ops.settings import load_settings
+
+    return load_settings()
+
+
+def _keyring(settings: Settings | None = None) -> Keyring:
+    from onnx_ops.adapters.signers.keyring import Keyring
+
+    settings = settings or _settings()
+    return Keyring(settings.signing_key, settings.trusted_keys)
+
+
+def _document(one: KnownKey) -> dict[str, object]:
+    files = [str(path) for path in one.files]
+    return {"key": one.key, "signs": one.signs, "trusted": one.trusted, "files": files}
+
+
+def _state(one: KnownKey) -> str:
+    if one.signs:
+        return "signs here, trusted" if one.trusted else "signs here, NOT trusted"
+    return "trusted" if one.trusted else "retired"
+
+
+def _short(one: KnownKey) -> str:
+    from onnx_ops.domain.artifact import short
+
+    return short(one.key)
+
+
+def _told(one: Dependent) -> str:
+    return f"{one.model}/{one.version} as {one.alias}"

@@ -1,0 +1,69 @@
+"""What the server's operator has set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, TrustedKeys, public_path
+from onnx_ops.domain.artifact import short
+from onnx_ops.errors import UserError
+from onnx_ops.ports import Signer
+from onnx_ops.spec.policy import LocatedPolicy, load_policy
+
+TRUSTED_KEYS = "ONNX_OPS_TRUSTED_KEYS"
+POLICY = "ONNX_OPS_PROMOTION_POLICY"
+OVERRIDE_KEY = "ONNX_OPS_OVERRIDE_KEY"
+BASIC_AUTH = "ONNX_OPS_BASIC_AUTH"
+
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """`keys` are the trusted ones, None if no folder is named; `signer` signs overrides, None if none are taken."""
+
+    keys: TrustedKeys | None = None
+    policy: LocatedPolicy | None = None
+    signer: Signer | None = None
+    basic_auth: bool = False
+
+
+def read_configuration(environ: Mapping[str, str]) -> Configuration:
+    """The configuration in the environment; a variable that is set to nothing counts as not set.
+
+    Raises:
+        UserError: a value cannot be used, or two of them do not go together.
+        NotFound, SpecError, Refused: a file is missing, wrong or readable by others.
+    """
+    folder, policy_file, key_file = (environ.get(name, "") for name in (TRUSTED_KEYS, POLICY, OVERRIDE_KEY))
+    basic_auth = _flag(environ.get(BASIC_AUTH, ""))
+    keys = TrustedKeys(Path(folder)) if folder else None
+    policy = load_policy(Path(policy_file)) if policy_file else None
+    if policy is not None and (names := policy.policy.names()) and not basic_auth:
+        raise UserError(
+            f"the policy names users ({', '.join(sorted(names))}), but this server knows none",
+            where=policy_file,
+            remedy=f"Set {BASIC_AUTH}=true, or let every rule say `users: ['*']`.",
+        )
+    return Configuration(
+        keys=keys, policy=policy, signer=_signer(Path(key_file), keys) if key_file else None, basic_auth=basic_auth
+    )
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in _WORDS:
+        raise UserError(f"{BASIC_AUTH} is {text!r}", remedy="Write true or false.")
+    return _WORDS[text.lower()]
+
+
+def _signer(path: Path, keys: TrustedKeys | None) -> Signer:
+    signer = Ed25519Signer(path)
+    if signer.key not in (() if keys is None else keys.keys()):
+        raise UserError(
+            f"overrides would be signed by key {short(signer.key)}, which is not trusted",
+            where=str(path),
+            remedy=f"Put {public_path(path).name} into the folder that {TRUSTED_KEYS} names.",
+        )
+    return signer

@@ -1,0 +1,96 @@
+"""Overrides as a person gives them in the registry: a tag with the reason, which the server signs together with who."""
+
+from __future__ import annotations
+
+import datetime
+import re
+
+from onnx_ops import codec
+from onnx_ops.domain.override import OVERRIDE, OverrideRecord, SignedOverride, reason_tag, record_tag
+from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.domain.policy import is_among
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.errors import Refused
+from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
+from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
+from onnx_ops.ports import Clock
+
+LONGEST_REASON = 1000
+"""Characters; the signed record holds it again, and a tag has a limit too."""
+
+_REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
+
+
+class Overrides:
+    """Who may override, and the record of it."""
+
+    def __init__(self, configuration: Configuration, versions: Versions, clock: Clock) -> None:
+        self._configuration = configuration
+        self._versions = versions
+        self._clock = clock
+
+    def give(self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
+        """Sign that the user overrides, before the tag with the reason is set; the record alone allows nothing.
+
+        Raises:
+            Refused: with the reason.
+        """
+        self._permit(user, key)
+        target = _target(key)
+        signer = self._configuration.signer
+        if signer is None:
+            raise Refused("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
+        if not reason.strip():
+            raise Refused("an override needs a reason", remedy="Write it as the tag's value.")
+        if len(reason) > LONGEST_REASON:
+            raise Refused(f"the reason has {len(reason)} characters, of at most {LONGEST_REASON}")
+        moment = datetime.datetime.fromtimestamp(self._clock.now(), tz=datetime.UTC)
+        about = OverrideRecord(
+            model=record.model,
+            version=record.version,
+            release=record.release,
+            variant=record.variant,
+            manifest=record.manifest,
+            target=target,
+            reason=reason,
+            by=user,
+            at=moment.isoformat(timespec="milliseconds"),
+        )
+        signed = SignedOverride(record=about, key=signer.key, signature=signer.sign(codec.dumps(about)))
+        self._versions.annotate(found, record_tag(target), codec.dumps(signed).decode())
+
+    def take_back(self, user: str, key: str) -> None:
+        """The tag with the reason is about to be deleted; the signed record stays, as a trace.
+
+        Raises:
+            Refused: with the reason.
+        """
+        self._permit(user, key)
+        _target(key)
+
+    def advice(self, user: str, target: str) -> str:
+        """How this user gets the version to serve all the same."""
+        located = self._configuration.policy
+        if self._configuration.signer is None or located is None or not located.policy.overrides:
+            return "Or promote a version that passed."
+        if is_among(user, located.policy.overrides):
+            return f"Or override it: set tag {reason_tag(target)} with the reason, then this alias again."
+        return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
+
+    def _permit(self, user: str, key: str) -> None:
+        located = self._configuration.policy
+        if located is None:
+            raise Refused("no promotion policy says who may override", remedy=f"Its operator names one in {POLICY}.")
+        users = located.policy.overrides
+        if not is_among(user, users):
+            lets = f"lets only {', '.join(users)} override" if users else "lets nobody override"
+            raise Refused(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
+
+
+def _target(key: str) -> str:
+    match = _REASON.fullmatch(key)
+    if match is None:
+        raise Refused(
+            "only the server itself writes it", remedy=f"The reason of an override is {reason_tag('TARGET')}."
+        )
+    return match[1]

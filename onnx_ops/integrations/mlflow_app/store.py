@@ -1,0 +1,113 @@
+"""The server's own store, asked in process: what stands there now, whatever the request says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from onnx_ops.adapters.registries.mlflow_tags import DIGEST, RELEASE, decisions
+from onnx_ops.domain.gate import SignedDecision
+from onnx_ops.domain.release import VersionRecord
+
+_PLAIN = re.compile(r"[A-Za-z0-9._ -]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredVersion:
+    """One version as the server holds it; `model` and `version` are spelled as they are stored."""
+
+    model: str
+    version: str
+    tags: Mapping[str, str]
+    aliases: tuple[str, ...]
+    description: str = ""
+
+
+class Versions(Protocol):
+    """What the guard asks of the server."""
+
+    def find(self, model: str, version: str) -> StoredVersion | None:
+        """None if there is no such version; the request itself will be told so."""
+        ...
+
+    def registered_here(self, model: str) -> bool:
+        """Whether onnx-ops registered any version of the model."""
+        ...
+
+    def aliases(self, model: str) -> Mapping[str, str]:
+        """Version by alias; empty if there is no such model."""
+        ...
+
+    def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
+        """Decisions for the target on the model's other versions of the same content."""
+        ...
+
+    def annotate(self, found: StoredVersion, key: str, value: str) -> None: ...
+
+
+class ServerStore:
+    """`Versions` of the MLflow server whose process this is."""
+
+    def find(self, model: str, version: str) -> StoredVersion | None:
+        found = _unless_absent(lambda: _store().get_model_version(model, version))
+        if found is None:
+            return None
+        return StoredVersion(
+            model=str(found.name),
+            version=str(found.version),
+            tags={str(key): str(value) for key, value in found.tags.items()},
+            aliases=tuple(found.aliases),
+            description=found.description or "",
+        )
+
+    def registered_here(self, model: str) -> bool:
+        name = model if _PLAIN.fullmatch(model) else self._stored_name(model)
+        if not _PLAIN.fullmatch(name):
+            return False
+        query = f"name = '{name}' AND tags.{RELEASE} LIKE 'sha256:%'"
+        return bool(_store().search_model_versions(query, max_results=1))
+
+    def aliases(self, model: str) -> Mapping[str, str]:
+        found = _unless_absent(lambda: _store().get_registered_model(model))
+        return {} if found is None else {str(alias): str(version) for alias, version in found.aliases.items()}
+
+    def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
+        query, token = f"tags.{DIGEST} = '{record.manifest}'", None
+        while True:
+            page = _store().search_model_versions(query, max_results=100, page_token=token)
+            for found in page:
+                if str(found.name) == record.model and str(found.version) != record.version:
+                    signed = decisions({str(key): str(value) for key, value in found.tags.items()}).get(target)
+                    if signed is not None:
+                        yield signed
+            if not (token := page.token):
+                return
+
+    def annotate(self, found: StoredVersion, key: str, value: str) -> None:
+        from mlflow.entities.model_registry import ModelVersionTag
+
+        _store().set_model_version_tag(found.model, found.version, ModelVersionTag(key, value))  # type: ignore[no-untyped-call]
+
+    def _stored_name(self, model: str) -> str:
+        found = _unless_absent(lambda: _store().get_registered_model(model))
+        return model if found is None else str(found.name)
+
+
+def _store() -> Any:
+    from mlflow.server import handlers
+
+    return handlers._get_model_registry_store()  # noqa: SLF001 (MLflow has no public way to the store it serves)
+
+
+def _unless_absent(ask: Any) -> Any:
+    """The answer, or None where the server will answer that there is no such thing, or that this is no name."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return ask()
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise

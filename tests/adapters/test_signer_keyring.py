@@ -1,0 +1,134 @@
+"""The life of a key: made, rotated, retired."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, TrustedKeys, create_key
+from onnx_ops.adapters.signers.keyring import Keyring
+from onnx_ops.domain.artifact import hex_of
+from onnx_ops.errors import NotFound, Refused, SignatureInvalid, UserError
+
+RECORD = b'{"verdict":"pass"}'
+
+
+@pytest.fixture(params=["beside", "apart"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """The signing key and the trusted folder, which is the key's own or another."""
+    return tmp_path / "keys" / "signing.pem", tmp_path / ("keys" if request.param == "beside" else "trusted")
+
+
+@pytest.fixture
+def keyring(places: tuple[Path, Path]) -> Keyring:
+    ring = Keyring(*places)
+    ring.new()
+    return ring
+
+
+def test_a_new_key_is_trusted_at_once(keyring: Keyring, places: tuple[Path, Path]) -> None:
+    (one,) = keyring.known()
+    assert (one.signs, one.trusted) == (True, True)
+    assert places[0].stat().st_mode & 0o077 == 0
+    with pytest.raises(UserError, match="there is a key already"):
+        keyring.new()
+
+
+def test_another_key_is_made_where_it_is_wanted(keyring: Keyring, tmp_path: Path) -> None:
+    made = keyring.new(tmp_path / "server" / "override.pem")
+    assert made.key not in [one.key for one in keyring.known()]
+    assert (tmp_path / "server" / "override.pub.pem").exists()
+
+
+def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
+    keyring: Keyring, places: tuple[Path, Path]
+) -> None:
+    before = Ed25519Signer(places[0])
+    signature = before.sign(RECORD)
+    old, new = keyring.rotate()
+    now = Ed25519Signer(places[0])
+    assert (old, new) == (before.key, now.key)
+    assert old != new
+    trusted = TrustedKeys(places[1])
+    trusted.verify(RECORD, signature, old)
+    trusted.verify(RECORD, now.sign(RECORD), new)
+    assert [(one.key, one.signs, one.trusted) for one in keyring.known()] == [(new, True, True), (old, False, True)]
+    third = keyring.rotate()[1]
+    assert set(trusted.keys()) == {old, new, third}
+
+
+def test_no_private_key_is_left_of_the_old_one(keyring: Keyring, places: tuple[Path, Path], tmp_path: Path) -> None:
+    old_private = places[0].read_bytes()
+    keyring.rotate()
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in kept if b"PRIVATE" in path.read_bytes()] == ["signing.pem"]
+    assert all(path.read_bytes() != old_private for path in kept)
+
+
+@pytest.mark.parametrize("left", ["next made", "announced", "private moved"])
+def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
+    keyring: Keyring, places: tuple[Path, Path], left: str
+) -> None:
+    signing, trusted = places
+    old = Ed25519Signer(signing)
+    following = signing.with_name("signing.next.pem")
+    new = create_key(following)
+    if left != "next made":
+        (trusted / "signing-new.pub.pem").write_bytes(new.public_pem())
+        shutil.copy(signing.with_name("signing.pub.pem"), trusted / "signing-old.pub.pem")
+    if left == "private moved":
+        following.replace(signing)
+    verifier = TrustedKeys(trusted)
+    signer = Ed25519Signer(signing)
+    verifier.verify(RECORD, signer.sign(RECORD), signer.key)
+    verifier.verify(RECORD, old.sign(RECORD), old.key)
+    assert keyring.rotate()[1] == Ed25519Signer(signing).key
+    assert not following.exists()
+    verifier.verify(RECORD, old.sign(RECORD), old.key)
+
+
+def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyring, places: tuple[Path, Path]) -> None:
+    old = Ed25519Signer(places[0])
+    keyring.rotate()
+    kept = keyring.retire(keyring.find(hex_of(old.key)[:8]))
+    assert kept
+    assert all(path.name.endswith(".retired.pem") and path.exists() for path in kept)
+    with pytest.raises(SignatureInvalid, match="is not trusted"):
+        TrustedKeys(places[1]).verify(RECORD, old.sign(RECORD), old.key)
+    assert [(one.signs, one.trusted) for one in keyring.known()] == [(True, True), (False, False)]
+    with pytest.raises(NotFound, match="no trusted key begins with"):
+        keyring.find(hex_of(old.key))
+
+
+def test_the_key_that_signs_is_not_retired(keyring: Keyring) -> None:
+    (one,) = keyring.known()
+    with pytest.raises(Refused, match="this machine signs with key"):
+        keyring.retire(one)
+
+
+def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
+    keyring.rotate()
+    with pytest.raises(NotFound, match="Trusted: "):
+        keyring.find("zz")
+    with pytest.raises(NotFound):
+        keyring.find("")
+    for one in keyring.known():
+        assert keyring.find(one.key) == one
+    for _ in range(20):
+        keyring.rotate()
+    first = [hex_of(one.key)[0] for one in keyring.known()]
+    repeated = next(digit for digit in first if first.count(digit) > 1)
+    with pytest.raises(UserError, match="several keys begin with"):
+        keyring.find(repeated)
+
+
+def test_a_machine_that_only_verifies_has_trusted_keys_alone(tmp_path: Path) -> None:
+    create_key(tmp_path / "elsewhere" / "ci.pem")
+    (tmp_path / "trusted").mkdir()
+    shutil.copy(tmp_path / "elsewhere" / "ci.pub.pem", tmp_path / "trusted")
+    (one,) = Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").known()
+    assert (one.signs, one.trusted) == (False, True)
+    with pytest.raises(NotFound, match="the signing key cannot be read"):
+        Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate()

@@ -1,0 +1,124 @@
+"""`onnx-ops keys` over a project with a version under an alias."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from onnx_ops import codec
+from onnx_ops.adapters.signers.ed25519 import Ed25519Signer
+from onnx_ops.cli.main import app
+from onnx_ops.domain.artifact import short
+from onnx_ops.domain.gate import SignedDecision
+from onnx_ops.operations.promote import promote
+from onnx_ops.testing.registries import publication
+from onnx_ops.wiring.project import open_project
+
+TARGET = "cpu-1t"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "onnx-ops.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def keys(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["keys", *arguments])
+
+
+def printed(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """The document that the command prints with --json, which goes to the process's own standard output."""
+    capfd.readouterr()
+    keys(*arguments)
+    return json.loads(capfd.readouterr().out)
+
+
+def signing_key(project: Path) -> Ed25519Signer:
+    return Ed25519Signer(project / ".onnx-ops" / "keys" / "signing.pem")
+
+
+def promoted(project: Path) -> str:
+    """A version with a decision by today's key, champion of the target."""
+    signer = signing_key(project)
+    release = publication(project / "files", model="digits", seed="a")
+    (variant,) = release.variants
+    record = variant.signed[TARGET].record
+    signed = SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
+    ports = open_project().ports
+    published = replace(release, variants=(replace(variant, signed={TARGET: signed}),))
+    version = ports.registry().publish(published)["fp32"]
+    promote(ports, "digits", version, TARGET)
+    return version
+
+
+def test_a_key_is_made_listed_and_rotated(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "No keys yet" in keys("list").stdout
+    assert keys("new").exit_code == 0
+    old = signing_key(project).key
+    assert keys("new").exit_code == 2
+    told = keys("rotate")
+    assert told.exit_code == 0
+    assert f"decisions by key {short(old)} stay valid" in told.stdout
+    new = signing_key(project).key
+    listed = keys("list").stdout.splitlines()
+    assert [line.split()[:2] for line in listed] == [[short(new), "signs"], [short(old), "trusted"]]
+    document = printed(capfd, "list", "--json")
+    assert [(one["key"], one["signs"], one["trusted"]) for one in document] == [(new, True, True), (old, False, True)]
+
+
+def test_no_command_prints_a_private_key(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outputs = [keys(*words.split()) for words in ("new", "list", "rotate", "list --json", "new --out other.pem --json")]
+    documents = capfd.readouterr().out
+    for secret in ((project / ".onnx-ops" / "keys" / "signing.pem"), project / "other.pem"):
+        body = secret.read_text().splitlines()[1]
+        assert body not in documents
+        assert all(body not in one.output and "PRIVATE" not in one.output for one in outputs)
+
+
+def test_retiring_says_which_versions_lose_their_decision(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    keys("new")
+    old = signing_key(project).key
+    version = promoted(project)
+    assert keys("retire", short(old)).exit_code == 5
+    keys("rotate")
+    refused = keys("retire", short(old))
+    assert refused.exit_code == 5
+    assert f"digits/{version} as champion-{TARGET}" in refused.output
+    foreseen = printed(capfd, "retire", short(old), "--dry-run", "--json")
+    assert foreseen["retired"] is False
+    assert foreseen["lost"] == [{"alias": f"champion-{TARGET}", "model": "digits", "version": version}]
+    assert short(old) in keys("list").stdout.replace("retired", "")
+    forced = keys("retire", short(old), "--force")
+    assert forced.exit_code == 0
+    assert f"loses its decision: digits/{version}" in forced.stdout
+    assert f"{short(old)}  retired" in keys("list").stdout
+
+
+def test_a_key_that_nothing_rests_on_is_retired_at_once(project: Path) -> None:
+    keys("new")
+    old = signing_key(project).key
+    keys("rotate")
+    assert keys("retire", short(old)).exit_code == 0
+    assert keys("retire", short(old)).exit_code == 2
+
+
+def test_the_doctor_tells_which_keys_are_trusted(project: Path) -> None:
+    from onnx_ops.cli.diagnosis import diagnose
+
+    keys("new")
+    key = short(signing_key(project).key)
+    found = {one.check: one for one in diagnose(open_project())}
+    assert found["signatures"].ok
+    assert found["trusted keys"].found.startswith(key)
+    for public in (project / ".onnx-ops" / "keys").glob("*.pub.pem"):
+        public.unlink()
+    lost = {one.check: one for one in diagnose(open_project())}["signatures"]
+    assert not lost.ok
+    assert "Copy" in lost.remedy

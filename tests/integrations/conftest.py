@@ -1,0 +1,51 @@
+"""One guarded MLflow server for the whole session: basic-auth, two users and a policy."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from veto_parts import POLICY
+from veto_process import AUTH, PASSWORD, GuardedServer, await_answer, server_command, server_environment
+
+from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, create_key, public_path
+
+
+@pytest.fixture(scope="session")
+def veto_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys, policy and users' file of a guarded server."""
+    home = tmp_path_factory.mktemp("veto")
+    create_key(home / "keys" / "signing.pem")
+    create_key(home / "server" / "override.pem")
+    public = public_path(home / "server" / "override.pem")
+    (home / "keys" / public.name).write_bytes(public.read_bytes())
+    (home / "policy.yaml").write_text(POLICY, encoding="utf-8")
+    (home / "auth.ini").write_text(AUTH.format(home=home, password=PASSWORD), encoding="utf-8")
+    return home
+
+
+@pytest.fixture(scope="session")
+def veto_server(veto_home: Path) -> Iterator[GuardedServer]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = server_environment(veto_home)
+    with (veto_home / "log").open("wb") as log:
+        process = subprocess.Popen(
+            server_command(veto_home, port), cwd=veto_home, env=environment, stdout=log, stderr=log
+        )
+    signer = Ed25519Signer(veto_home / "keys" / "signing.pem")
+    server = GuardedServer(url=f"http://127.0.0.1:{port}", home=veto_home, signer=signer)
+    try:
+        await_answer(server, process)
+        for user in ("alice", "bob"):
+            asked = {"username": user, "password": PASSWORD}
+            status, answer = server.call("release-bot", "POST", "/api/2.0/mlflow/users/create", asked)
+            assert status == 200, answer
+        yield server
+    finally:
+        process.terminate()
+        process.wait(timeout=60)

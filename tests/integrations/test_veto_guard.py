@@ -1,0 +1,324 @@
+"""What the guard of the registry's server lets through."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from veto_parts import (
+    CHALLENGER,
+    CHAMPION,
+    MODEL,
+    POLICY,
+    PREVIOUS,
+    TARGET,
+    Guarded,
+    decision_record,
+    sign,
+    tags_of,
+)
+
+from onnx_ops import codec
+from onnx_ops.adapters.signers.ed25519 import TrustedKeys, create_key
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.override import SignedOverride
+from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
+from onnx_ops.integrations.mlflow_app.names import folded, guarded
+from onnx_ops.operations.decided import standing_override
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Guarded:
+    return Guarded(tmp_path)
+
+
+@pytest.fixture
+def ruled(tmp_path: Path) -> Guarded:
+    return Guarded(tmp_path, policy=POLICY, signs_overrides=True)
+
+
+@pytest.mark.parametrize("alias", [CHAMPION, CHALLENGER, PREVIOUS])
+def test_a_version_needs_a_passing_decision(plain: Guarded, alias: str) -> None:
+    plain.set_alias(alias, "1")
+    with pytest.raises(Refused, match=rf"{alias} was not set on version 2 of {MODEL}: its gates on cpu-1t ended fail"):
+        plain.set_alias(alias, "2")
+    with pytest.raises(Refused, match="onnx-ops did not register this version"):
+        plain.set_alias(alias, "3")
+
+
+def test_the_refusal_says_which_gate_and_what_to_do(plain: Guarded) -> None:
+    with pytest.raises(Refused) as refusal:
+        plain.set_alias(CHAMPION, "2")
+    assert "(latency fail)" in str(refusal.value)
+    assert "onnx-ops explain digits/2 --target cpu-1t" in str(refusal.value)
+
+
+def test_another_target_needs_a_decision_of_its_own(plain: Guarded) -> None:
+    with pytest.raises(Refused, match="no signed decision for target cuda"):
+        plain.set_alias("champion-cuda", "1")
+
+
+@pytest.mark.parametrize("alias", ["prod", "champion", "champion_cpu", "my-champion-cpu-1t", "latest-good"])
+def test_other_aliases_are_left_alone(plain: Guarded, alias: str) -> None:
+    for version in "123":
+        plain.set_alias(alias, version)
+    plain.guard.delete_alias("", MODEL, alias)
+
+
+def test_other_models_are_left_alone(plain: Guarded) -> None:
+    plain.versions.put("1", {"stage": "x"}, model="faces", aliases=(CHAMPION,))
+    plain.set_alias(CHAMPION, "1", model="faces")
+    plain.guard.set_tag("", "faces", "1", "override.cpu-1t", "sure")
+    plain.guard.delete_tag("", "faces", "1", "decision.cpu-1t")
+    plain.guard.delete_alias("", "faces", CHAMPION)
+    plain.guard.delete_version("faces", "1")
+    plain.guard.rename_model("faces")
+    plain.guard.delete_model("faces")
+    plain.set_alias(CHAMPION, "9")  # no such version: MLflow says so itself
+
+
+@pytest.mark.parametrize("alias", ["Champion-cpu-1t", "chámpion-cpu-1t", "ｃhampion-cpu-1t", "champion-CPU-1t\n"])
+def test_a_spelling_that_a_database_may_take_for_a_guarded_one_is_refused(plain: Guarded, alias: str) -> None:
+    with pytest.raises(Refused, match="write it champion-cpu-1t"):
+        plain.set_alias(alias, "1")
+
+
+@given(st.text(max_size=40))
+def test_folding_is_stable_and_finds_every_guarded_name(text: str) -> None:
+    assert folded(folded(text)) == folded(text)
+    found = guarded(text)
+    if re.fullmatch(r"(champion|challenger|previous)-[a-z0-9][a-z0-9-]*", text):
+        assert found is not None
+        assert found.name == text
+
+
+def test_without_trusted_keys_nothing_passes(tmp_path: Path) -> None:
+    for scene in (Guarded(tmp_path, trusts=False), Guarded(tmp_path)):
+        for public in (tmp_path / "keys").glob("*.pub.pem"):
+            public.unlink()
+        with pytest.raises(Refused, match=r"trusts no keys.*ONNX_OPS_TRUSTED_KEYS"):
+            scene.set_alias(CHAMPION, "1")
+
+
+def test_a_key_file_that_cannot_be_read_closes_the_door(plain: Guarded) -> None:
+    (plain.folder / "keys" / "broken.pub.pem").write_text("no key")
+    with pytest.raises(Refused, match="champion-cpu-1t was not set"):
+        plain.set_alias(CHAMPION, "1")
+
+
+def test_a_key_that_was_taken_away_counts_no_more(plain: Guarded) -> None:
+    create_key(plain.folder / "other" / "new.pem")
+    (plain.folder / "keys" / "signing.pub.pem").write_bytes((plain.folder / "other" / "new.pub.pem").read_bytes())
+    with pytest.raises(Refused, match="is not trusted"):
+        plain.set_alias(CHAMPION, "1")
+
+
+def test_a_copy_of_a_version_does_not_escape_its_later_decision(plain: Guarded) -> None:
+    early, late = decision_record("c"), decision_record("c", Verdict.FAIL, sequence=11)
+    plain.versions.put("4", tags_of(sign(late, plain.signer)))
+    plain.versions.put("5", tags_of(sign(early, plain.signer)))
+    with pytest.raises(Refused, match="ended fail"):
+        plain.set_alias(CHAMPION, "5")
+
+
+def test_what_serves_may_become_previous_whatever_became_of_its_decision(plain: Guarded) -> None:
+    found = plain.versions.kept[MODEL, "2"]
+    plain.versions.kept[MODEL, "2"] = replace(found, aliases=(CHAMPION,))
+    plain.set_alias(PREVIOUS, "2")
+    with pytest.raises(Refused):
+        plain.set_alias(CHALLENGER, "2")
+
+
+class TestDecisionTags:
+    KEY = f"decision.{TARGET}"
+
+    def test_a_later_decision_replaces_an_earlier_one(self, plain: Guarded) -> None:
+        later = sign(decision_record("b", sequence=11), plain.signer)
+        plain.set_tag("2", self.KEY, codec.dumps(later).decode())
+        plain.set_alias(CHAMPION, "2")
+
+    def test_an_earlier_one_does_not_come_back(self, plain: Guarded) -> None:
+        earlier = sign(decision_record("b", sequence=9), plain.signer)
+        with pytest.raises(Refused, match="a later decision stands there"):
+            plain.set_tag("2", self.KEY, codec.dumps(earlier).decode())
+
+    @pytest.mark.parametrize("value", ["", "{}", "NaN", '{"record":NaN}', "[" * 50_000, "x" * 60_000])
+    def test_nor_by_way_of_rubbish_or_deletion(self, plain: Guarded, value: str) -> None:
+        with pytest.raises(Refused, match="not about this version and target"):
+            plain.set_tag("2", self.KEY, value)
+        with pytest.raises(Refused, match="signed decision that ended fail"):
+            plain.guard.delete_tag("", MODEL, "2", self.KEY)
+
+    def test_a_spelling_of_the_same_tag_is_refused(self, plain: Guarded) -> None:
+        with pytest.raises(Refused, match=r"write it decision\.cpu-1t"):
+            plain.set_tag("2", "Decision.cpu-1t", "")
+
+    def test_a_pass_may_be_deleted(self, plain: Guarded) -> None:
+        plain.guard.delete_tag("", MODEL, "1", self.KEY)
+
+    def test_a_forged_one_may_be_replaced(self, plain: Guarded) -> None:
+        plain.versions.change("2", **{self.KEY: "{}"})
+        plain.set_tag("2", self.KEY, codec.dumps(sign(decision_record("b"), plain.signer)).decode())
+
+    @pytest.mark.parametrize("key", ["digest", "release", "variant"])
+    def test_a_version_stays_what_it_is(self, plain: Guarded, key: str) -> None:
+        plain.set_tag("1", key, plain.versions.kept[MODEL, "1"].tags[key])
+        with pytest.raises(Refused, match="keeps what it was registered as"):
+            plain.set_tag("2", key, plain.versions.kept[MODEL, "1"].tags[key] + "x")
+        with pytest.raises(Refused, match="keeps what it was registered as"):
+            plain.guard.delete_tag("", MODEL, "2", key)
+
+
+class TestWaysRound:
+    def test_a_version_under_a_guarded_alias_is_not_deleted(self, plain: Guarded) -> None:
+        found = plain.versions.kept[MODEL, "1"]
+        plain.guard.delete_version(MODEL, "1")
+        plain.versions.kept[MODEL, "1"] = replace(found, aliases=(CHAMPION, "prod"))
+        with pytest.raises(Refused, match=f"it holds {CHAMPION}"):
+            plain.guard.delete_version(MODEL, "1")
+        with pytest.raises(Refused, match=f"{CHAMPION} on version 1"):
+            plain.guard.delete_model(MODEL)
+
+    def test_a_model_keeps_the_name_that_its_decisions_are_signed_for(self, plain: Guarded) -> None:
+        with pytest.raises(Refused, match="signed for this name"):
+            plain.guard.rename_model(MODEL)
+
+
+class TestPolicy:
+    def test_the_first_rule_decides_and_is_named(self, ruled: Guarded) -> None:
+        ruled.set_alias(CHAMPION, "1", user="alice")
+        ruled.set_alias(CHALLENGER, "1", user="bob")
+        with pytest.raises(
+            Refused, match=r"policy.yaml:3 lets only alice, release-bot move champion-\*, and you are bob"
+        ):
+            ruled.set_alias(CHAMPION, "1", user="bob")
+        with pytest.raises(Refused, match="and you are not known"):
+            ruled.set_alias(CHAMPION, "1")
+        with pytest.raises(Refused, match=r"policy\.yaml:5"):
+            ruled.guard.delete_alias("bob", MODEL, PREVIOUS)
+
+    def test_a_permission_is_no_decision(self, ruled: Guarded) -> None:
+        with pytest.raises(Refused, match="ended fail"):
+            ruled.set_alias(CHAMPION, "2", user="alice")
+
+    def test_a_guarded_alias_without_a_rule_is_nobodys(self, tmp_path: Path) -> None:
+        scene = Guarded(
+            tmp_path, policy='rules: [{aliases: "prod", users: [alice]}, {aliases: "champion-*", users: ["*"]}]'
+        )
+        with pytest.raises(Refused, match="no rule of the promotion policy"):
+            scene.set_alias(CHALLENGER, "1", user="alice")
+        with pytest.raises(Refused, match=r"policy\.yaml:1 lets only alice"):
+            scene.set_alias("prod", "1", user="bob")
+        scene.set_alias(CHAMPION, "1")
+        scene.set_alias("other", "1")
+
+
+class TestOverride:
+    KEY = f"override.{TARGET}"
+
+    def test_a_reason_by_who_may_lets_the_alias_pass_and_is_recorded(self, ruled: Guarded) -> None:
+        with pytest.raises(Refused, match=r"set tag override.cpu-1t with the reason, then this alias again"):
+            ruled.set_alias(CHAMPION, "2", user="alice")
+        ruled.set_tag("2", self.KEY, "the old one is worse", user="alice")
+        ruled.set_alias(CHAMPION, "2", user="alice")
+        ruled.set_alias(CHAMPION, "2", user="release-bot")
+        signed = codec.loads(ruled.versions.kept[MODEL, "2"].tags[f"{self.KEY}.by"].encode(), SignedOverride)
+        assert (signed.record.by, signed.record.reason) == ("alice", "the old one is worse")
+        assert signed.record.at == "2023-11-14T22:13:20.000+00:00"
+
+    def test_who_may_not_is_told_who_may(self, ruled: Guarded) -> None:
+        with pytest.raises(Refused, match=r"policy\.yaml:6 lets only alice override, and you are bob"):
+            ruled.set_tag("2", self.KEY, "sure", user="bob")
+        with pytest.raises(Refused, match="ask alice to override it"):
+            ruled.set_alias(CHALLENGER, "2", user="bob")
+        with pytest.raises(Refused, match="lets only alice override"):
+            ruled.guard.delete_tag("bob", MODEL, "2", self.KEY)
+
+    def test_it_needs_a_reason_and_is_for_the_server_to_sign(self, ruled: Guarded) -> None:
+        with pytest.raises(Refused, match="an override needs a reason"):
+            ruled.set_tag("2", self.KEY, " ", user="alice")
+        with pytest.raises(Refused, match="1001 characters, of at most 1000"):
+            ruled.set_tag("2", self.KEY, "x" * 1001, user="alice")
+        for key in (f"{self.KEY}.by", "Override.cpu-1t", "override."):
+            with pytest.raises(Refused, match="only the server itself writes it"):
+                ruled.set_tag("2", key, "{}", user="alice")
+
+    def test_taking_the_reason_away_ends_it(self, ruled: Guarded) -> None:
+        ruled.set_tag("2", self.KEY, "sure", user="alice")
+        ruled.guard.delete_tag("alice", MODEL, "2", self.KEY)
+        found = ruled.versions.kept[MODEL, "2"]
+        tags = {key: value for key, value in found.tags.items() if key != self.KEY}
+        ruled.versions.kept[MODEL, "2"] = replace(found, tags=tags)
+        with pytest.raises(Refused, match="ended fail"):
+            ruled.set_alias(CHAMPION, "2", user="alice")
+
+    def test_it_is_for_one_version_only(self, ruled: Guarded) -> None:
+        ruled.set_tag("2", self.KEY, "sure", user="alice")
+        ruled.versions.put("4", ruled.versions.kept[MODEL, "2"].tags)
+        with pytest.raises(Refused, match="ended fail"):
+            ruled.set_alias(CHAMPION, "4", user="alice")
+
+    def test_without_a_policy_or_a_key_there_is_none(self, tmp_path: Path) -> None:
+        with pytest.raises(Refused, match="ONNX_OPS_PROMOTION_POLICY"):
+            Guarded(tmp_path, signs_overrides=True).set_tag("2", self.KEY, "sure")
+        with pytest.raises(Refused, match="ONNX_OPS_OVERRIDE_KEY"):
+            Guarded(tmp_path, policy=POLICY).set_tag("2", self.KEY, "sure", user="alice")
+
+    def test_a_forged_record_counts_for_nothing(self, ruled: Guarded) -> None:
+        ruled.set_tag("2", self.KEY, "sure", user="alice")
+        tags = ruled.versions.kept[MODEL, "2"].tags
+        ruled.versions.change("2", **{f"{self.KEY}.by": tags[f"{self.KEY}.by"].replace("alice", "bobby")})
+        with pytest.raises(Refused, match="ended fail"):
+            ruled.set_alias(CHAMPION, "2", user="alice")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"ONNX_OPS_BASIC_AUTH": ""},
+            r"the policy names users \(alice, bob, release-bot\), but this server knows none",
+        ),
+        ({"ONNX_OPS_BASIC_AUTH": "maybe"}, "ONNX_OPS_BASIC_AUTH is 'maybe'"),
+        ({"ONNX_OPS_PROMOTION_POLICY": "missing.yaml"}, "no such file"),
+        ({"ONNX_OPS_PROMOTION_POLICY": "wrong.yaml"}, r"wrong\.yaml:2:6: rules\[0\]"),
+        ({"ONNX_OPS_TRUSTED_KEYS": ""}, "which is not trusted"),
+        ({"ONNX_OPS_TRUSTED_KEYS": "empty"}, "which is not trusted"),
+        ({"ONNX_OPS_OVERRIDE_KEY": "missing.pem"}, "the signing key cannot be read"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    create_key(tmp_path / "keys" / "signing.pem")
+    (tmp_path / "policy.yaml").write_text(POLICY, encoding="utf-8")
+    (tmp_path / "wrong.yaml").write_text("rules:\n  - {alias: x, users: [alice]}\n", encoding="utf-8")
+    right = {
+        "ONNX_OPS_BASIC_AUTH": "TRUE",
+        "ONNX_OPS_PROMOTION_POLICY": "policy.yaml",
+        "ONNX_OPS_TRUSTED_KEYS": "keys",
+        "ONNX_OPS_OVERRIDE_KEY": "keys/signing.pem",
+    }
+    assert read_configuration(right).basic_auth
+    with pytest.raises(OnnxOpsError, match=reason):
+        read_configuration(right | changes)
+
+
+def test_nothing_set_is_a_configuration() -> None:
+    assert read_configuration({}) == Configuration()
+
+
+def test_the_rule_for_overrides_is_the_reconcilers_too(ruled: Guarded) -> None:
+    from onnx_ops.adapters.registries.mlflow_tags import read_record
+
+    ruled.set_tag("2", "override.cpu-1t", "sure", user="alice")
+    record = read_record(MODEL, "2", ruled.versions.kept[MODEL, "2"].tags)
+    assert record is not None
+    assert standing_override(record, TARGET, TrustedKeys(ruled.folder / "keys")) is not None
+    assert standing_override(record, "cuda", TrustedKeys(ruled.folder / "keys")) is None

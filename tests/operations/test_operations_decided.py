@@ -1,0 +1,228 @@
+"""The rule of signed decisions: whatever a registry may say, nothing but a valid, latest pass lets a version serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onnx_ops import codec
+from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
+from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag, record_tag
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.errors import Refused, SignatureInvalid
+from onnx_ops.operations.decided import counts, passing_decision, standing_override
+from onnx_ops.testing.fakes import FakeSigner
+
+SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")
+TARGET = "cpu"
+digests = st.sampled_from([digest_bytes(bytes([n])) for n in range(3)])
+names = st.sampled_from(["cpu", "cuda", "digits", "faces"])
+verdicts = st.sampled_from(list(Verdict))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def record(**changes: Any) -> DecisionRecord:
+    passed = DecisionRecord(
+        model="digits",
+        release=digest_bytes(b"release"),
+        variant="fp32",
+        target=TARGET,
+        manifest=digest_bytes(b"manifest"),
+        target_digest=digest_bytes(b"target"),
+        gates_digest=digest_bytes(b"gates"),
+        evidence=digest_bytes(b"evidence"),
+        verdict=Verdict.PASS,
+        verdicts={"latency": Verdict.PASS},
+        decided_at="2026-01-01T00:00:00+00:00",
+        sequence=10,
+    )
+    return replace(passed, **changes)
+
+
+def signed(about: DecisionRecord, signer: FakeSigner = SIGNER) -> SignedDecision:
+    return SignedDecision(record=about, key=signer.key, signature=signer.sign(codec.dumps(about)))
+
+
+def version(*found: SignedDecision, **changes: Any) -> VersionRecord:
+    about = record()
+    read = VersionRecord(
+        model=about.model,
+        version="1",
+        release=about.release,
+        variant=about.variant,
+        manifest=about.manifest,
+        decisions={one.record.target: one for one in found},
+        tags={},
+    )
+    return replace(read, **changes)
+
+
+def test_a_valid_pass_lets_it_serve() -> None:
+    assert passing_decision(version(signed(record())), TARGET, SIGNER) == record()
+
+
+@given(
+    field=st.sampled_from(["verdict", "verdicts", "sequence", "manifest", "model", "target_digest", "batchable"]),
+    data=st.data(),
+)
+def test_no_field_can_be_changed_under_its_signature(field: str, data: st.DataObject) -> None:
+    values: dict[str, st.SearchStrategy[Any]] = {
+        "verdict": verdicts,
+        "verdicts": st.dictionaries(names, verdicts, max_size=3),
+        "sequence": st.integers(),
+        "manifest": digests,
+        "model": names,
+        "target_digest": digests,
+        "batchable": st.booleans(),
+    }
+    genuine = signed(record(verdict=Verdict.FAIL, verdicts={"latency": Verdict.FAIL}))
+    lie = replace(genuine, record=replace(genuine.record, **{field: data.draw(values[field])}))
+    with pytest.raises(Refused):
+        passing_decision(version(lie), TARGET, SIGNER)
+
+
+@given(
+    model=names,
+    variant=st.sampled_from(["fp32", "int8"]),
+    release=digests | st.just(record().release),
+    manifest=digests | st.just(record().manifest),
+    target=names,
+)
+def test_a_genuine_pass_about_anything_else_is_refused(**about: Any) -> None:
+    genuine = signed(record(**about))
+    here = version(replace(genuine), decisions={TARGET: genuine})
+    if genuine.record == record():
+        passing_decision(here, TARGET, SIGNER)
+        return
+    with pytest.raises(SignatureInvalid, match="about another model, version or target"):
+        passing_decision(here, TARGET, SIGNER)
+
+
+@given(st.binary(min_size=64, max_size=64), st.booleans())
+def test_a_signature_of_nobody_is_refused(noise: bytes, claims_trusted: bool) -> None:
+    import base64
+
+    forged = replace(signed(record(), STRANGER), signature=base64.b64encode(noise).decode())
+    with pytest.raises(SignatureInvalid):
+        passing_decision(version(replace(forged, key=(SIGNER if claims_trusted else STRANGER).key)), TARGET, SIGNER)
+    with pytest.raises(SignatureInvalid, match="nobody trusts"):
+        passing_decision(version(signed(record(), STRANGER)), TARGET, SIGNER)
+
+
+@given(own=st.integers(0, 5), others=st.lists(st.tuples(st.integers(0, 5), verdicts), max_size=5))
+def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: list[tuple[int, Verdict]]) -> None:
+    here = version(signed(record(sequence=own)))
+    elsewhere = [signed(record(sequence=number, verdict=verdict)) for number, verdict in others]
+    latest = max([own, *(number for number, _ in others)])
+    worst = max([v.rank for n, v in others if n == latest] + [0] * (own == latest))
+    if worst == Verdict.PASS.rank:
+        assert passing_decision(here, TARGET, SIGNER, others=elsewhere).sequence == latest
+    else:
+        with pytest.raises(Refused, match="its gates on cpu ended"):
+            passing_decision(here, TARGET, SIGNER, others=elsewhere)
+
+
+@given(others=st.lists(st.tuples(st.integers(0, 99), st.booleans(), names), max_size=5))
+def test_what_does_not_count_changes_nothing(others: list[tuple[int, bool, str]]) -> None:
+    here = version(signed(record(verdict=Verdict.FAIL)))
+    elsewhere = [
+        signed(record(sequence=number, target=TARGET if stranger else name, model="digits" if stranger else "faces"),
+               STRANGER if stranger else SIGNER)
+        for number, stranger, name in others
+    ]  # fmt: skip
+    with pytest.raises(Refused, match="ended fail"):
+        passing_decision(here, TARGET, SIGNER, others=elsewhere)
+
+
+def test_a_pass_elsewhere_is_no_decision_here() -> None:
+    with pytest.raises(Refused, match="no signed decision"):
+        passing_decision(version(), TARGET, SIGNER, others=[signed(record(sequence=99))])
+
+
+def tags(value: str) -> dict[str, str]:
+    about = record()
+    identity = {RELEASE: about.release, VARIANT: about.variant, DIGEST: about.manifest}
+    return {**identity, f"{DECISION}{TARGET}": value}
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(json_values.map(json.dumps) | st.text(max_size=60))
+def test_no_tag_that_was_not_signed_lets_it_serve(value: str) -> None:
+    read = read_record("digits", "1", tags(value))
+    assert read is not None
+    with pytest.raises(Refused):
+        passing_decision(read, TARGET, SIGNER)
+
+
+HUGE = codec.dumps(signed(record())).decode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        HUGE.replace('"sequence":10', '"sequence":NaN'),
+        HUGE.replace('"sequence":10', '"sequence":1e999'),
+        HUGE.replace('"sequence":10', '"sequence":' + "9" * 5000),
+        HUGE.replace('"sequence":10', '"sequence":10,"sequence":11'),
+        HUGE.replace('"fp32"', r'"fp32\ud800"'),
+        HUGE.replace('"fp32"', '"fp32\ud800"'),
+        HUGE.replace('{"latency":"pass"}', "[" * 60_000),
+        HUGE.replace('"latency"', '"' + "x" * 2_000_000 + '"'),
+        HUGE + HUGE,
+    ],
+    ids=["nan", "infinite", "long", "twice", "escaped half", "half", "deep", "huge", "two"],
+)
+def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
+    read = read_record("digits", "1", tags(value))
+    assert read is not None
+    with pytest.raises(Refused):
+        passing_decision(read, TARGET, SIGNER)
+
+
+def test_a_genuine_tag_is_read_back() -> None:
+    read = read_record("digits", "1", tags(HUGE))
+    assert read is not None
+    assert passing_decision(read, TARGET, SIGNER) == record()
+    assert counts(decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
+
+
+def override_tags(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str]:
+    given_ = OverrideRecord(
+        model="digits",
+        version="1",
+        release=record().release,
+        variant="fp32",
+        manifest=record().manifest,
+        target=TARGET,
+        reason="sure",
+        by="alice",
+        at="2026-01-01T00:00:00+00:00",
+    )
+    about = replace(given_, **changes)
+    one = SignedOverride(record=about, key=signer.key, signature=signer.sign(codec.dumps(about)))
+    return {reason_tag(TARGET): "sure", record_tag(TARGET): codec.dumps(one).decode()}
+
+
+def test_an_override_stands_for_exactly_what_it_names() -> None:
+    assert standing_override(version(tags=override_tags()), TARGET, SIGNER) is not None
+    assert standing_override(version(tags=override_tags()), "cuda", SIGNER) is None
+    assert standing_override(version(tags=override_tags(STRANGER)), TARGET, SIGNER) is None
+    for changes in ({"version": "2"}, {"model": "faces"}, {"target": "cuda"}, {"reason": "other"}, {"variant": "int8"}):
+        assert standing_override(version(tags=override_tags(**changes)), TARGET, SIGNER) is None
+
+
+@given(st.text(max_size=60) | json_values.map(json.dumps))
+def test_rubbish_is_no_override(value: str) -> None:
+    found = {reason_tag(TARGET): "sure", record_tag(TARGET): value}
+    assert standing_override(version(tags=found), TARGET, SIGNER) is None
