@@ -35,16 +35,19 @@ def check(
 
     project = projects.open_project()
     problems: list[Problem] = []
+    notes: list[str] = []
     for file in files:
         try:
-            projects.check(project, file, overrides or ())
+            notes += projects.rollout_notes(project, projects.check(project, file, overrides or ()))
         except SpecError as error:
             problems.extend(error.problems)
     if problems:
         raise SpecError(tuple(problems))
     if as_json:
-        print_json({"files": [str(file) for file in files], "problems": []})
+        print_json({"files": [str(file) for file in files], "problems": [], "notes": notes})
     else:
+        for note in notes:
+            typer.echo(note)
         typer.echo(f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems")
 
 

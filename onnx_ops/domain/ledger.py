@@ -10,6 +10,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word
+from onnx_ops.domain.rollout_observed import Observations, Reading, Thresholds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,25 @@ class Deleted:
     done: bool = False
 
 
-Body = Configured | Intent | Outcome | Spoken | Mirrored | RefusedVersion | Override | Deleted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """How fast the stable version was before `candidate` (its manifest) got any request. Written before the rollout
+    starts; None if there were too few requests to tell."""
+
+    kind: Literal["frozen"] = "frozen"
+    candidate: Digest
+    thresholds: Thresholds | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What a source has counted of the rollout in progress. A driver goes on from the last reading of any other."""
+
+    kind: Literal["observed"] = "observed"
+    reading: Reading
+
+
+Body = Configured | Intent | Outcome | Spoken | Mirrored | RefusedVersion | Override | Deleted | Frozen | Observed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +134,10 @@ class ReleaseState:
     `generation` orders effects: the sequence of the last intent, open or closed. `pending_aliases` are
     registry writes that are still owed. `rejected` are releases, and single versions by manifest, that may not come
     back by themselves, with the reason. `known` holds every deployment that may ever have taken traffic, by version.
-    `word_at` is the sequence of the operator's word, `decided_at` that of the first intent to do what is open.
-    While `deleting`, nothing else may be done to the endpoint.
+    `word_at` is the sequence of the operator's word, `decided_at` that of the first intent to do what is open. `trial`
+    is what was counted of the rollout in progress, `frozen` the last thresholds that were read for one.
     `overrides_taken` are the registry's signed overrides that were taken up; after a rollback they count no more.
+    While `deleting`, nothing else may be done to the endpoint.
     """
 
     endpoint: str
@@ -137,6 +157,8 @@ class ReleaseState:
     overrides_taken: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
     deleting: bool = False
+    frozen: Frozen | None = None
+    trial: Observations | None = None
 
     def why_rejected(self, deployment: Deployment | VersionRecord) -> str | None:
         """Why this version may not come back by itself; None if it may."""
@@ -182,14 +204,14 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
                 known=_known(state),
             )
         case Outcome():
-            return _close(state, body)
+            return _close(state, body, entry.at)
         case Spoken():
             return replace(state, word=body.word, word_at=entry.sequence)
         case Mirrored():
             owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
             return replace(state, pending_aliases=owed, aliases={**state.aliases, **body.aliases})
-        case RefusedVersion():
-            return state
+        case RefusedVersion() | Frozen() | Observed():
+            return _noted(state, body)
         case Override():
             freed = {body.release}
             if body.version in state.known:
@@ -220,13 +242,14 @@ def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
     )
 
 
-def _close(state: ReleaseState, outcome: Outcome) -> ReleaseState:
+def _close(state: ReleaseState, outcome: Outcome, at: float) -> ReleaseState:
     """An outcome counts only for the intent that is open; one that was overtaken changes nothing."""
     opened = state.open_intent
     if opened is None or state.generation != outcome.of:
         return state
     if not outcome.ok:
-        return replace(state, open_intent=None)
+        trial = None if state.trial is None else replace(state.trial, reading=None)
+        return replace(state, open_intent=None, trial=trial)
     action = opened.action
     serving = action.roles.stable
     rejected = {**state.rejected, **dict.fromkeys(action.reject, action.why)}
@@ -243,7 +266,40 @@ def _close(state: ReleaseState, outcome: Outcome) -> ReleaseState:
         rejected=rejected,
         overridden=state.overridden - set(action.reject),
         known=_known(state),
+        trial=_trial(state, action.roles, at),
     )
+
+
+def _trial(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
+    """The counts go with the candidate. A new one begins with the thresholds that were frozen for it."""
+    if roles.candidate is None:
+        return None
+    candidate = roles.candidate.manifest
+    if state.trial is not None and state.trial.candidate == candidate:
+        return state.trial.at_step(roles.step, at)
+    frozen = state.frozen if state.frozen is not None and state.frozen.candidate == candidate else None
+    thresholds = frozen.thresholds if frozen is not None else None
+    return Observations(candidate=candidate, step=roles.step, began=at, thresholds=thresholds)
+
+
+def _noted(state: ReleaseState, body: RefusedVersion | Frozen | Observed) -> ReleaseState:
+    match body:
+        case Frozen():
+            return replace(state, frozen=body)
+        case Observed():
+            return replace(state, trial=_observed(state, body.reading))
+        case RefusedVersion():
+            return state
+
+
+def _observed(state: ReleaseState, reading: Reading) -> Observations | None:
+    """While an effect is under way the split may change at any moment: such a reading begins no interval."""
+    trial, roles = state.trial, state.roles
+    if trial is None or roles.stable is None or roles.candidate is None:
+        return trial
+    if state.open_intent is not None:
+        return replace(trial, reading=None)
+    return trial.after(reading, stable=roles.stable.name, candidate=roles.candidate.name)
 
 
 def _known(state: ReleaseState) -> Mapping[str, Deployment]:

@@ -1,7 +1,8 @@
-"""How traffic moves from champion to challenger: the policy, the roles, and the one pure function that decides.
+"""How traffic moves from champion to challenger: the roles, and the one pure function that decides.
 
-`next_action` sees what is wanted, what the ledger says, and what the clock says, and answers with the one thing to
-do next. It knows nothing of providers, registries or processes; drivers apply its answer and write it down.
+`next_action` sees what is wanted, what the ledger says, what the figures say and what the clock says, and answers with
+the one thing to do next. It knows nothing of providers, registries or processes; drivers apply its answer and write
+it down.
 """
 
 from __future__ import annotations
@@ -9,23 +10,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated
-
-from annotated_types import MinLen, doc
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.domain.quantities import Fraction, Seconds
+from onnx_ops.domain.rollout_judged import Judged, Stop, Wait, WaitKind, advise
+from onnx_ops.domain.rollout_policy import DAY, PlannedStep, RolloutPolicy
 
-DAY = 86_400.0
+__all__ = [
+    "DAY",
+    "Action",
+    "ActionKind",
+    "Judged",
+    "Roles",
+    "RolloutPolicy",
+    "Wait",
+    "WaitKind",
+    "Word",
+    "abort",
+    "alias",
+    "next_action",
+    "rollback",
+    "split_state",
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutPolicy:
-    """Traffic shares of the challenger, in order; the last is 100 %. Each step but the last waits for a word."""
-
-    steps: Annotated[tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the challenger, ending at 100%.")] = (1.0,)
-    keep_previous: Annotated[Seconds, doc("How long the previous version stays loaded after the last step.")] = DAY
+_NO_TRAFFIC = PlannedStep(kind="canary", percent=0)
+_WITHDRAWN = "no longer wanted by the registry"
 
 
 class ActionKind(StrEnum):
@@ -66,14 +76,6 @@ class Action:
     reject: tuple[Digest, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """Nothing to do now, and why."""
-
-    why: str
-    settled: bool
-
-
 class Word(StrEnum):
     """What an operator may say about a rollout that waits."""
 
@@ -87,9 +89,11 @@ def alias(role: str, target: str) -> str:
 
 
 def split_state(
-    stable: Deployment | None, candidate: Deployment | None, percent: int, *extra: Deployment
+    stable: Deployment | None, candidate: Deployment | None, percent: int, *extra: Deployment, copied: int = 0
 ) -> EndpointState:
     """The state in which `candidate` receives `percent` of the traffic and `stable` the rest.
+
+    `copied` is the percentage of requests of which the candidate gets a copy.
 
     Raises:
         ValueError: the only deployment present would not receive all traffic.
@@ -103,7 +107,9 @@ def split_state(
     for deployment in extra:
         deployments.setdefault(deployment.name, deployment)
         weights.setdefault(deployment.name, 0)
-    return EndpointState(deployments=tuple(deployments.values()), split=TrafficSplit(weights=weights))
+    shadow = {candidate.name: copied} if candidate is not None and copied else {}
+    split = TrafficSplit(weights=weights, shadow=shadow)
+    return EndpointState(deployments=tuple(deployments.values()), split=split)
 
 
 def next_action(
@@ -115,8 +121,13 @@ def next_action(
     target: str,
     word: Word | None,
     now: float,
+    judged: Judged | None = None,
 ) -> Action | Wait:
     """The one thing to do next.
+
+    A policy that says nothing of how to judge waits for the operator's word at each step. Under any other, steps follow
+    from `judged`; then a word to advance moves one step whatever is still to be shown, and no word keeps a candidate
+    that the figures speak against.
 
     Args:
         wanted: what the registry asks for, already verified; None if it asks for nothing.
@@ -126,20 +137,20 @@ def next_action(
         target: names the aliases.
         word: the operator's last word that has not been acted upon.
         now: seconds since the epoch.
+        judged: what the figures of the rollout in progress say.
     """
     candidate, stable = roles.candidate, roles.stable
     if stable is None:
         return _first(wanted, target, now)
-    if candidate is not None and (word is Word.ABORT or _withdrawn(wanted, candidate, stable)):
-        why = "aborted by an operator" if word is Word.ABORT else "no longer wanted by the registry"
-        return abort(roles, target, why=why, reject=word is Word.ABORT)
+    if candidate is not None and (why := _must_go(wanted, candidate, stable, policy, word, judged)):
+        return abort(roles, target, why=why, reject=why != _WITHDRAWN)
     believed = _believed(roles, policy)
     if actual is None or not actual.same_as(believed):
         return Action(kind=ActionKind.RESTORE, state=believed, roles=roles, why="the endpoint is not what it should be")
-    if word is Word.PAUSE:
-        return Wait(why="paused by an operator", settled=candidate is None)
+    if word is Word.PAUSE and candidate is None:
+        return Wait(why="paused by an operator", settled=True)
     if candidate is not None:
-        return _continue(roles, stable, candidate, policy, target, word, now)
+        return _continue(roles, stable, candidate, policy, target, word, now, judged)
     if wanted is not None and wanted.manifest != stable.manifest:
         return _start(roles, stable, wanted, policy, target, now)
     if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
@@ -205,28 +216,63 @@ def _withdrawn(wanted: Deployment | None, candidate: Deployment, stable: Deploym
     return wanted is None or wanted.manifest not in (candidate.manifest, stable.manifest)
 
 
+def _must_go(
+    wanted: Deployment | None,
+    candidate: Deployment,
+    stable: Deployment,
+    policy: RolloutPolicy,
+    word: Word | None,
+    judged: Judged | None,
+) -> str:
+    """Why the candidate must go whatever else is asked for; empty if nothing says so."""
+    if word is Word.ABORT:
+        return "aborted by an operator"
+    if _withdrawn(wanted, candidate, stable):
+        return _WITHDRAWN
+    return judged.alarm if policy.judged and judged is not None else ""
+
+
 def _believed(roles: Roles, policy: RolloutPolicy) -> EndpointState:
     """The state that the roles imply; what must be true if nobody interfered."""
     kept = [d for d in (roles.previous,) if d is not None and roles.finished_at]
-    percent = _percent(policy, roles.step) if roles.candidate is not None else 0
-    return split_state(roles.stable, roles.candidate, percent, *kept)
+    if roles.candidate is None:
+        return split_state(roles.stable, None, 0, *kept)
+    step = _step(policy, roles.step)
+    return split_state(roles.stable, roles.candidate, step.percent, *kept, copied=step.copied)
 
 
-def _percent(policy: RolloutPolicy, step: int) -> int:
-    return round(policy.steps[min(step, len(policy.steps) - 1)] * 100)
+def _step(policy: RolloutPolicy, index: int) -> PlannedStep:
+    """The step of a candidate on trial, which is never 100 %. Where the policy was shortened meanwhile, that is its
+    last one before, or no traffic where there is none."""
+    before = policy.planned()[:-1] or (_NO_TRAFFIC,)
+    return before[min(index, len(before) - 1)]
 
 
 def _start(
     roles: Roles, stable: Deployment, wanted: Deployment, policy: RolloutPolicy, target: str, now: float
 ) -> Action:
-    if len(policy.steps) == 1:
+    if len(policy.planned()) == 1:
         return _finish(stable, wanted, target, now, why="all at once")
-    percent = _percent(policy, 0)
+    roles = replace(roles, candidate=wanted, finished_at=0.0)
+    return _move(ActionKind.START, roles, stable, wanted, policy, 0)
+
+
+def _move(
+    kind: ActionKind,
+    roles: Roles,
+    stable: Deployment,
+    candidate: Deployment,
+    policy: RolloutPolicy,
+    index: int,
+    because: str = "",
+) -> Action:
+    step = _step(policy, index)
+    share = f"a copy of {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
     return Action(
-        kind=ActionKind.START,
-        state=split_state(stable, wanted, percent),
-        roles=replace(roles, candidate=wanted, step=0, finished_at=0.0),
-        why=f"step 1 of {len(policy.steps)}: {percent} % to {wanted.name}",
+        kind=kind,
+        state=split_state(stable, candidate, step.percent, copied=step.copied),
+        roles=replace(roles, step=index),
+        why=f"step {index + 1} of {len(policy.planned())}: {share} to {candidate.name}{because}",
     )
 
 
@@ -238,28 +284,36 @@ def _continue(
     target: str,
     word: Word | None,
     now: float,
+    judged: Judged | None,
 ) -> Action | Wait:
-    percent = _percent(policy, roles.step)
+    if word is Word.PAUSE:
+        return Wait(why="paused by an operator", settled=False, kind=WaitKind.PAUSED)
+    step = _step(policy, roles.step)
+    because = ""
     if word is not Word.ADVANCE:
-        return Wait(why=f"{candidate.name} holds {percent} % and waits for an operator's word", settled=False)
-    step = roles.step + 1
-    if step >= len(policy.steps) - 1:
-        return _finish(stable, candidate, target, now, why=f"step {len(policy.steps)} of {len(policy.steps)}")
-    percent = _percent(policy, step)
-    return Action(
-        kind=ActionKind.ADVANCE,
-        state=split_state(stable, candidate, percent),
-        roles=replace(roles, step=step),
-        why=f"step {step + 1} of {len(policy.steps)}: {percent} % to {candidate.name}",
-    )
+        if not policy.judged:
+            why = f"{candidate.name} holds {step.percent} % and waits for an operator's word"
+            return Wait(why=why, settled=False, kind=WaitKind.WORD)
+        advice = advise(candidate.name, step, policy, judged, now)
+        if isinstance(advice, Wait):
+            return advice
+        if isinstance(advice, Stop):
+            return abort(roles, target, why=advice.why, reject=True)
+        because = f"; {advice.why}"
+    index, last = roles.step + 1, len(policy.planned()) - 1
+    if index >= last:
+        return _finish(stable, candidate, target, now, why=f"step {last + 1} of {last + 1}", because=because)
+    return _move(ActionKind.ADVANCE, roles, stable, candidate, policy, index, because)
 
 
-def _finish(stable: Deployment, candidate: Deployment, target: str, now: float, *, why: str) -> Action:
+def _finish(
+    stable: Deployment, candidate: Deployment, target: str, now: float, *, why: str, because: str = ""
+) -> Action:
     return Action(
         kind=ActionKind.FINISH,
         state=split_state(candidate, None, 0, stable),
         roles=Roles(stable=candidate, previous=stable, finished_at=now),
-        why=f"{why}: 100 % to {candidate.name}",
+        why=f"{why}: 100 % to {candidate.name}{because}",
         aliases={
             alias("champion", target): candidate.version,
             alias("previous", target): stable.version,

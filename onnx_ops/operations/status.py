@@ -11,9 +11,11 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import (
     Configured,
     Deleted,
+    Frozen,
     Intent,
     LedgerEntry,
     Mirrored,
+    Observed,
     Outcome,
     Override,
     RefusedVersion,
@@ -159,10 +161,23 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
             return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
         case Override():
             return f"override for version {body.version}", body.reason
-        case Deleted():
-            return "deleted" if body.done else "is to be deleted", body.reason
+        case Deleted() | Frozen() | Observed():
+            return _noted_told(body)
         case _:
             assert_never(body)
+
+
+def _noted_told(body: Deleted | Frozen | Observed) -> tuple[str, str]:
+    if isinstance(body, Deleted):
+        return "deleted" if body.done else "is to be deleted", body.reason
+    if isinstance(body, Observed):
+        counts = sorted(body.reading.tallies.items())
+        return "read the counts", ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)
+    found = body.thresholds
+    if found is None:
+        return "froze no latency thresholds", "too few requests to tell"
+    quantiles = f"p50 {found.p50_s * 1e3:.3g} ms, p99 {found.p99_s * 1e3:.3g} ms"
+    return "froze latency thresholds", f"{quantiles}, read off {found.requests} requests"
 
 
 def _action_told(action: Action) -> str:

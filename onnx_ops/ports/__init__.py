@@ -24,7 +24,7 @@ from onnx_ops.ports.models import (
     Tree,
     TreeExporter,
 )
-from onnx_ops.ports.release import EndpointProvider, Ledger, ModelFiles, Registry
+from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
 from onnx_ops.ports.store import Signer, Store, Verifier
 from onnx_ops.ports.toolbox import Ports
@@ -41,6 +41,7 @@ __all__ = [
     "Ledger",
     "LoadSamples",
     "LoadSchedule",
+    "MetricsSource",
     "ModelFiles",
     "Observer",
     "OptimizeRequest",

@@ -1,8 +1,8 @@
-"""Ports of release operations: registry, ledger, endpoints."""
+"""Ports of release operations: registry, ledger, endpoints, and what was counted of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
+from onnx_ops.domain.rollout_observed import Reading, Thresholds
 
 
 class Registry(Protocol):
@@ -144,6 +145,39 @@ class EndpointProvider(Protocol):
 
         Raises:
             ServiceUnavailable: it could not be ended.
+        """
+        ...
+
+
+class MetricsSource(Protocol):
+    """Counts of what an endpoint answered, from wherever they are kept: the server itself, a metrics service.
+
+    A source only reads. It may be behind by a minute, as cloud metrics are: then every reading is, alike for all
+    deployments.
+    """
+
+    def capabilities(self) -> frozenset[str]:
+        """What it can tell: `exceedances` (requests over a latency), else perhaps `quantiles`; `shadow`, `outcomes`."""
+        ...
+
+    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+        """Histogram of a deployment's latencies: upper bounds in seconds, ascending, and one count more than bounds.
+
+        It covers what the source still knows, at best the last day. None if it has no histogram.
+
+        Raises:
+            ServiceUnavailable: the source does not answer.
+        """
+        ...
+
+    def read(self, config: EndpointConfig, deployments: Sequence[str], thresholds: Thresholds | None) -> Reading:
+        """What was counted of these deployments until now, all at the same moment.
+
+        Counts only grow while `Reading.origin` stays the same; a source whose counters began anew says so by another
+        origin. Requests that a client got wrong are no errors. What it cannot tell is None.
+
+        Raises:
+            ServiceUnavailable: the source does not answer; a driver then waits.
         """
         ...
 

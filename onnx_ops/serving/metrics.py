@@ -88,6 +88,8 @@ class Metrics:
             ("outcomes_unknown_total", "Outcomes of requests not known.", "counter", slab.UNKNOWN_OUTCOMES),
         ):
             yield from _family(name, text, kind, [(labels, row[column])])
+        origin = [(self._labels({"origin": self._shared.origin}), 1)]
+        yield from _family("counts", "All counts began at nothing with this origin.", "gauge", origin)
         yield from _family("workers", "Worker processes.", "gauge", [(labels, self._shared.workers)])
 
     def _of_table(self, snapshot: Snapshot) -> Iterator[str]:

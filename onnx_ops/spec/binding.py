@@ -18,6 +18,7 @@ from annotated_types import DocInfo, Unit
 from pydantic_core import ErrorDetails
 
 from onnx_ops.domain.pipeline import NAME_PATTERN, Benchmark, Deploy, Pipeline, Quantize
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.domain.target import Provider, Target
 from onnx_ops.spec.quantities import SCALES, format_quantity, parse_quantity
 from onnx_ops.spec.unions import annotated_with, refuse, tag_of, union, yaml_key
@@ -36,10 +37,10 @@ _NAMES: Mapping[tuple[type, str], int] = {
 }
 """Fields that hold a name (or a list of names), and how long each may be."""
 
-_ONE_OR_MANY = frozenset({(Pipeline, "deploy")})
-"""Lists for which one mapping may stand alone."""
+_ONE_OR_MANY = frozenset({(Pipeline, "deploy"), (RolloutPolicy, "min_requests")})
+"""Lists for which one entry may stand alone."""
 
-_SHORT_FORMS: Mapping[type, str] = {Provider: "name"}
+_SHORT_FORMS: Mapping[type, str] = {Provider: "name", Guardrail: "name"}
 """Dataclasses for which a plain text may stand, and the field that it fills."""
 
 _ATTRIBUTE = "x_"
@@ -210,12 +211,12 @@ def _with_name(hint: Any, longest: int) -> Any:
 
 
 def _lenient_list(annotated: Any, *, one: bool, item: Any) -> Any:
-    """A list that may be empty may also be left blank and, if `one`, be a single mapping."""
+    """A list that may be empty may also be left blank and, if `one`, be a single entry."""
 
     def listed(value: Any) -> Any:
         if value is None:
             return []
-        return [value] if one and isinstance(value, dict) else value
+        return [value] if one and not isinstance(value, list) else value
 
     items: Any = list.__class_getitem__(annotation(item))
     accepted = items | annotation(item) | None if one else items | None

@@ -22,6 +22,7 @@ from onnx_ops.spec.project import (
     setting_findings,
 )
 from onnx_ops.spec.reading import bind_document, read_document
+from onnx_ops.spec.rollouts import Capabilities, capability_findings
 from onnx_ops.spec.rules import file_findings
 
 
@@ -53,22 +54,31 @@ def check_pipeline(
     root: Path,
     plugins: Mapping[str, Sequence[str]],
     settings: SettingsCheck = no_check,
+    capabilities: Capabilities | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Pipeline:
-    """`load_pipeline`, and also: every plugin is installed, its endpoints know their settings, and no other pipeline
-    file claims an endpoint.
+    """`load_pipeline`, and also: every plugin is installed, its endpoints know their settings and can keep the policies
+    of their rollouts, and no other pipeline file claims an endpoint.
 
     Args:
         plugins: installed names by kind (`onnx_ops.plugins.GROUPS`); a kind that is left out is not checked.
         settings: raises UserError for settings that an installed endpoint plugin does not take.
+        capabilities: of an installed endpoint plugin; without it policies are not held against providers.
 
     Raises:
         NotFound: there is no such file.
         SpecError: the file has problems.
     """
     return _load(
-        path, root=root, plugins=plugins, elsewhere=True, settings=settings, overrides=overrides, environ=environ
+        path,
+        root=root,
+        plugins=plugins,
+        elsewhere=True,
+        settings=settings,
+        capabilities=capabilities,
+        overrides=overrides,
+        environ=environ,
     )
 
 
@@ -79,6 +89,7 @@ def _load(
     plugins: Mapping[str, Sequence[str]],
     elsewhere: bool,
     settings: SettingsCheck = no_check,
+    capabilities: Capabilities | None = None,
     overrides: Sequence[str],
     environ: Mapping[str, str] | None,
 ) -> Pipeline:
@@ -91,6 +102,7 @@ def _load(
         *project_findings(draft, root, targets),
         *plugin_findings(draft, targets, plugins),
         *setting_findings(draft, plugins.get("endpoints", ()), settings),
+        *(capability_findings(draft, plugins.get("endpoints", ()), capabilities) if capabilities else ()),
         *(endpoint_findings(draft, path, root) if elsewhere else ()),
     ]
     problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems

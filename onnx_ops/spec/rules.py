@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 
 from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, ThroughputGate
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.metrics import label_findings, metric_findings
+from onnx_ops.spec.rollouts import rollout_findings
 from onnx_ops.spec.words import did_you_mean, listing
 
 Rule = Callable[[Draft], Iterator[Finding]]
 
 _NOT_IN_MODEL_NAMES = "/:"
-_WHOLE = 1e-9
 
 
 def file_findings(draft: Draft) -> list[Finding]:
@@ -116,19 +115,6 @@ def _endpoints(draft: Draft) -> Iterator[Finding]:
             yield Finding(loc=(*loc, "target"), message=f"target '{entry.target}' is not among benchmark.targets{hint}")
 
 
-def _rollouts(draft: Draft) -> Iterator[Finding]:
-    for loc, entry in draft.deploy:
-        steps = entry.rollout.steps
-        where = (*loc, "rollout", "steps")
-        for index, share in enumerate(steps):
-            if abs(share * 100 - round(share * 100)) > _WHOLE:
-                yield Finding(loc=(*where, index), message=f"{share * 100:g}% is not a whole percentage")
-        if steps[0] <= 0 or any(later <= earlier for earlier, later in pairwise(steps)):
-            yield Finding(loc=where, message="the steps must grow, from more than 0%")
-        if steps[-1] != 1:
-            yield Finding(loc=where, message=f"the last step must be 100%, not {steps[-1] * 100:g}%")
-
-
 def _unique(names: Iterable[tuple[Loc, str]], noun: str) -> Iterator[Finding]:
     seen: set[str] = set()
     for loc, name in names:
@@ -148,5 +134,5 @@ RULES: tuple[Rule, ...] = (
     label_findings,
     _registration,
     _endpoints,
-    _rollouts,
+    rollout_findings,
 )

@@ -24,15 +24,18 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
     Body,
     Configured,
+    Frozen,
     Intent,
     LedgerEntry,
     Mirrored,
+    Observed,
     Outcome,
     Override,
     RefusedVersion,
     Spoken,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word, split_state
+from onnx_ops.domain.rollout_observed import Quantiles, Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.errors import Conflict
 from onnx_ops.ports import Ledger
 
@@ -76,6 +79,13 @@ def one_of_each() -> tuple[Body, ...]:
         aliases={"champion-cpu": "1", "challenger-cpu": None},
         reject=(digest,),
     )
+    reading = Reading(
+        origin="server 7",
+        at=60.5,
+        tallies={"v1": Tally(requests=900, errors=9), "v2": Tally(requests=100, over_p50=51, over_p99=2)},
+        shadow=ShadowTally(compared=10, differing=1),
+        quantiles={"v1": Quantiles(p50_s=0.002, p99_s=0.008)},
+    )
     return (
         Configured(config=config, policy=RolloutPolicy(steps=(0.1, 1.0))),
         Intent(action=action, holder="h", expires_at=120.25),
@@ -84,6 +94,8 @@ def one_of_each() -> tuple[Body, ...]:
         Mirrored(aliases={"champion-cpu": "1", "challenger-cpu": None}),
         RefusedVersion(alias="champion-cpu", version="2", reason="no", restored_to=None),
         Override(release=digest, version="2", reason="because"),
+        Frozen(candidate=digest, thresholds=Thresholds(p50_s=0.002, p99_s=0.008, requests=4000)),
+        Observed(reading=reading),
     )
 
 

@@ -56,9 +56,23 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
         root=project.settings.root,
         plugins=known,
         settings=lambda provider, settings: project.ports.provider(provider).check(settings),
+        capabilities=lambda provider: project.ports.provider(provider).capabilities(),
         overrides=tuple(overrides),
         environ=os.environ,
     )
+
+
+def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:
+    """What its rollouts will take, for a person who writes the file."""
+    if not any(entry.rollout.judged for entry in pipeline.deploy):
+        return []
+    from onnx_ops.analysis.rollout.notes import notes
+
+    return [
+        f"{entry.endpoint}: {note}"
+        for entry in pipeline.deploy
+        for note in notes(entry.rollout, project.ports.provider(entry.provider).capabilities())
+    ]
 
 
 def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None) -> Prepared:

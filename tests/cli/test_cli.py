@@ -153,3 +153,18 @@ def test_the_example_pipelines_are_in_order(project: Path) -> None:
     done = command(project, "check", "configs/pipelines/digits-mlp.yaml", "configs/pipelines/digits-cnn.yaml")
     assert done.returncode == 0, done.stderr
     assert "2 files checked, no problems" in done.stdout
+
+
+def test_check_tells_what_a_rollout_will_take(project: Path) -> None:
+    text = (ROOT / "configs/pipelines/digits-mlp.yaml").read_text(encoding="utf-8")
+    policy = "{steps: [10%, 100%], guardrails: [errors], slo: {error_rate: 2%}}"
+    right = text.replace("{steps: [100%], keep_previous: 24h}", policy).replace("endpoint: ", "endpoint: other-")
+    (project / "mine.yaml").write_text(right)
+    done = command(project, "check", "mine.yaml", "--json")
+    assert done.returncode == 0, done.stderr
+    (note,) = json.loads(done.stdout)["notes"]
+    assert "step 10%: to show an error rate below 2% takes 178 clean requests" in note
+    (project / "mine.yaml").write_text(right.replace("slo: ", "shadow: {}, slo: "))
+    refused = command(project, "check", "mine.yaml")
+    assert refused.returncode == 2
+    assert "provider 'local' cannot compare answers" in refused.stderr

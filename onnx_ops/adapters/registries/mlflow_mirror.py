@@ -8,9 +8,11 @@ from onnx_ops import codec
 from onnx_ops.domain.ledger import (
     Configured,
     Deleted,
+    Frozen,
     Intent,
     LedgerEntry,
     Mirrored,
+    Observed,
     Outcome,
     Override,
     RefusedVersion,
@@ -64,7 +66,7 @@ def _title(entry: LedgerEntry) -> str:
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
         case Spoken():
             return f"word: {body.word.value}"
-        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted():
+        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted() | Frozen() | Observed():
             return body.kind
         case _:
             assert_never(body)
@@ -90,5 +92,7 @@ def _details(entry: LedgerEntry) -> dict[str, str]:
             return {"version": body.version, "why": body.reason}
         case Spoken() | Deleted():
             return {"why": body.reason}
+        case Frozen() | Observed():
+            return {}
         case _:
             assert_never(body)

@@ -1,0 +1,183 @@
+"""Many rollouts at once: traffic that is drawn, counted, judged by the product's functions and moved by its machine.
+
+The evidence of all rollouts is computed together (`log_likelihood`, `log10_evidence`, `certified`, `mismatch`,
+`grossly_failing`); what follows from it is asked of `next_action` for each rollout at each look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.analysis.rollout import evidence as ev
+from onnx_ops.analysis.rollout import share, slo
+from onnx_ops.analysis.rollout.judge import limit_of
+from onnx_ops.analysis.rollout.likelihood import FINE_GRID, log_likelihood
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.rollout import Action, ActionKind, Judged, Roles, RolloutPolicy, Wait, next_action, split_state
+from onnx_ops.domain.rollout_judged import Guard, WaitKind
+
+Ints = npt.NDArray[np.int64]
+Rates = Callable[[int], tuple[tuple[float, ...], tuple[float, ...]]]
+"""Look -> (candidate's, stable version's) chance of each guardrail's event."""
+
+LOOK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What one scenario is like. `requests` come between two looks; `routed` is the candidate's true share of them
+    as a multiple of its weight; `successes` are the two success rates of an A/B test, one outcome a request."""
+
+    policy: RolloutPolicy
+    rates: Rates
+    requests: int = 200
+    looks: int = 100
+    routed: float = 1.0
+    successes: tuple[float, float] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """By rollout: how it ended, and how many requests the candidate had got by then."""
+
+    ends: list[str] = field(default_factory=list)
+    exposed: list[int] = field(default_factory=list)
+
+    def count(self, end: str) -> int:
+        return self.ends.count(end)
+
+    def median(self, end: str) -> str:
+        found = [n for n, how in zip(self.exposed, self.ends, strict=True) if how == end]
+        return f"{np.median(found):.0f}" if found else "-"
+
+
+def version(number: int) -> Deployment:
+    return Deployment(
+        name=f"v{number}",
+        model="m",
+        version=str(number),
+        variant="fp32",
+        release=digest_bytes(f"release {number}".encode()),
+        manifest=digest_bytes(f"manifest {number}".encode()),
+        location="",
+    )
+
+
+STABLE, CANDIDATE = version(1), version(2)
+
+
+class Rollouts:
+    """`trials` rollouts in one world."""
+
+    def __init__(self, world: World, trials: int, seed: int) -> None:
+        self._world = world
+        self._random = np.random.default_rng(seed)
+        begun = self._ask(split_state(STABLE, None, 0), Roles(stable=STABLE), None, 0.0)
+        assert isinstance(begun, Action), begun
+        self._states = [begun.state] * trials
+        self._roles = [begun.roles] * trials
+        self._began = [0.0] * trials
+        self._sums = np.zeros((trials, len(world.policy.guardrails), 25))
+        self._above = np.zeros((trials, 25))
+        self._below = np.zeros((trials, 24))
+        self._events = np.zeros((trials, len(world.policy.guardrails), 4), dtype=np.int64)
+        self._step = np.zeros((trials, 4), dtype=np.int64)
+        """Of the present step: the candidate's errors and requests, the stable version's."""
+        self.exposed = np.zeros(trials, dtype=np.int64)
+        self.ends = ["open"] * trials
+
+    def run(self) -> Result:
+        for look in range(self._world.looks):
+            active = np.array([index for index, end in enumerate(self.ends) if end in ("open", "paused")])
+            if not len(active):
+                break
+            self._look(look, active)
+        return Result(ends=self.ends, exposed=[int(n) for n in self.exposed])
+
+    def _ask(self, actual: EndpointState, roles: Roles, judged: Judged | None, now: float) -> Action | Wait:
+        return next_action(
+            wanted=CANDIDATE,
+            actual=actual,
+            roles=roles,
+            policy=self._world.policy,
+            target="t",
+            word=None,
+            now=now,
+            judged=judged,
+        )
+
+    def _look(self, look: int, active: Ints) -> None:
+        world, policy = self._world, self._world.policy
+        planned = policy.planned()
+        percent = np.array([planned[self._roles[index].step].percent for index in active])
+        canary = self._random.binomial(world.requests, np.minimum(percent / 100 * world.routed, 1))
+        stable = world.requests - canary
+        rows = np.empty((len(active), len(policy.guardrails), 4), dtype=np.int64)
+        for column, (mine, theirs) in enumerate(zip(*world.rates(look), strict=True)):
+            counts = (self._random.binomial(canary, mine), canary, self._random.binomial(stable, theirs), stable)
+            rows[:, column] = np.stack(counts, axis=-1)
+            tolerated = policy.guardrails[column].tolerated
+            self._sums[active, column] += log_likelihood(rows[:, column], ev.alternatives(tolerated))
+        self._events[active] += rows
+        errors = rows[:, 0] if rows.shape[1] else np.stack([0 * canary, canary, 0 * stable, stable], axis=-1)
+        self._step[active] += errors
+        self.exposed[active] += canary
+        decisions = self._outcomes(active, canary, stable)
+        self._decide(active, errors, percent, decisions, (look + 1) * LOOK_S)
+
+    def _outcomes(self, active: Ints, canary: Ints, stable: Ints) -> list[ev.Decision]:
+        if self._world.successes is None:
+            return ["undecided"] * len(active)
+        mine, theirs = self._world.successes
+        rows = np.stack(
+            [self._random.binomial(canary, mine), canary, self._random.binomial(stable, theirs), stable], axis=-1
+        )
+        self._above[active] += log_likelihood(rows, ev.alternatives(1.0, FINE_GRID))
+        self._below[active] += log_likelihood(rows, 1 / FINE_GRID)
+        higher, lower = ev.split_evidence(self._above[active], self._below[active])
+        return [ev.decided(float(h), float(w), higher_is_better=True) for h, w in zip(higher, lower, strict=True)]
+
+    def _decide(self, active: Ints, last: Ints, percent: Ints, decisions: list[ev.Decision], now: float) -> None:
+        policy, step = self._world.policy, self._step[active]
+        found = ev.log10_evidence(self._sums[active])
+        promised = policy.slo.error_rate if policy.slo else None
+        shown = slo.certified(step[:, 0], step[:, 1], promised) if promised else np.ones(len(active), dtype=bool)
+        split = share.mismatch(step[:, 1], step[:, 1] + step[:, 3], percent) >= share.MISMATCH_LIMIT
+        limit, planned = limit_of(policy), policy.planned()
+        for row, index in enumerate(active):
+            total = (int(step[row, 1]), planned[self._roles[index].step].minimum)
+            judged = Judged(
+                began=self._began[index],
+                requests=total[0],
+                guards=tuple(
+                    Guard(
+                        name=rail.name, evidence=float(found[row, column]), limit=limit, seen=total[0], needed=total[1]
+                    )
+                    for column, rail in enumerate(policy.guardrails)
+                ),
+                short="" if shown[row] else "not shown yet",
+                mismatch="mismatch" if split[row] else "",
+                broken="gross failure" if _gross(last[row]) or _gross(step[row]) else "",
+                outcome=decisions[row],
+                outcome_line="the A/B test" if self._world.successes else "",
+            )
+            self._follow(int(index), judged, now)
+
+    def _follow(self, index: int, judged: Judged, now: float) -> None:
+        action = self._ask(self._states[index], self._roles[index], judged, now)
+        if isinstance(action, Wait):
+            held = action.kind in (WaitKind.PAUSED, WaitKind.HELD)
+            self.ends[index] = "paused" if held or self.ends[index] == "paused" else "open"
+            return
+        self._roles[index], self._states[index] = action.roles, action.state
+        self._began[index], self._step[index] = now, 0
+        self.ends[index] = {ActionKind.ABORT: "rolled back", ActionKind.FINISH: "finished"}.get(action.kind, "open")
+
+
+def _gross(row: Ints) -> bool:
+    return share.grossly_failing((int(row[0]), int(row[1])), (int(row[2]), int(row[3])))

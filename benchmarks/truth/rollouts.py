@@ -1,0 +1,236 @@
+"""What rollouts promise, held against traffic whose truth is known."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import ndtr, ndtri
+
+from onnx_ops.analysis.rollout import clean_requests, quantiles, slo
+from onnx_ops.analysis.rollout import evidence as ev
+from onnx_ops.analysis.rollout.likelihood import log_likelihood
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import Guardrail, ServiceLevel, SplitTest
+from truth.claims import Claim, at_least, at_most, table
+from truth.rollout_rivals import HEAD, draw, shown
+from truth.rollout_world import Rates, Result, Rollouts, World
+
+RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
+SPREAD = 0.5
+"""Standard deviation of log latency."""
+NEVER = 10**9
+FIXED = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS, min_requests=(NEVER,), step_timeout=1e9)
+FULL = RolloutPolicy(
+    steps=(0.01, 0.1, 0.5, 1.0),
+    guardrails=RAILS,
+    min_requests=(300, 1000, 3000),
+    slo=ServiceLevel(error_rate=0.05),
+    step_timeout=1e9,
+)
+TWO_STEPS = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(1000, 3000), step_timeout=1e9)
+
+
+def slow(times: float) -> tuple[float, float]:
+    """Chances that a request exceeds the stable version's median and its 99th percentile."""
+    shift = np.log(times) / SPREAD
+    return float(1 - ndtr(-shift)), float(1 - ndtr(ndtri(0.99) - shift))
+
+
+def steady(mine: float, theirs: float, times: float = 1.0) -> Rates:
+    return lambda _: ((mine, *slow(times)), (theirs, *slow(1.0)))
+
+
+def drifting(low: float, high: float, looks: int) -> Rates:
+    """Errors of both versions rise together, and so do their latencies."""
+
+    def rates(look: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        part = min(1.0, look / looks)
+        both = (low + (high - low) * part, *slow(1 + 0.3 * part))
+        return both, both
+
+    return rates
+
+
+def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
+    """Every promise; prints a table for each kind."""
+    many = trials or (100 if quick else 1000)
+    return [
+        *_nothing_changed(many, quick),
+        *_drift(many, quick),
+        *_whole_policy(many, quick),
+        *_routing(many, quick),
+        *_split_tests(many, quick),
+        *_percentiles(many, quick),
+        *_levels(many, quick),
+        *_bunches(many),
+    ]
+
+
+def _row(name: str, result: Result, *others: str) -> tuple[str, ...]:
+    n = len(result.ends)
+    shares = (f"{100 * result.count(end) / n:.1f} %" for end in ("rolled back", "finished"))
+    return (name, *shares, result.median("rolled back"), *others)
+
+
+def _nothing_changed(trials: int, quick: bool) -> list[Claim]:
+    claims, rows = [], []
+    looks = 40 if quick else 100
+    percents = np.full(looks, 10)
+    for seed, (mine, theirs) in enumerate(
+        ((0.001, 0.001), (0.005, 0.005), (0.01, 0.01), (0.02, 0.01), (0.03, 0.01), (0.01, 0.001)), 100
+    ):
+        name = f"errors {100 * theirs:g} -> {100 * mine:g} %"
+        result = Rollouts(World(policy=FIXED, rates=steady(mine, theirs), looks=looks), trials, seed).run()
+        drawn = draw([(mine, theirs)] * looks, percents, 200, trials, seed)
+        rows.append(_row(name, result, *shown(drawn)))
+        if mine == theirs:
+            what = f"rolled back, {name}, looked at {looks} times"
+            claims.append(at_most("no change", what, result.count("rolled back"), trials, 0.05, quick=quick))
+    head = ("10 % canary, a look every 200 requests", "rolled back", "finished", "canary requests", *HEAD)
+    table("continuous looking", head, rows)
+    return claims
+
+
+def _drift(trials: int, quick: bool) -> list[Claim]:
+    policy = RolloutPolicy(
+        steps=(0.01, 0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300, 1000, 10_000), step_timeout=1e9
+    )
+    looks = 60
+    result = Rollouts(
+        World(policy=policy, rates=drifting(0.003, 0.02, looks), requests=1000, looks=looks), trials, 2
+    ).run()
+    shared = [drifting(0.003, 0.02, looks)(look)[0][0] for look in range(looks)]
+    percents = np.repeat([1, 10, 50], (30, 10, 20))
+    drawn = draw([(rate, rate) for rate in shared], percents, 1000, trials, 2)
+    head = ("1/10/50 % ramp, errors of both .3 -> 2 %", "rolled back", "finished", "canary requests", *HEAD)
+    table("shared drift", head, [_row("both versions alike", result, *shown(drawn))])
+    what = "rolled back while both versions get worse alike"
+    return [at_most("drift", what, result.count("rolled back"), trials, 0.05, quick=quick)]
+
+
+def _whole_policy(trials: int, quick: bool) -> list[Claim]:
+    claims, rows = [], []
+    cases: tuple[tuple[str, Rates, bool], ...] = (
+        ("no change, .1 % errors", steady(0.001, 0.001), False),
+        ("no change, .5 % errors", steady(0.005, 0.005), False),
+        ("no change, 1 % errors", steady(0.01, 0.01), False),
+        ("2 % slower", steady(0.005, 0.005, 1.02), False),
+        ("errors 1 -> 3 %", steady(0.03, 0.01), True),
+        ("errors .1 -> 1 %", steady(0.01, 0.001), True),
+        ("latency x 1.2", steady(0.005, 0.005, 1.2), True),
+        ("30 % of requests fail", steady(0.3, 0.005), True),
+        ("all requests fail", steady(1.0, 0.005), True),
+    )
+    for policy, shape, requests in ((FULL, "1/10/50/100 %", 1000), (TWO_STEPS, "10/50/100 %", 200)):
+        for seed, (name, rates, bad) in enumerate(cases, 3 * requests):
+            result = Rollouts(World(policy=policy, rates=rates, requests=requests, looks=200), trials, seed).run()
+            rows.append(_row(f"{shape}: {name}", result))
+            ended, what = result.count("rolled back"), f"{shape}: {name}: rolled back"
+            if bad:
+                claims.append(at_least("policy", what, ended, trials, 0.99, quick=quick))
+            else:
+                claims.append(at_most("policy", what, ended, trials, 0.05, quick=quick))
+                what = f"{shape}: {name}: reaches 100 %"
+                claims.append(at_least("policy", what, result.count("finished"), trials, 0.95, quick=quick))
+    table("whole policies", ("a look every 1,000 and 200 requests", "rolled back", "finished", "canary requests"), rows)
+    return claims
+
+
+def _routing(trials: int, quick: bool) -> list[Claim]:
+    claims, rows = [], []
+    policy = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS[:1], min_requests=(NEVER,), step_timeout=1e9)
+    for seed, (routed, name) in enumerate(((1.0, "10 %"), (1.05, "10.5 %"), (2.0, "20 %"), (0.5, "5 %")), 400):
+        world = World(policy=policy, rates=lambda _: ((0.0,), (0.0,)), requests=400, looks=25, routed=routed)
+        result = Rollouts(world, trials, seed).run()
+        rows.append((f"10 % asked, {name} sent", f"{100 * result.count('paused') / trials:.1f} %"))
+        what, paused = f"10 % asked, {name} sent: paused", result.count("paused")
+        if routed <= 1.05 and routed >= 1:
+            # 0.1 % promised: fewer than a thousand trials cannot show it.
+            claims.append(at_most("split", what, paused, trials, 0.001, quick=quick))
+        else:
+            claims.append(at_least("split", what, paused, trials, 0.99, quick=quick))
+    table("sample ratio", ("10,000 requests", "paused"), rows)
+    return claims
+
+
+def _split_tests(trials: int, quick: bool) -> list[Claim]:
+    claims, rows = [], []
+    looks = 20 if quick else 75
+    test = SplitTest(duration=1e9)
+    policy = RolloutPolicy(ab=test, min_requests=(1,), step_timeout=1e9)
+    for seed, (mine, theirs) in enumerate(((0.1, 0.1), (0.5, 0.5), (0.12, 0.10), (0.10, 0.12)), 500):
+        world = World(policy=policy, rates=lambda _: ((), ()), requests=400, looks=looks, successes=(mine, theirs))
+        result = Rollouts(world, trials, seed).run()
+        name = f"{100 * theirs:g} -> {100 * mine:g} %"
+        rows.append((*_row(name, result), result.median("finished")))
+        wrong = result.count("rolled back") * (mine >= theirs) + result.count("finished") * (mine <= theirs)
+        claims.append(at_most("A/B", f"{name}: decided wrongly", wrong, trials, 0.05, quick=quick))
+        if mine != theirs and not quick:
+            right = result.count("finished" if mine > theirs else "rolled back")
+            claims.append(at_least("A/B", f"{name}: decided rightly", right, trials, 0.95, quick=quick))
+    head = (f"success, {400 * looks:,} outcomes", "worse", "better", "outcomes to worse", "outcomes to better")
+    table("A/B at 50 %", head, rows)
+    return claims
+
+
+def _percentiles(trials: int, quick: bool) -> list[Claim]:
+    """The weaker rule, on percentiles of 40 intervals with 100 requests to the candidate and 900 to the other."""
+    claims, rows = [], []
+    random = np.random.default_rng(6)
+    few = min(trials, 500)
+    for times in (1.0, 1.05, 1.2, 1.5):
+        mine = np.median(times * np.exp(SPREAD * random.standard_normal((few, 40, 100))), axis=2)
+        theirs = np.median(np.exp(SPREAD * random.standard_normal((few, 40, 900))), axis=2)
+        signs = (mine > quantiles.MARGIN * theirs).cumsum(axis=1)
+        evidence = np.array(
+            [[quantiles.sign_evidence(int(s), look + 1) for look, s in enumerate(row)] for row in signs]
+        )
+        fired = evidence >= np.log10(60)
+        first = np.where(fired.any(axis=1), fired.argmax(axis=1) + 1, 0)
+        told = f"{np.median(first[first > 0]):.0f}" if first.any() else "-"
+        count = int(fired.any(axis=1).sum())
+        rows.append((f"latency x {times:g}", f"{100 * count / few:.1f} %", told))
+        if times <= 1.05:
+            claims.append(at_most("percentiles", f"latency x {times:g}: fired", count, few, 0.05, quick=quick))
+        else:
+            claims.append(at_least("percentiles", f"latency x {times:g}: fired", count, few, 0.95, quick=quick))
+    table("percentiles only (p50)", ("40 intervals", "fired", "intervals"), rows)
+    return claims
+
+
+def _levels(trials: int, quick: bool) -> list[Claim]:
+    """A candidate that is exactly as bad as the service level, looked at after every request."""
+    claims, rows = [], []
+    random = np.random.default_rng(7)
+    many = trials if quick else 4 * trials
+    for rate in (0.005, 0.02, 0.05):
+        wrong = sum(_wrongly_certified(random, rate, count) for count in _parts(many, 250))
+        rows.append((f"below {100 * rate:g} %", f"{clean_requests(rate):,}", f"{100 * wrong / many:.1f} %"))
+        what = f"{100 * rate:g} % errors certified as below {100 * rate:g} %"
+        claims.append(at_most("service level", what, wrong, many, 0.05, quick=quick))
+    table("service level", ("error rate", "clean requests to show it", "shown though it is at the limit"), rows)
+    return claims
+
+
+def _wrongly_certified(random: np.random.Generator, rate: float, trials: int) -> int:
+    errors = (random.random((trials, 3000)) < rate).cumsum(axis=1)
+    return int(slo.certified(errors, np.arange(1, 3001), rate).any(axis=1).sum())
+
+
+def _parts(total: int, largest: int) -> list[int]:
+    return [min(largest, total - done) for done in range(0, total, largest)]
+
+
+def _bunches(trials: int) -> list[Claim]:
+    """What is not promised: errors that come in bunches to one side, as from users who keep to one version."""
+    random = np.random.default_rng(8)
+    rows = []
+    for size in (1, 2, 5, 10):
+        canary = random.binomial(200, 0.1, (trials, 100))
+        mine = np.minimum(size * random.binomial(canary, 0.01 / size), canary)
+        theirs = np.minimum(size * random.binomial(200 - canary, 0.01 / size), 200 - canary)
+        table_ = np.stack([mine, canary, theirs, 200 - canary], axis=-1)
+        found = ev.log10_evidence(log_likelihood(table_, ev.alternatives(1.0)).cumsum(axis=1))
+        rolled = (found >= ev.limit(len(RAILS))).any(axis=1).mean()
+        rows.append((f"{size} at a time", f"{100 * rolled:.1f} %"))
+    table("not promised: 1 % errors of both, in bunches on one side", ("errors", "rolled back"), rows)
+    return []

@@ -1,0 +1,251 @@
+"""From the counts of a rollout to what they say, and from there to the next action."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnx_ops.analysis.rollout import evidence as ev
+from onnx_ops.analysis.rollout import quantiles, share, slo
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.rollout import Action, Roles, Wait, Word, next_action
+from onnx_ops.domain.rollout_judged import Guard, Judged
+from onnx_ops.domain.rollout_observed import Interval, Observations, ShadowTally, Tally
+from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
+
+Row = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidencePath:
+    """One guardrail for a plot: log10 evidence against requests to the candidate, and the limit as a line."""
+
+    name: str
+    requests: tuple[int, ...]
+    log10_evidence: tuple[float, ...]
+    limit: float
+
+
+def decide(
+    *,
+    wanted: Deployment | None,
+    actual: EndpointState | None,
+    roles: Roles,
+    observations: Observations | None,
+    policy: RolloutPolicy,
+    target: str,
+    word: Word | None,
+    now: float,
+) -> Action | Wait:
+    """`next_action` by what was observed; the arguments are those of `next_action`.
+
+    Observations of another candidate or step than `roles` says count for nothing.
+    """
+    judged = None
+    if observations is not None and roles.candidate is not None and policy.judged:
+        ours = observations.candidate == roles.candidate.manifest and observations.step == roles.step
+        judged = judge(observations, policy) if ours else None
+    return next_action(
+        wanted=wanted,
+        actual=actual,
+        roles=roles,
+        policy=policy,
+        target=target,
+        word=word,
+        now=now,
+        judged=judged,
+    )
+
+
+def judge(observations: Observations, policy: RolloutPolicy) -> Judged:
+    """What the counts say about the present step. Guardrails look at the whole rollout, all else at the step."""
+    planned = policy.planned()
+    step = planned[min(observations.step, len(planned) - 1)]
+    here = [one for one in observations.intervals if one.step == observations.step]
+    canary, stable = _total([one.canary for one in here]), _total([one.stable for one in here])
+    guards = [guard(one, observations.intervals, here, step, policy) for one in policy.guardrails]
+    requests, short, mismatch = canary.requests, "", ""
+    if step.kind == "shadow" and policy.shadow is not None:
+        copies = _copies(here)
+        guards.append(_answers(copies, policy.shadow, limit_of(policy)))
+        requests, short = copies.seen, _not_alike(copies, policy.shadow)
+    else:
+        short = service_level(canary, policy.slo)
+        mismatch = traffic(canary.requests, canary.requests + stable.requests, step)
+    outcome, line = outcomes(here, policy.ab) if step.kind == "ab" and policy.ab is not None else ("undecided", "")
+    return Judged(
+        began=observations.began,
+        requests=requests,
+        guards=tuple(guards),
+        short=short,
+        mismatch=mismatch,
+        broken=_broken(here, canary, stable),
+        outcome=outcome,
+        outcome_line=line,
+    )
+
+
+def limit_of(policy: RolloutPolicy) -> float:
+    """log10 of the evidence at which any of the policy's guardrails fires."""
+    return ev.limit(len(policy.guardrails) + (policy.shadow is not None))
+
+
+def guard(
+    rail: Guardrail, intervals: Sequence[Interval], here: Sequence[Interval], step: PlannedStep, policy: RolloutPolicy
+) -> Guard:
+    """One guardrail over all intervals of the rollout; `here` are those of the present step."""
+    limit = limit_of(policy)
+    rows = rows_of(rail, intervals)
+    if not rows and any(one.canary_latency for one in intervals):
+        return _by_signs(rail, intervals, here, step, limit)
+    needed = step.minimum if step.kind != "shadow" else 0
+    seen = sum(row[1] for row in rows_of(rail, here) if row[3])
+    if not rows:
+        return Guard(name=rail.name, limit=limit, needed=needed)
+    low, high = ev.odds_ratio_bounds(rows)
+    return Guard(
+        name=rail.name,
+        canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
+        stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
+        evidence=ev.evidence(rows, rail.tolerated),
+        limit=limit,
+        low=low,
+        high=high,
+        seen=seen,
+        needed=needed,
+    )
+
+
+def rows_of(rail: Guardrail, intervals: Sequence[Interval]) -> list[Row]:
+    """Events and requests of either version in each interval in which the source could tell them."""
+    found = []
+    for one in intervals:
+        mine, theirs = _events(rail, one.canary), _events(rail, one.stable)
+        if mine is not None and theirs is not None:
+            found.append((mine, one.canary.requests, theirs, one.stable.requests))
+    return found
+
+
+def paths(observations: Observations, policy: RolloutPolicy) -> tuple[EvidencePath, ...]:
+    """The evidence after each interval, for a plot."""
+    found = []
+    for rail in policy.guardrails:
+        rows = rows_of(rail, observations.intervals)
+        sums = [sum(row[1] for row in rows[: index + 1]) for index in range(len(rows))]
+        values = ev.evidence_path(rows, rail.tolerated)
+        limit = limit_of(policy)
+        path = EvidencePath(name=rail.name, requests=tuple(sums), log10_evidence=tuple(values.tolist()), limit=limit)
+        found.append(path)
+    return tuple(found)
+
+
+def service_level(canary: Tally, promised: ServiceLevel | None) -> str:
+    """What is still to be shown of the error rate; empty if nothing is."""
+    if promised is None or bool(slo.certified(canary.errors, canary.requests, promised.error_rate)):
+        return ""
+    shown = slo.upper_bound(canary.errors, canary.requests)
+    return (
+        f"{canary.errors} of {canary.requests} requests failed, which shows a rate below {100 * shown:.3g} %, "
+        f"not below {100 * promised.error_rate:g} %"
+    )
+
+
+def traffic(canary: int, requests: int, step: PlannedStep) -> str:
+    """Why the split of requests cannot be what was asked for; empty if it can."""
+    if not 0 < step.percent < 100 or float(share.mismatch(canary, requests, step.percent)) < share.MISMATCH_LIMIT:
+        return ""
+    return f"{canary} of {requests} requests ({100 * canary / requests:.1f} %) went to the candidate"
+
+
+def outcomes(here: Sequence[Interval], test: SplitTest) -> tuple[ev.Decision, str]:
+    """The A/B test's decision and its line for a person."""
+    mine, theirs = _total([one.canary for one in here]), _total([one.stable for one in here])
+    if not mine.outcomes or not theirs.outcomes:
+        return "undecided", ""
+    rows = [(o.canary.successes, o.canary.outcomes, o.stable.successes, o.stable.outcomes) for o in here]
+    decision, higher, lower = ev.split_test(rows, higher_is_better=test.goal == "higher")
+    low, high = ev.odds_ratio_bounds(rows)
+    told = Guard(
+        name=test.metric,
+        canary=(mine.successes, mine.outcomes),
+        stable=(theirs.successes, theirs.outcomes),
+        evidence=max(higher, lower),
+        limit=ev.limit(2),
+        low=low,
+        high=high,
+    )
+    return decision, f"{told.line.removesuffix(' -> ROLL BACK')} -> {decision.upper()}"
+
+
+def _events(rail: Guardrail, tally: Tally) -> int | None:
+    match rail.name:
+        case "errors":
+            return tally.errors
+        case "latency_p50":
+            return tally.over_p50
+        case "latency_p99":
+            return tally.over_p99
+
+
+def _by_signs(
+    rail: Guardrail, intervals: Sequence[Interval], here: Sequence[Interval], step: PlannedStep, limit: float
+) -> Guard:
+    slower, compared = quantiles.signs(intervals, rail.name)
+    return Guard(
+        name=rail.name,
+        evidence=quantiles.sign_evidence(slower, compared),
+        limit=limit,
+        seen=quantiles.signs(here, rail.name)[1],
+        needed=quantiles.NEEDED if step.kind != "shadow" else 0,
+        rule=f"the candidate was over {100 * (quantiles.MARGIN - 1):.0f} % slower in {slower} of {compared} intervals",
+    )
+
+
+def _answers(copies: ShadowTally, trial: ShadowTrial, limit: float) -> Guard:
+    return Guard(
+        name="shadow answers",
+        evidence=slo.above(copies.wrong, copies.seen, trial.max_differing),
+        limit=limit,
+        seen=copies.seen,
+        needed=trial.min_requests,
+        rule=f"{copies.differing} of {copies.compared} differ, {copies.failed} failed, "
+        f"{100 * trial.max_differing:g} % may",
+    )
+
+
+def _not_alike(copies: ShadowTally, trial: ShadowTrial) -> str:
+    if bool(slo.certified(copies.wrong, copies.seen, trial.max_differing)):
+        return ""
+    shown = slo.upper_bound(copies.wrong, copies.seen)
+    return (
+        f"{copies.wrong} of {copies.seen} answers differ or failed, which shows a share below {100 * shown:.3g} %, "
+        f"not below {100 * trial.max_differing:g} %"
+    )
+
+
+def _broken(here: Sequence[Interval], canary: Tally, stable: Tally) -> str:
+    """The last interval, and the step as a whole."""
+    for mine, theirs in (*((one.canary, one.stable) for one in here[-1:]), (canary, stable)):
+        if share.grossly_failing((mine.errors, mine.requests), (theirs.errors, theirs.requests)):
+            return (
+                f"gross failure: {mine.errors} of the candidate's {mine.requests} requests failed, "
+                f"{theirs.errors} of the stable version's {theirs.requests} -> ROLL BACK"
+            )
+    return ""
+
+
+def _total(tallies: Sequence[Tally]) -> Tally:
+    return Tally(
+        requests=sum(one.requests for one in tallies),
+        errors=sum(one.errors for one in tallies),
+        outcomes=sum(one.outcomes for one in tallies),
+        successes=sum(one.successes for one in tallies),
+    )
+
+
+def _copies(here: Sequence[Interval]) -> ShadowTally:
+    return ShadowTally(
+        compared=sum(one.shadow.compared for one in here),
+        differing=sum(one.shadow.differing for one in here),
+        failed=sum(one.shadow.failed for one in here),
+    )

@@ -1,0 +1,176 @@
+"""What was counted of a rollout: readings of a source, the intervals between them, and thresholds that stay fixed.
+
+Everything is a whole number of requests, so that any source of metrics can tell it and any driver can go on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from onnx_ops.domain.artifact import Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Latencies in seconds that a request may exceed, read off `requests` requests to the stable version before the
+    rollout. They stay what they are until it ends."""
+
+    p50_s: float
+    p99_s: float
+    requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Requests that one deployment answered, and how many of them were something.
+
+    `errors` are the server's own failures, not a client's wrong requests. `over_p50` and `over_p99` took longer than
+    the thresholds; None where the source cannot tell. `outcomes` are reports of clients, of which `successes` good.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    over_p50: int | None = None
+    over_p99: int | None = None
+    outcomes: int = 0
+    successes: int = 0
+
+    def minus(self, before: Tally) -> Tally | None:
+        """What was counted since `before`; None if the counts do not follow each other or make no sense."""
+        found = Tally(
+            requests=self.requests - before.requests,
+            errors=self.errors - before.errors,
+            over_p50=_less(self.over_p50, before.over_p50),
+            over_p99=_less(self.over_p99, before.over_p99),
+            outcomes=self.outcomes - before.outcomes,
+            successes=self.successes - before.successes,
+        )
+        return found if found.sound else None
+
+    @property
+    def sound(self) -> bool:
+        """Whether these are counts of requests at all."""
+        of_requests = (self.errors, self.over_p50 or 0, self.over_p99 or 0)
+        return all(0 <= n <= self.requests for n in of_requests) and 0 <= self.successes <= self.outcomes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowTally:
+    """Copies of requests: answers that were compared, those of them that differ, and copies that failed."""
+
+    compared: int = 0
+    differing: int = 0
+    failed: int = 0
+
+    @property
+    def seen(self) -> int:
+        return self.compared + self.failed
+
+    @property
+    def wrong(self) -> int:
+        return self.differing + self.failed
+
+    @property
+    def sound(self) -> bool:
+        return min(self.compared, self.differing, self.failed) >= 0 and self.differing <= self.compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """Latencies in seconds of the requests since the last reading, from a source that counts no exceedances."""
+
+    p50_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a source has counted since `origin`, by name of deployment. `at` is seconds since the epoch.
+
+    Another origin means that the counters began anew, as after a restart. `shadow` is about copies to the candidate.
+    """
+
+    origin: str
+    at: float
+    tallies: Mapping[str, Tally] = field(default_factory=dict)
+    shadow: ShadowTally = field(default_factory=ShadowTally)
+    quantiles: Mapping[str, Quantiles] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """What happened between two readings during one step. The split of traffic did not change in between."""
+
+    step: int
+    canary: Tally = field(default_factory=Tally)
+    stable: Tally = field(default_factory=Tally)
+    shadow: ShadowTally = field(default_factory=ShadowTally)
+    canary_latency: Quantiles | None = None
+    stable_latency: Quantiles | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observations:
+    """Everything counted of the rollout in progress. `began` is when its present step took effect.
+
+    `reading` is where the next interval begins; None where the split has changed since.
+    """
+
+    candidate: Digest
+    step: int = 0
+    began: float = 0.0
+    thresholds: Thresholds | None = None
+    reading: Reading | None = None
+    intervals: tuple[Interval, ...] = ()
+
+    def at_step(self, step: int, began: float) -> Observations:
+        """The same rollout after its split of traffic was set (again)."""
+        moved = replace(self, reading=None)
+        return moved if step == self.step else replace(moved, step=step, began=began)
+
+    def after(self, reading: Reading, *, stable: str, candidate: str) -> Observations:
+        """With one more reading. The first one after a change of the split, or of counters that began anew, only says
+        where the next interval begins."""
+        found = interval(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
+        intervals = self.intervals if found is None else (*self.intervals, found)
+        return replace(self, reading=reading, intervals=intervals)
+
+
+def interval(before: Reading | None, now: Reading, *, step: int, stable: str, candidate: str) -> Interval | None:
+    """What lies between two readings; None if they do not follow each other or make no sense."""
+    if before is None or before.origin != now.origin or now.at < before.at:
+        return None
+    tallies = [
+        now.tallies.get(name, Tally()).minus(before.tallies.get(name, _unseen(now.tallies.get(name))))
+        for name in (candidate, stable)
+    ]
+    copies = ShadowTally(
+        compared=now.shadow.compared - before.shadow.compared,
+        differing=now.shadow.differing - before.shadow.differing,
+        failed=now.shadow.failed - before.shadow.failed,
+    )
+    if tallies[0] is None or tallies[1] is None or not copies.sound:
+        return None
+    return Interval(
+        step=step,
+        canary=tallies[0],
+        stable=tallies[1],
+        shadow=copies,
+        canary_latency=now.quantiles.get(candidate),
+        stable_latency=now.quantiles.get(stable),
+    )
+
+
+def _unseen(later: Tally | None) -> Tally:
+    """The counts of a deployment before it was counted for the first time."""
+    if later is None:
+        return Tally()
+    return Tally(
+        over_p50=None if later.over_p50 is None else 0,
+        over_p99=None if later.over_p99 is None else 0,
+    )
+
+
+def _less(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before

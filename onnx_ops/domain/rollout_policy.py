@@ -1,0 +1,160 @@
+"""What a pipeline file says about a rollout, and the steps that follow from it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit, doc
+
+from onnx_ops.domain.quantities import Count, Fraction, Seconds
+
+DAY = 86_400.0
+
+DEFAULT_MINIMUM = 300
+"""Requests to the candidate that a judged step needs where the policy does not say."""
+
+GuardrailName: TypeAlias = Literal["errors", "latency_p50", "latency_p99"]
+StepKind: TypeAlias = Literal["shadow", "canary", "ab", "full"]
+
+Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
+"""A percentage between 0% and 100%, without its ends."""
+OddsRatio = Annotated[float, Ge(1), Lt(100)]
+
+_TOLERATED: Mapping[GuardrailName, float] = {"errors": 1.0, "latency_p50": 1.2, "latency_p99": 1.2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guardrail:
+    """One thing that may not get worse: errors, or requests slower than the stable version's median or 99th
+    percentile before the rollout."""
+
+    name: Annotated[GuardrailName, doc("What is counted.")]
+    ratio: Annotated[
+        OddsRatio | None,
+        doc("Odds of such a request, as a multiple of the stable version's, that are tolerated; 1, latency 1.2."),
+    ] = None
+
+    @property
+    def tolerated(self) -> float:
+        return _TOLERATED[self.name] if self.ratio is None else self.ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevel:
+    """What the candidate must be shown to keep before it gets more traffic, whatever the stable version does."""
+
+    error_rate: Annotated[Share, doc("The candidate's share of errors stays below this.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowTrial:
+    """Requests are copied to the candidate and its answers compared, before any client sees one."""
+
+    fraction: Annotated[float, Unit("1"), Gt(0), Le(1), doc("Share of requests that are copied.")] = 1.0
+    min_requests: Annotated[Count, doc("Answers to compare before traffic moves.")] = 500
+    max_differing: Annotated[Share, doc("Share of answers that may differ, failed ones among them.")] = 0.01
+    tolerance: Annotated[
+        float, Unit("1"), Ge(0), Lt(1), doc("A number differs if it is off by more than this share of the largest one.")
+    ] = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTest:
+    """A fixed split until a success metric tells which version is better, or time is over."""
+
+    metric: Annotated[
+        str, doc("`outcomes`: what clients report; else the name of a query that the provider's metrics source has.")
+    ] = "outcomes"
+    split: Annotated[Share, doc("The candidate's share of traffic.")] = 0.5
+    duration: Annotated[Seconds, doc("Longest time to wait for a decision.")]
+    goal: Annotated[Literal["higher", "lower"], doc("Which success rate is better.")] = "higher"
+    undecided: Annotated[
+        Literal["hold", "finish", "abort"], doc("What happens when time is over and no version is shown to be better.")
+    ] = "hold"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """One stop of a rollout: the candidate's percentage of traffic, or of copies while no client sees it.
+
+    `minimum` counts the candidate's requests that it takes to go on; 0 where no figure is looked at.
+    """
+
+    kind: StepKind
+    percent: int
+    copied: int = 0
+    minimum: int = 0
+    approval: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPolicy:
+    """How the challenger gets its traffic. Where nothing says how to judge a step, it waits for an operator's word."""
+
+    steps: Annotated[tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the challenger, ending at 100%.")] = (1.0,)
+    keep_previous: Annotated[Seconds, doc("How long the previous version stays loaded after the last step.")] = DAY
+    strategy: Annotated[
+        Literal["all-at-once", "canary", "ab", "shadow"] | None,
+        doc("What the rollout is meant to be; the other keys are held against it. They say it where it is left out."),
+    ] = None
+    guardrails: Annotated[
+        tuple[Guardrail, ...], doc("What rolls the candidate back by itself: errors, latency_p50, latency_p99.")
+    ] = ()
+    min_requests: Annotated[
+        tuple[Count, ...], doc("Requests to the candidate before a step is left: one number, or one for each step.")
+    ] = ()
+    slo: Annotated[ServiceLevel | None, doc("Must be shown before each advance.")] = None
+    bake: Annotated[Seconds | None, doc("Shortest time at each step, however many requests come.")] = None
+    step_timeout: Annotated[Seconds, doc("After this time a step that cannot be decided is held for a person.")] = DAY
+    pause: Annotated[tuple[Fraction, ...], doc("Steps that are left on an operator's word only.")] = ()
+    shadow: Annotated[ShadowTrial | None, doc("Compare answers first, on copies of requests.")] = None
+    ab: Annotated[SplitTest | None, doc("Decide by a success metric, after the steps and before 100%.")] = None
+
+    @property
+    def judged(self) -> bool:
+        """Whether figures decide about its steps."""
+        return bool(self.guardrails or self.slo or self.shadow or self.ab)
+
+    @property
+    def trials(self) -> tuple[float, ...]:
+        """Traffic shares before 100 %, that of the A/B test last."""
+        return (*self.steps[:-1], *((self.ab.split,) if self.ab else ()))
+
+    def planned(self) -> tuple[PlannedStep, ...]:
+        """Every stop in order; the last one is 100 %."""
+        return _planned(self)
+
+    def needs(self) -> Mapping[str, tuple[str, ...]]:
+        """What an endpoint provider must be capable of, and the keys that ask for it."""
+        asked: dict[str, tuple[str, ...]] = {}
+        if self.shadow:
+            asked["shadow"] = ("shadow",)
+        if len(self.steps) > 1:
+            asked["split"] = ("steps",)
+        if self.ab:
+            asked |= {"split": ("ab",), "sticky": ("ab",)}
+            if self.ab.metric == "outcomes":
+                asked["outcomes"] = ("ab", "metric")
+        return asked
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
+    found: list[PlannedStep] = []
+    if policy.shadow:
+        copied = round(policy.shadow.fraction * 100)
+        found.append(PlannedStep(kind="shadow", percent=0, copied=copied, minimum=policy.shadow.min_requests))
+    for index, share in enumerate(policy.trials):
+        kind: StepKind = "ab" if index == len(policy.steps) - 1 else "canary"
+        minimum = _minimum(policy, index) if policy.judged else 0
+        approval = any(round(share * 100) == round(stop * 100) for stop in policy.pause)
+        found.append(PlannedStep(kind=kind, percent=round(share * 100), minimum=minimum, approval=approval))
+    return (*found, PlannedStep(kind="full", percent=round(policy.steps[-1] * 100)))
+
+
+def _minimum(policy: RolloutPolicy, index: int) -> int:
+    given = policy.min_requests or (DEFAULT_MINIMUM,)
+    return given[min(index, len(given) - 1)]

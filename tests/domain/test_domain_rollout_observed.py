@@ -1,0 +1,182 @@
+"""Readings and what lies between them, and what the ledger keeps of both for the next driver."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.ledger import Body, Frozen, Intent, LedgerEntry, Observed, Outcome, ReleaseState, fold
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout_judged import Guard
+from onnx_ops.domain.rollout_observed import Interval, Observations, Reading, ShadowTally, Tally, Thresholds, interval
+
+
+def version(number: int) -> Deployment:
+    return Deployment(
+        name=f"v{number}",
+        model="m",
+        version=str(number),
+        variant="fp32",
+        release=digest_bytes(f"release {number}".encode()),
+        manifest=digest_bytes(f"manifest {number}".encode()),
+        location="",
+    )
+
+
+V1, V2, V3 = version(1), version(2), version(3)
+LIMITS = Thresholds(p50_s=0.001, p99_s=0.01, requests=500)
+
+
+def reading(mine: int, theirs: int, *, origin: str = "a", at: float = 0.0, errors: int = 0) -> Reading:
+    tallies = {"v2": Tally(requests=mine, errors=errors), "v1": Tally(requests=theirs)}
+    return Reading(origin=origin, at=at, tallies=tallies)
+
+
+def between(before: Reading | None, now: Reading) -> Interval | None:
+    return interval(before, now, step=0, stable="v1", candidate="v2")
+
+
+def test_an_interval_is_the_difference_of_two_readings() -> None:
+    found = between(reading(10, 90), reading(30, 270, errors=2))
+    assert found == Interval(step=0, canary=Tally(requests=20, errors=2), stable=Tally(requests=180))
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (None, reading(30, 270)),
+        (reading(10, 90, origin="b"), reading(30, 270)),
+        (reading(10, 90, at=5.0), reading(30, 270, at=4.0)),
+        (reading(40, 90), reading(30, 270)),
+        (reading(10, 90), reading(30, 270, errors=21)),
+        (reading(10, 90, errors=3), reading(30, 270, errors=2)),
+    ],
+    ids=["first", "restarted", "back in time", "fewer", "more errors than requests", "fewer errors"],
+)
+def test_readings_that_do_not_follow_each_other_make_no_interval(before: Reading | None, now: Reading) -> None:
+    assert between(before, now) is None
+
+
+def test_shadow_counts_must_grow_too() -> None:
+    more, fewer = (replace(reading(0, 10), shadow=ShadowTally(compared=n)) for n in (20, 10))
+    assert between(more, fewer) is None
+    found = between(fewer, more)
+    assert found is not None
+    assert found.shadow == ShadowTally(compared=10)
+
+
+def test_a_deployment_that_appears_began_at_nothing() -> None:
+    later = Reading(origin="a", at=1.0, tallies={"v2": Tally(requests=5, over_p50=2), "v1": Tally(requests=9)})
+    found = between(Reading(origin="a", at=0.0, tallies={"v1": Tally(requests=4)}), later)
+    assert found is not None
+    assert found.canary == Tally(requests=5, over_p50=2)
+    assert found.stable == Tally(requests=5)
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
+def test_intervals_add_up_to_what_was_counted(steps: list[tuple[int, int]]) -> None:
+    seen = Observations(candidate=V2.manifest).after(reading(7, 8), stable="v1", candidate="v2")
+    mine, theirs = 7, 8
+    for more, others in steps:
+        mine, theirs = mine + more, theirs + others
+        seen = seen.after(reading(mine, theirs), stable="v1", candidate="v2")
+    assert len(seen.intervals) == len(steps)
+    assert sum(one.canary.requests for one in seen.intervals) == mine - 7
+    assert sum(one.stable.requests for one in seen.intervals) == theirs - 8
+
+
+def action(kind: ActionKind, candidate: Deployment | None, percent: int, step: int = 0) -> Action:
+    roles = Roles(stable=V1, candidate=candidate, step=step)
+    return Action(kind=kind, state=split_state(V1, candidate, percent), roles=roles, why="")
+
+
+START, ADVANCE = action(ActionKind.START, V2, 10), action(ActionKind.ADVANCE, V2, 50, 1)
+ABORT, NEXT = action(ActionKind.ABORT, None, 0), action(ActionKind.START, V3, 10)
+
+
+def folded(*bodies: Body | Action) -> ReleaseState:
+    """Actions stand for an intent and its good outcome; entry n is written at n."""
+    flat: list[Body] = []
+    for body in bodies:
+        if isinstance(body, Action):
+            flat.append(Intent(action=body, holder="h", expires_at=1e9))
+            flat.append(Outcome(of=len(flat), ok=True))
+        else:
+            flat.append(body)
+    entries = [
+        LedgerEntry(endpoint="e", sequence=n, at=float(n), actor="a", body=body) for n, body in enumerate(flat, start=1)
+    ]
+    return fold("e", entries)
+
+
+FROZEN = Frozen(candidate=V2.manifest, thresholds=LIMITS)
+
+
+def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
+    trial = folded(FROZEN, START).trial
+    assert trial == Observations(candidate=V2.manifest, began=3.0, thresholds=LIMITS)
+    assert folded(START).trial == Observations(candidate=V2.manifest, began=2.0)
+    other = folded(FROZEN, NEXT).trial
+    assert other is not None
+    assert other.thresholds is None
+
+
+def test_thresholds_do_not_change_under_a_rollout() -> None:
+    later = Frozen(candidate=V2.manifest, thresholds=replace(LIMITS, p50_s=9.0))
+    trial = folded(FROZEN, START, later, Observed(reading=reading(1, 9)), ADVANCE).trial
+    assert trial is not None
+    assert trial.thresholds == LIMITS
+
+
+def test_counts_of_earlier_steps_are_kept_and_a_new_step_begins_a_new_interval() -> None:
+    first, second = Observed(reading=reading(0, 0)), Observed(reading=reading(20, 180))
+    state = folded(START, first, second, ADVANCE)
+    assert state.trial is not None
+    assert (state.trial.step, state.trial.began, state.trial.reading) == (1, 6.0, None)
+    assert [one.canary.requests for one in state.trial.intervals] == [20]
+    on = folded(START, first, second, ADVANCE, Observed(reading=reading(30, 190)), Observed(reading=reading(80, 240)))
+    assert on.trial is not None
+    assert [(one.step, one.canary.requests) for one in on.trial.intervals] == [(0, 20), (1, 50)]
+
+
+def test_no_interval_spans_an_effect() -> None:
+    first, late = Observed(reading=reading(0, 0)), Observed(reading=reading(20, 180))
+    intent = Intent(action=ADVANCE, holder="h", expires_at=1e9)
+    during = folded(START, first, intent, late).trial
+    assert during is not None
+    assert during.intervals == ()
+    assert during.reading is None
+    failed = folded(START, first, intent, Outcome(of=4, ok=False), late).trial
+    assert failed is not None
+    assert failed.intervals == ()
+    assert (failed.step, failed.began) == (0, 2.0)
+
+
+def test_counts_end_with_the_rollout() -> None:
+    first = Observed(reading=reading(0, 0))
+    assert folded(START, first, ABORT).trial is None
+    assert folded(START, first, ABORT, first).trial is None
+    assert folded(first).trial is None
+    new = folded(START, first, Observed(reading=reading(9, 9)), NEXT).trial
+    assert new is not None
+    assert (new.candidate, new.intervals) == (V3.manifest, ())
+
+
+def test_the_line_for_a_person() -> None:
+    guard = Guard(
+        name="errors", canary=(28, 800), stable=(67, 7200), evidence=5.3, limit=1.7782, low=1.65, high=8.19, seen=800
+    )
+    assert guard.fired
+    assert guard.line == (
+        "errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); odds ratio 1.65-8.19, "
+        "evidence 199526:1 (limit 60:1) -> ROLL BACK"
+    )
+    assert replace(guard, evidence=0.0).line.endswith("evidence 1:1 (limit 60:1)")
+    assert "evidence 1e12:1" in replace(guard, evidence=12.3).line
+    assert "evidence 0.0032:1" in replace(guard, evidence=-2.5).line
+    assert not replace(guard, evidence=float("nan")).fired

@@ -1,0 +1,135 @@
+"""Rollout policies in pipeline files: what they become, and what their provider must be able to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.analysis.rollout.notes import notes
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.errors import Problem, SpecError
+from onnx_ops.spec import check_pipeline, load_pipeline
+
+PLAIN = "{steps: [10%, 100%]}"
+WHOLE = """
+      strategy: shadow
+      shadow: {fraction: 20%, min_requests: 400, max_differing: 2%, tolerance: 0.1%}
+      steps: [10%, 30%, 100%]
+      guardrails: [errors, {name: latency_p50, ratio: 1.5}]
+      min_requests: [300, 1000, 2000]
+      slo: {error_rate: 2%}
+      bake: 10 min
+      step_timeout: 6h
+      pause: [30%]
+      ab: {split: 50%, duration: 7 d, undecided: finish}
+      keep_previous: 2 d"""
+
+
+def policy_of(project: Path, text: str) -> RolloutPolicy:
+    (project / "toy.yaml").write_text(text)
+    return load_pipeline(project / "toy.yaml", root=project, environ={}).deploy[0].rollout
+
+
+def test_every_key_reaches_the_domain(project: Path, pipeline_text: str) -> None:
+    head, _, _ = pipeline_text.rpartition("  - {endpoint")
+    text = f"{head}  - endpoint: toy\n    target: cpu-1t\n    rollout:{WHOLE}\n"
+    policy = policy_of(project, text)
+    assert policy == RolloutPolicy(
+        strategy="shadow",
+        shadow=ShadowTrial(fraction=0.2, min_requests=400, max_differing=0.02, tolerance=0.001),
+        steps=(0.1, 0.3, 1.0),
+        guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50", ratio=1.5)),
+        min_requests=(300, 1000, 2000),
+        slo=ServiceLevel(error_rate=0.02),
+        bake=600.0,
+        step_timeout=21_600.0,
+        pause=(0.3,),
+        ab=SplitTest(split=0.5, duration=604_800.0, undecided="finish"),
+        keep_previous=172_800.0,
+    )
+    assert policy.planned() == (
+        PlannedStep(kind="shadow", percent=0, copied=20, minimum=400),
+        PlannedStep(kind="canary", percent=10, minimum=300),
+        PlannedStep(kind="canary", percent=30, minimum=1000, approval=True),
+        PlannedStep(kind="ab", percent=50, minimum=2000),
+        PlannedStep(kind="full", percent=100),
+    )
+
+
+def test_one_number_of_requests_is_for_all_steps(project: Path, pipeline_text: str) -> None:
+    """The example of the design."""
+    rails = "guardrails: [errors, latency_p50, latency_p99]"
+    rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, keep_previous: 24h}}"
+    policy = policy_of(project, pipeline_text.replace(PLAIN, rollout))
+    assert [step.minimum for step in policy.planned()] == [300, 300, 0]
+    assert [rail.tolerated for rail in policy.guardrails] == [1.0, 1.2, 1.2]
+    assert policy.judged
+
+
+def test_a_policy_without_figures_is_not_judged(project: Path, pipeline_text: str) -> None:
+    policy = policy_of(project, pipeline_text)
+    assert not policy.judged
+    assert [step.minimum for step in policy.planned()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "able", "found"),
+    [
+        (PLAIN, "split", []),
+        ("{steps: [100%]}", "", []),
+        (PLAIN, "", ["steps: provider 'local' cannot divide traffic; it can: nothing"]),
+        (
+            "{shadow: {}}",
+            "split sticky",
+            ["shadow: provider 'local' cannot compare answers on copies of requests; it can: 'split', 'sticky'"],
+        ),
+        (
+            "{ab: {duration: 1 d}}",
+            "split",
+            [
+                "ab: provider 'local' cannot keep a user on one version; it can: 'split'",
+                "ab.metric: provider 'local' cannot collect clients' outcomes; it can: 'split'",
+            ],
+        ),
+        ("{ab: {duration: 1 d, metric: sold}}", "split sticky", []),
+        ("{shadow: {}, ab: {duration: 1 d}}", "split sticky shadow outcomes", []),
+    ],
+)
+def test_a_policy_that_the_provider_cannot_keep_is_refused(
+    project: Path, pipeline_text: str, rollout: str, able: str, found: list[str]
+) -> None:
+    path = project / "toy.yaml"
+    path.write_text(pipeline_text.replace(PLAIN, rollout))
+    problems: tuple[Problem, ...] = ()
+    try:
+        check_pipeline(
+            path,
+            root=project,
+            plugins={"endpoints": ("local",)},
+            capabilities=lambda _: frozenset(able.split()),
+            environ={},
+        )
+    except SpecError as error:
+        problems = error.problems
+    assert all(problem.line == 20 and problem.column > 1 for problem in problems)
+    assert [f"{problem.path}: {problem.message}" for problem in problems] == [
+        f"deploy[0].rollout.{problem}" for problem in found
+    ]
+
+
+def test_what_a_policy_takes_is_told() -> None:
+    policy = RolloutPolicy(
+        steps=(0.1, 0.5, 1.0),
+        slo=ServiceLevel(error_rate=0.02),
+        guardrails=(Guardrail(name="latency_p50"),),
+        shadow=ShadowTrial(),
+    )
+    told = list(notes(policy, frozenset()))
+    assert told[0] == "shadow: to show that less than 1% of answers differ takes 500 equal ones"
+    assert told[1].startswith("step 10%: to show an error rate below 2% takes 178 clean requests to the candidate")
+    assert [line.rpartition("about ")[2] for line in told[1:3]] == ["3,000 in all", "600 in all"]
+    assert told[3].startswith("latency is judged by percentiles")
+    assert list(notes(policy, frozenset({"exceedances"}))) == told[:3]
+    assert not list(notes(RolloutPolicy(steps=(0.1, 1.0)), frozenset()))
