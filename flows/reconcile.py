@@ -4,6 +4,7 @@ from typing import Any
 
 from prefect import State, flow
 
+from onnx_ops.operations.glance import Glance, ask
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.orchestration.flows import actor, concluding, reconcile_as_task, together
 from onnx_ops.wiring.project import open_project
@@ -19,5 +20,6 @@ def reconcile(endpoints: tuple[str, ...] = ()) -> State[Any]:
     """
     ports = open_project().ports
     names = endpoints or bound_endpoints(ports)
-    states = {name: reconcile_as_task(ports, name, actor(ports)) for name in names}
+    glance = Glance(ports, lambda: ask(ports))
+    states = {name: reconcile_as_task(glance, name, actor(ports)) for name in names}
     return together(states)

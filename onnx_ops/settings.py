@@ -46,6 +46,10 @@ class Settings:
         return self.state / "models"
 
     @property
+    def webhook_secret(self) -> Path:
+        return self.state / "webhook.secret"
+
+    @property
     def targets(self) -> Path:
         return self.root / "configs" / "targets"
 

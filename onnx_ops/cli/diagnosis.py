@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import short
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import NotFound, OnnxOpsError
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.operations.status import status
 from onnx_ops.settings import Settings
@@ -51,6 +51,7 @@ def diagnose(project: Project) -> list[Finding]:
         lambda: _state(project),
         lambda: _keys(project),
         lambda: _registry(project),
+        lambda: _webhook(project),
         lambda: _endpoints(project),
     ]
     findings: list[Finding] = []
@@ -175,6 +176,27 @@ def _registry(project: Project) -> Iterator[Finding]:
         return
     project.ports.registry().aliases("onnx-ops-doctor")
     yield Finding(check="registry", ok=True, found="answers")
+
+
+def _webhook(project: Project) -> Iterator[Finding]:
+    """What can be seen from outside of the server's key, schemes and private addresses: whether deliveries arrive."""
+    from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
+
+    uri = project.settings.tracking_uri
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        found = MlflowWebhooks(uri).check()
+    except NotFound as error:
+        yield Finding(check="webhook", ok=True, found="none: `reconcile --watch` polls", remedy=error.remedy)
+        return
+    arrived = f"{found.url}: {found.arrived} of {found.tests} test deliveries arrived"
+    yield Finding(
+        check="webhook",
+        ok=found.ok,
+        found=arrived if found.ok else f"{found.url}: {found.problem}",
+        remedy=found.remedy or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`.",
+    )
 
 
 def _endpoints(project: Project) -> Iterator[Finding]:

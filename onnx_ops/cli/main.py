@@ -7,7 +7,18 @@ from typing import Any
 
 import typer
 
-from onnx_ops.cli import endpoints, keys, machine, pipelines, releases, report, rollback, serve, tools
+from onnx_ops.cli import (
+    endpoints,
+    keys,
+    machine,
+    pipelines,
+    releases,
+    report,
+    rollback,
+    serve,
+    tools,
+    webhooks,
+)
 
 app = typer.Typer(
     name="onnx-ops",
@@ -31,6 +42,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (RELEASES, releases.rollout),
     (RELEASES, rollback.rollback),
     (RELEASES, releases.reconcile),
+    (RELEASES, webhooks.webhooks),
     (RELEASES, endpoints.status),
     (RELEASES, endpoints.history),
     (RELEASES, endpoints.prune),

@@ -85,16 +85,33 @@ def promote(
 def reconcile(
     endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
     actor: Actor = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Go on, pass after pass, until SIGTERM or Ctrl-C.")] = False,
+    every: Annotated[str, typer.Option(metavar="DURATION", help="Between two passes of --watch.")] = "5s",
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With --watch: be woken by MLflow's webhooks.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Move endpoints toward what the registry wants, until nothing is left to do now.
 
+    With --watch and --json, every report is a JSON document on a line of its own.
+
     Example: onnx-ops reconcile digits
+
+    Example: onnx-ops reconcile --watch --every 5s --listen 127.0.0.1:8650
     """
     from onnx_ops.operations.journal import bound_endpoints
     from onnx_ops.operations.reconcile import settle
     from onnx_ops.wiring.project import open_project
 
+    if watch:
+        from onnx_ops.cli.watching import keep_watching
+
+        keep_watching(open_project(), tuple(endpoints or ()), every=every, listen=listen, actor=actor, as_json=as_json)
+        return
+    if listen is not None:
+        raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
     ports = open_project().ports
     names = tuple(endpoints or ()) or bound_endpoints(ports)
     reports = {name: settle(ports, name, actor=actor) for name in names}

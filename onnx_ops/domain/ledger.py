@@ -34,7 +34,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of the intent in entry `of`."""
+    """What became of the intent or the refusal in entry `of`."""
 
     kind: Literal["outcome"] = "outcome"
     of: int
@@ -61,7 +61,7 @@ class Mirrored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedVersion:
-    """An alias asked for a version that may not serve; the alias was put back."""
+    """An alias asked for a version that may not serve; the alias is put back, and an outcome says so."""
 
     kind: Literal["refused"] = "refused"
     alias: str
@@ -138,6 +138,7 @@ class ReleaseState:
     is what was counted of the rollout in progress, `frozen` the last thresholds that were read for one.
     `overrides_taken` are the registry's signed overrides that were taken up; after a rollback they count no more.
     While `deleting`, nothing else may be done to the endpoint.
+    `refusing` is a refusal, written in entry `refused_at`, of which no outcome says yet that the alias was put back.
     """
 
     endpoint: str
@@ -159,6 +160,8 @@ class ReleaseState:
     deleting: bool = False
     frozen: Frozen | None = None
     trial: Observations | None = None
+    refusing: RefusedVersion | None = None
+    refused_at: int = 0
 
     def why_rejected(self, deployment: Deployment | VersionRecord) -> str | None:
         """Why this version may not come back by itself; None if it may."""
@@ -204,30 +207,46 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
                 known=_known(state),
             )
         case Outcome():
+            if state.refusing is not None and body.of == state.refused_at:
+                return replace(state, refusing=None)
             return _close(state, body, entry.at)
+        case Override() | Deleted():
+            return _override(state, body) if isinstance(body, Override) else _delete(state, body)
+        case _:
+            return _noted(state, entry.sequence, body)
+
+
+def _noted(
+    state: ReleaseState, sequence: int, body: Spoken | Mirrored | RefusedVersion | Frozen | Observed
+) -> ReleaseState:
+    """What was said, read or counted, and changes nothing by itself."""
+    match body:
         case Spoken():
-            return replace(state, word=body.word, word_at=entry.sequence)
+            return replace(state, word=body.word, word_at=sequence)
         case Mirrored():
             owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
             return replace(state, pending_aliases=owed, aliases={**state.aliases, **body.aliases})
-        case RefusedVersion() | Frozen() | Observed():
-            return _noted(state, body)
-        case Override():
-            freed = {body.release}
-            if body.version in state.known:
-                freed.add(state.known[body.version].manifest)
-            rejected = {digest: why for digest, why in state.rejected.items() if digest not in freed}
-            taken = frozenset() if body.taken_from is None else {body.taken_from}
-            return replace(
-                state,
-                rejected=rejected,
-                overridden=state.overridden | {body.release},
-                overrides_taken=state.overrides_taken | taken,
-            )
-        case Deleted():
-            return _delete(state, body)
+        case RefusedVersion():
+            return replace(state, refusing=body, refused_at=sequence)
+        case Frozen():
+            return replace(state, frozen=body)
+        case Observed():
+            return replace(state, trial=_observed(state, body.reading))
         case _:
             assert_never(body)
+
+
+def _override(state: ReleaseState, body: Override) -> ReleaseState:
+    freed = {body.release}
+    if body.version in state.known:
+        freed.add(state.known[body.version].manifest)
+    taken = frozenset() if body.taken_from is None else {body.taken_from}
+    return replace(
+        state,
+        rejected={digest: why for digest, why in state.rejected.items() if digest not in freed},
+        overridden=state.overridden | {body.release},
+        overrides_taken=state.overrides_taken | taken,
+    )
 
 
 def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
@@ -280,16 +299,6 @@ def _trial(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
     frozen = state.frozen if state.frozen is not None and state.frozen.candidate == candidate else None
     thresholds = frozen.thresholds if frozen is not None else None
     return Observations(candidate=candidate, step=roles.step, began=at, thresholds=thresholds)
-
-
-def _noted(state: ReleaseState, body: RefusedVersion | Frozen | Observed) -> ReleaseState:
-    match body:
-        case Frozen():
-            return replace(state, frozen=body)
-        case Observed():
-            return replace(state, trial=_observed(state, body.reading))
-        case RefusedVersion():
-            return state
 
 
 def _observed(state: ReleaseState, reading: Reading) -> Observations | None:

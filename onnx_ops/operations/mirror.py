@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 
-from onnx_ops.domain.ledger import Mirrored, Observed, RefusedVersion
+from onnx_ops.domain.ledger import Mirrored, Observed, Outcome, RefusedVersion
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import NotFound, Refused
 from onnx_ops.operations.desired import moved_by_a_person, spent
@@ -13,23 +12,35 @@ from onnx_ops.operations.journal import Journal, siblings
 
 
 def put_back(journal: Journal, refused: RefusedVersion) -> None:
-    """Restore an alias that asked for a version that may not serve, say why on the version, and write it down.
+    """Write a refusal down, restore the alias that asked for a version that may not serve, and say why on the version.
 
-    The alias comes first: a kill in between finds the same work again.
+    A kill in between leaves a refusal without an outcome: the next call goes on with that one.
     """
+    begun = journal.state.refusing
+    if begun is None:
+        journal.append(refused)
     config = journal.config
     registry = journal.ports.registry()
-    if refused.restored_to is None:
-        registry.delete_alias(config.model, refused.alias)
-    else:
-        try:
-            registry.set_alias(config.model, refused.alias, refused.restored_to)
-        except Refused:  # its decision counts no more; then the alias is better gone than wrong
-            registry.delete_alias(config.model, refused.alias)
-            refused = replace(refused, restored_to=None)
+    if registry.aliases(config.model).get(refused.alias) == refused.version:  # a person may have been faster
+        _restore(journal, refused)
+    conclude_refusal(journal, refused)
+
+
+def conclude_refusal(journal: Journal, refused: RefusedVersion) -> None:
+    """Say on the version why it was refused, and in the ledger that the alias no longer asks for it."""
     with contextlib.suppress(NotFound):  # the version may be gone; then there is nothing to say it on
-        registry.annotate(config.model, refused.version, {f"onnxops.rejected.{refused.alias}": refused.reason[:400]})
-    journal.append(refused)
+        said = {f"onnxops.rejected.{refused.alias}": refused.reason[:400]}
+        journal.ports.registry().annotate(journal.config.model, refused.version, said)
+    journal.append(Outcome(of=journal.state.refused_at, ok=True))
+
+
+def _restore(journal: Journal, refused: RefusedVersion) -> None:
+    model, registry = journal.config.model, journal.ports.registry()
+    if refused.restored_to is not None:
+        with contextlib.suppress(NotFound, Refused):  # what stood there before is gone too, or counts no more
+            registry.set_alias(model, refused.alias, refused.restored_to)
+            return
+    registry.delete_alias(model, refused.alias)
 
 
 def write_owed_aliases(journal: Journal) -> str:
@@ -39,7 +50,7 @@ def write_owed_aliases(journal: Journal) -> str:
     the entry that owes it is left alone: `desired` takes it as a wish.
 
     Raises:
-        ServiceUnavailable: the registry does not answer; what is owed stays owed.
+        ServiceUnavailable, Refused: the registry does not answer, or does not let us; what is owed stays owed.
     """
     state, config = journal.state, journal.config
     owed = dict(state.pending_aliases)
@@ -56,7 +67,7 @@ def write_owed_aliases(journal: Journal) -> str:
         elif found.get(name) != version and not (name == champion and moved_by_a_person(state, name, found.get(name))):
             try:
                 registry.set_alias(config.model, name, version)
-            except (NotFound, Refused):  # that version is gone, or may not be said to serve any more
+            except NotFound:  # somebody deleted that version: the registry can say no more than it does
                 owed[name] = found.get(name)
     journal.append(Mirrored(aliases=owed))
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())

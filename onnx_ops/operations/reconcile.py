@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from onnx_ops.domain.ledger import RefusedVersion
 from onnx_ops.domain.rollout import Action, ActionKind, next_action
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused
 from onnx_ops.operations.delete import finish_deletion
-from onnx_ops.operations.desired import desired
+from onnx_ops.operations.desired import Desired, desired
 from onnx_ops.operations.journal import Journal, pinned
-from onnx_ops.operations.mirror import put_back, show_entries, take_note, write_owed_aliases
+from onnx_ops.operations.mirror import conclude_refusal, put_back, show_entries, take_note, write_owed_aliases
 from onnx_ops.ports import Ports
 
 MAX_STEPS = 20
@@ -34,9 +35,14 @@ class StepReport:
 
 
 def settle(
-    ports: Ports, endpoint: str, *, actor: str = "", told: Callable[[StepReport], None] | None = None
+    ports: Ports,
+    endpoint: str,
+    *,
+    actor: str = "",
+    told: Callable[[StepReport], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[StepReport]:
-    """Steps until nothing is left to do now; the last report says why.
+    """Steps until nothing is left to do now; the last report says why. Between two steps it may be `stopped`.
 
     Raises:
         OnnxOpsError: as `step` does.
@@ -47,7 +53,7 @@ def settle(
         reports.append(report)
         if told is not None:
             told(report)
-        if report.settled:
+        if report.settled or stopped():
             break
     return reports
 
@@ -70,6 +76,7 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
         NotFound: no such endpoint.
         Conflict: somebody else acted meanwhile; call again.
         ServiceUnavailable: the endpoint could not be reached.
+        Refused: the registry does not let us write an alias; an endpoint that died is restored all the same.
     """
     journal = Journal.open(ports, endpoint, actor=actor)
     config = journal.config
@@ -79,18 +86,14 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     if (report := _unfinished(journal)) is not None:
         return report
     wish = desired(journal)
-    if wish.refused is not None:
-        put_back(journal, wish.refused)
-        did = f"refused {wish.refused.alias} on version {wish.refused.version}"
-        return StepReport(endpoint=endpoint, did=did, why=wish.refused.reason, settled=False, refused=True)
-    if not wish.unreachable:
-        head = journal.state.head
-        if written := write_owed_aliases(journal):
-            show_entries(journal, after=_last_shown(ports, endpoint, head))
-            return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
-        if take_note(journal, wish.champion):
-            why = f"the champion in the registry is v{wish.champion}, which serves here"
-            return StepReport(endpoint=endpoint, did="took note", why=why, settled=False)
+    if (report := _refusal(journal, wish)) is not None:
+        return report
+    unwritten: OnnxOpsError | None = None
+    try:
+        if (report := _told_registry(journal, wish)) is not None:
+            return report
+    except (EnvironmentFailure, Refused) as error:
+        unwritten = error
     action = next_action(
         wanted=wish.wanted,
         actual=ports.provider(config.provider).observe(config),
@@ -100,11 +103,45 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
         word=journal.state.word,
         now=ports.clock.now(),
     )
+    if unwritten is not None and not (isinstance(action, Action) and action.kind is ActionKind.RESTORE):
+        raise unwritten
     if not isinstance(action, Action):
         return StepReport(endpoint=endpoint, did="", why=action.why, settled=True, registry_down=wish.unreachable)
     journal.perform(pinned(ports, config, action) if action.kind is ActionKind.ABORT else action)
     did = action.kind.value
     return StepReport(endpoint=endpoint, did=did, why=action.why, settled=False, registry_down=wish.unreachable)
+
+
+def _told_registry(journal: Journal, wish: Desired) -> StepReport | None:
+    """Make the registry say what the ledger says, and the ledger what somebody else has made the registry say."""
+    if wish.unreachable:
+        return None
+    endpoint, head = journal.state.endpoint, journal.state.head
+    if written := write_owed_aliases(journal):
+        show_entries(journal, after=_last_shown(journal.ports, endpoint, head))
+        return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
+    if take_note(journal, wish.champion):
+        why = f"the champion in the registry is v{wish.champion}, which serves here"
+        return StepReport(endpoint=endpoint, did="took note", why=why, settled=False)
+    return None
+
+
+def _refusal(journal: Journal, wish: Desired) -> StepReport | None:
+    """Put an alias back that may not stand; or finish what a driver began that died while it did so."""
+    begun, refused = journal.state.refusing, wish.refused
+    if begun is not None and not wish.unreachable and not _same(begun, refused):
+        conclude_refusal(journal, begun)
+        refused = begun
+    elif refused is not None:
+        put_back(journal, refused)
+    else:
+        return None
+    did = f"refused {refused.alias} on version {refused.version}"
+    return StepReport(endpoint=journal.state.endpoint, did=did, why=refused.reason, settled=False, refused=True)
+
+
+def _same(begun: RefusedVersion, refused: RefusedVersion | None) -> bool:
+    return refused is not None and (begun.alias, begun.version) == (refused.alias, refused.version)
 
 
 def _unfinished(journal: Journal) -> StepReport | None:

@@ -99,7 +99,8 @@ def history(ports: Ports, wanted: Wanted) -> tuple[HistoryLine, ...]:
     for name in names:
         entries = ports.ledger.read(name)
         if not entries and wanted.endpoints:
-            raise NotFound("no endpoint of that name", where=name, remedy="See `onnx-ops status` for those there are.")
+            known = ", ".join(ports.ledger.endpoints()) or "none"
+            raise NotFound("no endpoint of that name", where=name, remedy=f"Known: {known}.")
         if _was_ever(name, entries, wanted):
             found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
     found.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))

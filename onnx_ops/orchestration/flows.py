@@ -12,7 +12,7 @@ from prefect.states import Completed, Failed
 
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.operations.reconcile import settle
+from onnx_ops.operations.glance import Glance
 from onnx_ops.orchestration.tasks import failed, run_as_task
 from onnx_ops.ports import Ports
 from onnx_ops.wiring.summary import Summary
@@ -65,9 +65,9 @@ def _choice_line(choice: Choice) -> str:
     return f"{choice.target}: serves {choice.variant} ({choice.reason})"
 
 
-def reconcile_as_task(ports: Ports, endpoint: str, by: str) -> State[Any]:
+def reconcile_as_task(glance: Glance, endpoint: str, by: str) -> State[Any]:
     """Settle one endpoint in a task run of its own; one endpoint's trouble is not another's."""
-    return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(ports, endpoint, by))
+    return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(glance, endpoint, by))
 
 
 def together(states: Mapping[str, State[Any]]) -> State[Any]:
@@ -79,9 +79,9 @@ def together(states: Mapping[str, State[Any]]) -> State[Any]:
     return Completed(message=told or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
 
 
-def _settled(ports: Ports, endpoint: str, by: str) -> State[Any]:
+def _settled(glance: Glance, endpoint: str, by: str) -> State[Any]:
     try:
-        reports = settle(ports, endpoint, actor=by)
+        reports = glance.settle(endpoint, actor=by)
     except OnnxOpsError as error:
         return failed(error)
     told = "\n".join(f"{report.did}: {report.why}" if report.did else report.why for report in reports)

@@ -44,6 +44,14 @@ class Registry(Protocol):
         """Version by alias; empty if the model does not exist."""
         ...
 
+    def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
+        """Version by alias of every model, by model. Asked in pages of models, however many versions there are.
+
+        Raises:
+            ServiceUnavailable: the registry does not answer.
+        """
+        ...
+
     def set_alias(self, model: str, alias: str, version: str) -> None: ...
 
     def delete_alias(self, model: str, alias: str) -> None:

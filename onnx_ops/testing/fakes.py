@@ -131,6 +131,10 @@ class FakeRegistry:
         self._answer()
         return dict(self._models[model].aliases) if model in self._models else {}
 
+    def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
+        self._answer()
+        return {name: dict(model.aliases) for name, model in self._models.items()}
+
     def set_alias(self, model: str, alias: str, version: str) -> None:
         self._version(model, version)
         self._models[model].aliases[alias] = version

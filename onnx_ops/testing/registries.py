@@ -244,6 +244,19 @@ class RegistrySuite:
         record = registry.version(model, registry.publish(release)["fp32"])
         assert registry.fetch(record, _empty(tmp_path)).digest() == record.manifest
 
+    def test_all_aliases_are_those_of_each_model(self, registry: Registry, tmp_path: Path) -> None:
+        one, two = _unique(), _unique()
+        for model in (one, two):
+            registry.publish(publication(tmp_path, model=model, seed="a", variants=("fp32", "int8")))
+        assert not registry.all_aliases()[one]
+        registry.set_alias(one, "champion-cpu-1t", "1")
+        registry.set_alias(one, "challenger-cpu-1t", "2")
+        registry.set_alias(two, "champion-cpu-1t", "2")
+        registry.delete_alias(two, "champion-cpu-1t")
+        found = registry.all_aliases()
+        assert found[one] == {"champion-cpu-1t": "1", "challenger-cpu-1t": "2"} == registry.aliases(one)
+        assert not found[two]
+
     def test_unknown_names(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         assert registry.aliases(model) == {}

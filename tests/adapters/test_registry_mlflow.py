@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.adapters.registries import mlflow as mlflow_registry
 from onnx_ops.adapters.registries import mlflow_folder, mlflow_tags
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.registries.mlflow_connection import Connection
@@ -105,6 +106,18 @@ class TestOnADatabase(RegistrySuite):
 
     def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
         _overwrite(self.files, registry, record, name)
+
+
+def test_all_aliases_are_read_page_by_page(
+    registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        registry.publish(publication(tmp_path, model=f"paged-{number}", seed="a"))
+        registry.set_alias(f"paged-{number}", "champion-cpu-1t", "1")
+    whole = registry.all_aliases()
+    monkeypatch.setattr(mlflow_registry, "_PAGE", 2)
+    assert registry.all_aliases() == whole
+    assert {f"paged-{number}" for number in range(3)} <= set(whole)
 
 
 @pytest.mark.services

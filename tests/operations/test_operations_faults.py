@@ -11,11 +11,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
-from release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
+from release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
+from release_scenes import (
+    end_of,
+    lost,
+    misled,
+    moved_by_hand,
+    on_trial,
+    pair,
+    past_its_time,
+    rolled_back_alone,
+    serving,
+    with_candidate,
+    withdrawn,
+)
 
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Override, Spoken
-from onnx_ops.domain.rollout import DAY, Word
+from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import Conflict, NotFound, Refused
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.promote import promote
@@ -31,81 +44,6 @@ class Scenario:
     setup: Callable[[], Scene]
     act: Callable[[Scene], object]
     done: Callable[[Scene], bool] = lambda scene: False
-
-
-def serving(*seeds: str) -> Scene:
-    scene = Scene()
-    scene.bind()
-    for seed in seeds:
-        scene.serve(scene.publish(seed))
-    return scene
-
-
-def on_trial(*words: Word) -> Scene:
-    """Version 2 in the place of 1, and version 3 on trial."""
-    scene = serving("a", "b")
-    scene.bind(policy=CANARY)
-    scene.promote(scene.publish("c"))
-    scene.settle()
-    for word in words:
-        scene.say(word)
-        scene.settle()
-    return scene
-
-
-def with_candidate(scene: Scene, **options: Verdict) -> Scene:
-    scene.publish("new", **options)
-    return scene
-
-
-def pair() -> Scene:
-    """Two endpoints on version 1; the first has followed to version 2, which the second has not seen yet."""
-    scene = Scene()
-    scene.bind("digits-a")
-    scene.bind("digits-b")
-    scene.promote(scene.publish("a"))
-    scene.settle_all()
-    scene.promote(scene.publish("b"))
-    scene.settle("digits-a")
-    return scene
-
-
-def withdrawn() -> Scene:
-    scene = on_trial()
-    scene.world.registry.delete_alias(MODEL, CHALLENGER)
-    return scene
-
-
-def misled(alias: str) -> Scene:
-    scene = with_candidate(serving("a"), verdict=Verdict.FAIL)
-    scene.set_alias(alias, "2")
-    return scene
-
-
-def rolled_back_alone() -> Scene:
-    scene = serving("a", "b")
-    scene.world.registry.down = True
-    scene.roll_back()
-    scene.world.registry.down = False
-    return scene
-
-
-def past_its_time() -> Scene:
-    scene = serving("a", "b")
-    scene.world.clock.advance(DAY)
-    return scene
-
-
-def lost() -> Scene:
-    scene = on_trial()
-    scene.world.provider.interfere("digits", None)
-    return scene
-
-
-def moved_by_hand() -> Scene:
-    scene = with_candidate(serving("a"))
-    scene.set_alias(CHAMPION, "2")
-    return scene
 
 
 def promoting(version: str, **options: bool | str) -> Callable[[Scene], None]:
@@ -180,24 +118,6 @@ SCENARIOS: Mapping[str, Scenario] = {
     "override in the registry": Scenario(overridden_in_registry, Scene.settle_all),
     "without endpoint": Scenario(lambda: with_candidate(with_candidate(Scene())), lambda scene: scene.promote("1")),
 }
-
-
-def end_of(scene: Scene) -> dict[str, object]:
-    """Everything that must be the same whatever happened on the way."""
-    names = scene.world.ledger.endpoints()
-    states = {name: scene.state(name) for name in names}
-    return {
-        "aliases": scene.aliases(),
-        "roles": {name: state.roles for name, state in states.items()},
-        "owed": {name: state.pending_aliases for name, state in states.items()},
-        "told": {name: state.aliases for name, state in states.items()},
-        "rejected": {name: state.rejected for name, state in states.items()},
-        "word": {name: state.word for name, state in states.items()},
-        "open": {name: state.open_intent for name, state in states.items()},
-        "effects": {name: effects(scene.world.ledger.read(name)) for name in names},
-        "traffic": {name: scene.traffic(name) for name in names},
-        "changes": [(name, state.split.weights) for name, state in scene.world.provider.applied],
-    }
 
 
 def play(scenario: Scenario, faults: Faults) -> dict[str, object]:

@@ -138,9 +138,14 @@ def test_a_rollback_stands_although_the_server_refuses_its_alias() -> None:
     scene, registry = vetoing()
     registry.vetoed = {"1"}
     scene.roll_back()
-    scene.settle()
+    with pytest.raises(Refused, match="retired"):
+        scene.settle()
     assert scene.traffic()["v1"] == 100
     assert scene.aliases()[CHAMPION] == "2"
+    assert scene.state().pending_aliases[CHAMPION] == "1"
+    registry.vetoed = set()
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "1"
     assert scene.state().pending_aliases == {}
 
 

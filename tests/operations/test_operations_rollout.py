@@ -349,7 +349,7 @@ def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
 
 
 def test_unknown_names(scene: Scene) -> None:
-    for call in (step, status, history):
+    for call in (step, status, lambda ports, name: history(ports, Wanted(endpoints=(name,)))):
         with pytest.raises(NotFound) as caught:
             call(scene.ports, "faces")
         assert "digits" in caught.value.remedy

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -158,23 +159,42 @@ class Connection:
             raise self._unavailable(str(error)) from error
 
     def _probe_server(self) -> None:
-        self._import()
         from mlflow.exceptions import MlflowException
+
+        self._import()
+        try:
+            self._get("/health")
+        except MlflowException as error:
+            raise self._unavailable(str(error)) from error
+
+    def statuses(self, path: str, count: int) -> list[int]:
+        """HTTP statuses of that many requests at once, so that several of the server's workers answer.
+
+        Raises:
+            ServiceUnavailable: there is no answer.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            with ThreadPoolExecutor(count) as pool:
+                return list(pool.map(self._get, [path] * count))
+        except MlflowException as error:
+            raise self._unavailable(str(error)) from error
+
+    def _get(self, path: str) -> int:
         from mlflow.utils.credentials import get_default_host_creds
         from mlflow.utils.rest_utils import http_request
 
         # MLflow's own request, so that proxies, certificates and credentials are those of the calls that follow.
-        try:
-            http_request(  # type: ignore[no-untyped-call]
-                get_default_host_creds(self.uri),  # type: ignore[no-untyped-call]
-                "/health",
-                "GET",
-                max_retries=0,
-                timeout=_PROBE_SECONDS,
-                raise_on_status=False,
-            )
-        except MlflowException as error:
-            raise self._unavailable(str(error)) from error
+        answer = http_request(  # type: ignore[no-untyped-call]
+            get_default_host_creds(self.uri),  # type: ignore[no-untyped-call]
+            path,
+            "GET",
+            max_retries=0,
+            timeout=_PROBE_SECONDS,
+            raise_on_status=False,
+        )
+        return int(answer.status_code)
 
     def _translated(self, error: Exception, where: str) -> OnnxOpsError:
         code = getattr(error, "error_code", "")

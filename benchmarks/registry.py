@@ -1,0 +1,180 @@
+"""What a reconcile pass that finds nothing to do costs the registry, with few versions and with many.
+
+    python benchmarks/registry.py [--versions 10000] [--models 50] [--rounds 40] [--page docs/reconcile.md]
+
+Two MLflow servers side by side in one run, in turns: one with 100 versions, one with `--versions`, over the same number
+of models, each model with an endpoint that serves its champion. Behind them SQLite, then PostgreSQL, which is started
+for the purpose where it is installed with its driver psycopg2. Requests are counted where MLflow's client sends them.
+Ends 1 if the number of requests grows with the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import requests
+from registries.databases import create_database, populate, postgresql, why_no_postgresql
+from truth.page import fill, markdown
+
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import open_objects
+from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.ledger import Mirrored
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.operations.bell import Bell
+from onnx_ops.operations.glance import ask
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.promote import configure
+from onnx_ops.operations.watch import Kind, Watcher, WatchReport
+from onnx_ops.ports import Ports
+from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.mlflow_server import mlflow_server
+
+FEW, ALIAS, TARGET = 100, "champion-cpu-1t", "cpu-1t"
+WARM_UP, PER_MODEL = 3, "the same, one question per model"
+CALLS: Mapping[str, Callable[[Ports, Watcher], object]] = {
+    "idle pass over all endpoints": lambda ports, watcher: watcher.look_at_all(),
+    "of it, the question to the registry": lambda ports, watcher: ask(ports),
+    PER_MODEL: lambda ports, watcher: [
+        ports.registry().aliases(name.removeprefix("endpoint-")) for name in ports.ledger.endpoints()
+    ],
+}
+
+
+@dataclass
+class Counter:
+    """What one side took: seconds of each turn, and requests, by call."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CALLS})
+    requests: dict[str, int] = field(default_factory=dict)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", type=int, default=10_000)
+    parser.add_argument("--models", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--page", type=Path, help="write the table into this page")
+    options = parser.parse_args()
+    rows: list[list[str]] = []
+    held = True
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-registry-") as name:
+        for kind in ("SQLite", "PostgreSQL"):
+            missing = why_no_postgresql() if kind == "PostgreSQL" else ""
+            if missing:
+                rows.append([kind, f"left out: {missing}", "", "", ""])
+                continue
+            few, many = measure(kind, Path(name) / kind, options)
+            rows += [[kind, call, *told(few, many, call)] for call in CALLS]
+            held &= all(few.requests[call] == many.requests[call] for call in CALLS)
+    head = ("database", "what", f"requests, {FEW} versions", f"requests, {options.versions:,} versions", "time ratio")
+    table = markdown(head, rows)
+    print(table)
+    if options.page:
+        fill(options.page, "registry", table)
+    return 0 if held else 1
+
+
+def told(few: Counter, many: Counter, call: str) -> list[str]:
+    low, high = (statistics.median(counter.seconds[call]) for counter in (few, many))
+    ratios = sorted(b / a for a, b in zip(few.seconds[call], many.seconds[call], strict=True))
+    spread = f"{ratios[len(ratios) // 10]:.2f} to {ratios[-1 - len(ratios) // 10]:.2f}"
+    time_told = f"{statistics.median(ratios):.2f} ({spread}; {1000 * low:.0f} ms, {1000 * high:.0f} ms)"
+    return [str(few.requests[call]), str(many.requests[call]), time_told]
+
+
+def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Counter, Counter]:
+    sides: list[tuple[Ports, Watcher, Counter]] = []
+    with ExitStack() as stack:
+        server = stack.enter_context(postgresql(folder)) if kind == "PostgreSQL" else ""
+        for versions in (FEW, options.versions):
+            place = folder / str(versions)
+            place.mkdir(parents=True)
+            database = create_database(server, f"mlflow_{versions}") if server else f"sqlite:///{place}/mlflow.db"
+            populate(database, place, models=options.models, versions=versions, alias=ALIAS)
+            url = stack.enter_context(mlflow_server(place, database=database))
+            ports = connected(url, place)
+            for number in range(options.models):
+                serve(ports, f"model-{number:03d}", str(versions // options.models))
+            watcher = Watcher(ports, Bell(), every=5.0, told=quiet)
+            sides.append((ports, watcher, Counter()))
+        counted(sides)
+        for turn in range(options.rounds + WARM_UP):
+            for call, do in CALLS.items():
+                if call == PER_MODEL and turn >= WARM_UP + 5:
+                    continue  # it takes seconds, and is here for comparison only
+                for ports, watcher, counter in sides if turn % 2 else reversed(sides):
+                    begun = time.perf_counter()
+                    do(ports, watcher)
+                    if turn >= WARM_UP:
+                        counter.seconds[call].append(time.perf_counter() - begun)
+    return sides[0][2], sides[1][2]
+
+
+def counted(sides: list[tuple[Ports, Watcher, Counter]]) -> None:
+    """One call of each kind on each side, with the requests that it sends."""
+    send = requests.Session.send
+    sent: list[str] = []
+
+    def counting(session: requests.Session, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        sent.append(str(request.url))
+        return send(session, request, **options)
+
+    requests.Session.send = counting  # type: ignore[method-assign]
+    try:
+        for ports, watcher, counter in sides:
+            for call, do in CALLS.items():
+                sent.clear()
+                do(ports, watcher)
+                counter.requests[call] = len(sent)
+    finally:
+        requests.Session.send = send  # type: ignore[method-assign]
+
+
+def connected(url: str, folder: Path) -> Ports:
+    """A real registry and a real ledger; endpoints and model files in memory, as they are not what is measured."""
+    registry = MlflowRegistry(url)
+    ledger = ObjectLedger(open_objects(str(folder / "ledger")))
+    return replace(FakeWorld(ledger=ledger).ports(), registry=lambda: registry, clock=SystemClock())
+
+
+def serve(ports: Ports, model: str, version: str) -> None:
+    """An endpoint that serves a version, as a finished rollout leaves it."""
+    config = EndpointConfig(
+        endpoint=f"endpoint-{model}",
+        provider="memory",
+        model=model,
+        target=TARGET,
+        target_digest=digest_bytes(b"target"),
+        pipeline="p",
+    )
+    configure(ports, config, RolloutPolicy())
+    digest = digest_bytes(f"{model} {version}".encode())
+    deployment = Deployment(
+        name=f"v{version}", model=model, version=version, variant="fp32", release=digest, manifest=digest, location=""
+    )
+    journal = Journal.open(ports, config.endpoint)
+    state, roles = split_state(None, deployment, 100), Roles(stable=deployment)
+    journal.perform(Action(kind=ActionKind.FIRST, state=state, roles=roles, why="", aliases={ALIAS: version}))
+    journal.append(Mirrored(aliases={ALIAS: version}))
+
+
+def quiet(report: WatchReport) -> None:
+    """A pass that does anything is not what is to be measured."""
+    if report.kind is not Kind.WAITING:
+        raise SystemExit(f"not idle: {report}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

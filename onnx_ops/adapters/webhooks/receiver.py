@@ -1,0 +1,136 @@
+"""Listens for MLflow's webhooks and rings a bell: an HTTP server on a thread of its own.
+
+Starlette and uvicorn, as they stand in every environment of this project: MLflow and Prefect run on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, SignatureInvalid, TooLarge, UserError
+from onnx_ops.ports import Clock
+from onnx_ops.protocol.delivery import MAX_BODY, Recent, open_delivery
+
+PATH = "/webhooks/mlflow"
+_PATIENCE = 10.0
+"""Seconds within which a body must have come, and a stopped server has ended."""
+
+
+class WebhookReceiver:
+    """A context manager that listens while it is open.
+
+    Args:
+        host: address to bind.
+        port: port; 0 for any.
+        secret: shared with MLflow.
+        clock: tells the age of a delivery.
+        wake: called with the name of the model that a delivery is about.
+        refused: called with the reason why a delivery does not count.
+
+    Raises:
+        ServiceUnavailable: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        secret: str,
+        clock: Clock,
+        wake: Callable[[str], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        self._secret = secret
+        self._clock = clock
+        self._wake = wake
+        self._refused = refused
+        self._recent = Recent()
+        try:
+            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            remedy = "Give another address with --listen HOST:PORT."
+            raise ServiceUnavailable(
+                "cannot listen", where=f"{host}:{port}", why=error.strerror or str(error), remedy=remedy
+            ) from error
+        app = Starlette(routes=[Route(PATH, self._receive, methods=["POST"])])
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=64,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = uvicorn.Server(config)
+        # A daemon, so that a second signal ends the process whatever a client does.
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="webhooks", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where MLflow on this machine would send its deliveries."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=_PATIENCE)
+        self._socket.close()
+
+    async def _receive(self, request: Request) -> Response:
+        try:
+            body = await _body(request)
+            delivery = open_delivery(request.headers, body, secret=self._secret, now=self._clock.now())
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except OnnxOpsError as error:
+            self._refused(error.what)
+            return PlainTextResponse(error.what, status_code=_status(error))
+        if self._recent.add(delivery.id):
+            self._wake(delivery.model)
+        return Response(status_code=204)
+
+
+async def _body(request: Request) -> bytes:
+    """Raises TooLarge, before all of it is read, or UserError if it does not come."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY:
+                    raise TooLarge(f"the delivery is larger than {MAX_BODY} bytes")
+    except TimeoutError as error:
+        raise UserError("the delivery did not come to its end") from error
+    return bytes(body)
+
+
+def _status(error: OnnxOpsError) -> int:
+    """4xx, so that MLflow does not try again: the same delivery would be refused again."""
+    if isinstance(error, TooLarge):
+        return 413
+    if isinstance(error, SignatureInvalid):
+        return 401
+    return 400

@@ -1,0 +1,148 @@
+"""`reconcile --watch`: the loop with its signals, its receiver and its lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import typer
+
+from onnx_ops import codec
+from onnx_ops.errors import OnnxOpsError, UserError
+from onnx_ops.operations.bell import Bell
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.watch import Kind, Watcher, WatchReport
+from onnx_ops.wiring.project import Project
+
+_SHORTEST, _LONGEST = 0.1, 86_400.0
+
+
+def keep_watching(
+    project: Project, endpoints: tuple[str, ...], *, every: str, listen: str | None, actor: str, as_json: bool
+) -> None:
+    """Watch until SIGTERM or SIGINT.
+
+    Raises:
+        NotFound: an endpoint is not known, or there is no webhook secret to listen with.
+        UserError: a duration or address is wrong.
+        ServiceUnavailable: the address cannot be bound.
+    """
+    for name in endpoints:
+        Journal.open(project.ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
+    bell = Bell()
+    watcher = Watcher(
+        project.ports,
+        bell,
+        every=_seconds(every),
+        endpoints=endpoints,
+        actor=actor,
+        told=_print_line if as_json else _print_text,
+    )
+    with _stopped_by_signals(bell), _listening(project, watcher, bell, listen):
+        watcher.look_at_all()
+        if listen is not None and not bell.stopped():
+            _repair_webhook(project, watcher)
+        watcher.run()
+    watcher.tell("", Kind.STOPPED, why="between two effects; start again to go on")
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(bell: Bell) -> Iterator[None]:
+    """The first signal ends the loop between two effects; a second one ends the process as it always would."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        for name, handler in before.items():
+            signal.signal(name, handler)
+        bell.stop()
+
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _listening(project: Project, watcher: Watcher, bell: Bell, listen: str | None) -> Iterator[None]:
+    if listen is None:
+        yield
+        return
+    from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
+    from onnx_ops.adapters.webhooks.secret import read_secret
+
+    host, port = _address(listen)
+    last = ""
+
+    def refused(why: str) -> None:
+        """Told when the reason changes: whoever can reach the port could fill the log otherwise."""
+        nonlocal last
+        if why != last:
+            last = why
+            watcher.tell("", Kind.DELIVERY_REFUSED, why=why)
+
+    secret = read_secret(project.settings.webhook_secret, os.environ)
+    clock = project.ports.clock
+    with WebhookReceiver(host, port, secret=secret, clock=clock, wake=bell.wake, refused=refused) as receiver:
+        watcher.tell("", Kind.LISTENING, why=receiver.address)
+        yield
+
+
+def _repair_webhook(project: Project, watcher: Watcher) -> None:
+    """Whatever comes of it, the watch goes on: it polls."""
+    from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
+    from onnx_ops.adapters.webhooks.secret import read_secret
+
+    try:
+        secret = read_secret(project.settings.webhook_secret, os.environ)
+        report = MlflowWebhooks(project.settings.tracking_uri).repair(secret)
+    except OnnxOpsError as error:
+        watcher.tell("", Kind.WEBHOOK, why=str(error))
+        return
+    if report is None:
+        watcher.tell("", Kind.WEBHOOK, why="none is installed: `onnx-ops webhooks install --url URL`")
+    elif report.ok:
+        watcher.tell("", Kind.WEBHOOK, did=", ".join(report.did), why=f"{report.url} works")
+    else:
+        watcher.tell("", Kind.WEBHOOK, did=", ".join(report.did), why=f"{report.problem}. {report.remedy}".strip())
+
+
+def _seconds(text: str) -> float:
+    from onnx_ops.spec.quantities import parse_quantity
+
+    try:
+        value = float(parse_quantity(text, "s"))
+    except ValueError as error:
+        raise UserError(str(error), where="--every") from error
+    if not _SHORTEST <= value <= _LONGEST:
+        raise UserError(f"a pass every {text}", where="--every", remedy="Write a duration from 100 ms to 24 h.")
+    return value
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise UserError(f"{text!r} is not HOST:PORT", where="--listen", remedy="For example: --listen 127.0.0.1:8650")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _print_text(report: WatchReport) -> None:
+    name = f"{report.endpoint}: " if report.endpoint else ""
+    kind = "" if report.kind in (Kind.STEP, Kind.WAITING, Kind.REFUSED) else f"{report.kind.value}: "
+    did = f"{report.did}: " if report.did else ""
+    wrong = report.kind in (Kind.TROUBLE, Kind.REFUSED, Kind.REGISTRY_DOWN, Kind.DELIVERY_REFUSED)
+    typer.echo(f"{report.at} {name}{kind}{did}{report.why}", err=wrong)
+
+
+def _print_line(report: WatchReport) -> None:
+    output = sys.__stdout__ or sys.stdout
+    output.write(json.dumps(codec.to_json(report), ensure_ascii=False) + "\n")
+    output.flush()

@@ -1,0 +1,153 @@
+"""The receiver over real HTTP: lost, doubled, reordered, forged, stale and oversize deliveries, and its secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
+from onnx_ops.adapters.webhooks.secret import VARIABLE, make_secret, read_secret
+from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
+from onnx_ops.protocol.delivery import ID, MAX_BODY, SIGNATURE, TIMESTAMP, sign
+from onnx_ops.testing.fakes import FakeClock
+
+SECRET = "a secret of some length"  # noqa: S105 (of a test)
+
+
+@dataclass
+class Listening:
+    url: str
+    clock: FakeClock
+    woken: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def send(
+        self,
+        model: str = "digits",
+        *,
+        delivery: str = "d-1",
+        age: float = 0.0,
+        secret: str = SECRET,
+        body: bytes | None = None,
+    ) -> int:
+        if body is None:
+            body = json.dumps({"data": {"name": model, "alias": "champion-cpu", "version": "666"}}).encode()
+        timestamp = str(int(self.clock.now() - age))
+        signed = {ID: delivery, TIMESTAMP: timestamp, SIGNATURE: sign(secret, delivery, timestamp, body)}
+        return httpx.post(self.url, content=body, headers=signed, timeout=30).status_code
+
+
+@pytest.fixture
+def listening() -> Iterator[Listening]:
+    found = Listening("", FakeClock())
+    with WebhookReceiver(
+        "127.0.0.1", 0, secret=SECRET, clock=found.clock, wake=found.woken.append, refused=found.refused.append
+    ) as receiver:
+        found.url = receiver.address
+        yield found
+
+
+def test_a_delivery_wakes_its_model_once(listening: Listening) -> None:
+    assert [listening.send(), listening.send(), listening.send(delivery="d-2")] == [204, 204, 204]
+    assert listening.woken == ["digits", "digits"]
+
+
+def test_a_forged_delivery_wakes_nobody_and_spends_no_id(listening: Listening) -> None:
+    assert listening.send(secret="guessed, and wrong") == 401  # noqa: S106 (of a test)
+    assert listening.woken == []
+    assert listening.send() == 204
+    assert listening.woken == ["digits"]
+
+
+def test_a_replay_is_refused_once_it_is_old_and_unheard_while_it_is_young(listening: Listening) -> None:
+    assert listening.send() == 204
+    assert listening.send(age=0) == 204
+    listening.clock.advance(301)
+    assert listening.send(age=301) == 400
+    assert listening.woken == ["digits"]
+    assert listening.refused == ["the delivery is more than 300 s old, or from the future"]
+
+
+def test_an_oversize_body_is_not_read_to_its_end(listening: Listening) -> None:
+    assert listening.send(body=b"x" * (MAX_BODY + 1)) == 413
+    assert listening.send(body=b"x" * (20 * MAX_BODY)) == 413
+    assert listening.woken == []
+
+
+def test_signed_nonsense_is_the_senders_fault_and_not_tried_again(listening: Listening) -> None:
+    assert listening.send(body=b"{}") == 400
+    assert listening.woken == []
+
+
+def test_nothing_else_is_served(listening: Listening) -> None:
+    base = listening.url.removesuffix("/webhooks/mlflow")
+    assert httpx.get(listening.url).status_code == 405
+    assert [httpx.post(f"{base}{path}").status_code for path in ("/", "/docs", "/webhooks")] == [404, 404, 404]
+
+
+def test_many_at_once(listening: Listening) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        statuses = list(pool.map(lambda number: listening.send(f"m-{number}", delivery=f"d-{number // 2}"), range(40)))
+    assert set(statuses) == {204}
+    assert len(listening.woken) == 20
+
+
+def test_a_sender_that_hangs_up_or_says_nothing_stops_nobody(listening: Listening) -> None:
+    host, port = httpx.URL(listening.url).host, httpx.URL(listening.url).port
+    assert port is not None
+    silent = socket.create_connection((host, port))
+    half = socket.create_connection((host, port))
+    half.sendall(b"POST /webhooks/mlflow HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nab")
+    half.close()
+    assert listening.send() == 204
+    silent.close()
+    assert listening.woken == ["digits"]
+
+
+def test_the_answer_says_nothing_of_the_secret(listening: Listening) -> None:
+    answer = httpx.post(listening.url, content=b"{}", headers={SIGNATURE: "v1,AAAA"})
+    assert answer.status_code == 401
+    assert SECRET not in answer.text + str(answer.headers)
+
+
+def test_an_address_that_is_taken(listening: Listening) -> None:
+    port = httpx.URL(listening.url).port
+    assert port is not None
+    with pytest.raises(ServiceUnavailable, match="cannot listen"):
+        WebhookReceiver("127.0.0.1", port, secret=SECRET, clock=FakeClock(), wake=print, refused=print)
+
+
+def test_a_new_secret_is_the_owners_alone_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "webhook.secret"
+    secret = make_secret(path, {})
+    assert len(secret) >= 32
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert make_secret(path, {}) == read_secret(path, {}) == secret
+    assert [entry.name for entry in path.parent.iterdir()] == ["webhook.secret"]
+    assert read_secret(path, {VARIABLE: "from the environment"}) == "from the environment"
+
+
+def test_two_that_make_a_secret_at_once_get_the_same(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        secrets = set(pool.map(lambda _: make_secret(tmp_path / "webhook.secret", {}), range(16)))
+    assert len(secrets) == 1
+
+
+def test_secrets_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "webhook.secret"
+    with pytest.raises(NotFound, match="webhooks install"):
+        read_secret(path, {})
+    with pytest.raises(UserError, match="shorter than 16"):
+        read_secret(path, {VARIABLE: "short"})
+    make_secret(path, {})
+    os.chmod(path, 0o644)
+    with pytest.raises(Refused, match="read by others"):
+        read_secret(path, {})

@@ -1,0 +1,193 @@
+"""`reconcile --watch` and `webhooks` as processes, on a real MLflow server with real webhooks and a real endpoint."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography.fernet import Fernet
+from watch_parts import CHALLENGER, CHAMPION, Site, until, watching
+
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
+from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
+from onnx_ops.adapters.webhooks.secret import read_secret
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, sign
+from onnx_ops.testing.mlflow_server import free_port, mlflow_server
+
+pytestmark = pytest.mark.services
+
+OPEN = {"MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true"}
+SECRET = "a secret of some length"  # noqa: S105 (of a test)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    key = {"MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": Fernet.generate_key().decode(), "MLFLOW_WEBHOOK_CACHE_TTL": "1"}
+    with mlflow_server(tmp_path_factory.mktemp("mlflow"), environ=OPEN | key) as url:
+        yield url
+
+
+@pytest.fixture
+def site(server: str, tmp_path: Path) -> Iterator[Site]:
+    found = Site(tmp_path / "".join(c for c in tmp_path.name if c.isalnum()), server)
+    yield found
+    found.stop_endpoint()
+    MlflowWebhooks(server).remove()
+
+
+def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> None:
+    """Passes are an hour apart, so that what happens is what webhooks have asked for."""
+    registry, port = site.ports.registry(), free_port()
+    url = f"http://127.0.0.1:{port}/webhooks/mlflow"
+    site.publish("a")
+    site.publish("b")
+    site.publish("bad", Verdict.FAIL)
+    site.bind()
+    done = site.command("webhooks", "install", "--url", url, "--json")
+    assert (done.returncode, json.loads(done.stdout)["did"]) == (4, ["created"])
+    with watching(site, "--every", "1h", "--listen", f"127.0.0.1:{port}") as watch:
+        until(lambda: "webhook" in watch.kinds(), "a word about the webhook")
+        assert "works" in next(r["why"] for r in watch.reports if r["kind"] == "webhook")
+        findings = {finding["check"]: finding for finding in json.loads(site.command("doctor", "--json").stdout)}
+        assert findings["webhook"]["ok"]
+        assert findings["webhook"]["found"] == f"{url}: 4 of 4 test deliveries arrived"
+        registry.set_alias(site.model, CHALLENGER, "1")
+        until(lambda: registry.aliases(site.model) == {CHAMPION: "1"}, "the first deployment")
+        registry.set_alias(site.model, CHALLENGER, "2")
+        until(lambda: registry.aliases(site.model).get(CHAMPION) == "2", "the second release")
+        for alias in (CHALLENGER, CHAMPION):
+            registry.set_alias(site.model, alias, "3")
+            until(lambda alias=alias: f"refused {alias} 3" in site.done(), f"the refusal of {alias}")
+        assert (
+            "its gates on cpu-1t ended fail" in registry.version(site.model, "3").tags[f"onnxops.rejected.{CHAMPION}"]
+        )
+        assert {k: v for k, v in registry.aliases(site.model).items() if v == "3"} == {}
+        assert "refused" in watch.kinds()
+        assert watch.end(signal.SIGTERM) == 0
+        assert watch.kinds()[-1] == "stopped"
+    assert site.traffic() == {"v2": 100, "v1": 0}
+    assert site.ever_deployed() == {"1", "2"}
+    assert site.done() == ["first-deployment", "finish", f"refused {CHALLENGER} 3", f"refused {CHAMPION} 3"]
+    secret = read_secret(site.settings.webhook_secret, {})
+    assert all(secret not in text for text in (done.stdout, (site.folder / "watch.log").read_text()))
+    assert secret not in json.dumps(watch.reports)
+
+
+def test_false_deliveries_deploy_nothing(site: Site) -> None:
+    """Forged, stale, doubled and reordered ones, and ones that claim what is not so."""
+    site.publish("a")
+    site.publish("b")
+    site.bind()
+    registry, port = site.ports.registry(), free_port()
+    registry.set_alias(site.model, CHALLENGER, "1")
+    site.settings.webhook_secret.write_text(SECRET)
+    site.settings.webhook_secret.chmod(0o600)
+    now = site.ports.clock.now()
+
+    def send(version: str, delivery: str, *, age: float = 0.0, secret: str = SECRET, size: int = 0) -> int:
+        data = {"name": site.model, "alias": CHALLENGER, "version": version, "fill": "x" * size}
+        body = json.dumps({"entity": "model_version_alias", "action": "created", "data": data}).encode()
+        timestamp = str(int(now - age))
+        signed = {ID: delivery, TIMESTAMP: timestamp, SIGNATURE: sign(secret, delivery, timestamp, body)}
+        return httpx.post(f"http://127.0.0.1:{port}/webhooks/mlflow", content=body, headers=signed).status_code
+
+    with watching(site, "--every", "1h", "--listen", f"127.0.0.1:{port}") as watch:
+        until(lambda: site.done() == ["first-deployment"], "the first deployment")
+        until(lambda: "webhook" in watch.kinds(), "a word about the webhook")
+        assert send("2", "forged", secret="another secret of length") == 401  # noqa: S106 (of a test)
+        assert send("2", "stale", age=400) == 400
+        assert send("2", "large", size=300_000) == 413
+        for version, delivery in (
+            ("2", "second"),
+            ("1", "first"),
+            ("2", "second"),
+            ("2", "claimed"),
+            ("99", "nowhere"),
+        ):
+            assert send(version, delivery) == 204
+        until(lambda: watch.kinds().count("woken") >= 1, "a wake-up")
+        registry.set_alias(site.model, CHALLENGER, "2")
+        assert send("1", "late") == 204
+        until(lambda: site.done() == ["first-deployment", "finish"], "what the registry says")
+        assert watch.end(signal.SIGINT) == 0
+    assert site.traffic() == {"v2": 100, "v1": 0}
+    assert watch.kinds().count("delivery-refused") == 3
+
+
+def test_with_all_webhooks_lost_and_the_reconciler_killed_it_converges_by_polling(site: Site) -> None:
+    site.publish("a")
+    site.publish("b")
+    site.bind()
+    registry = site.ports.registry()
+    registry.set_alias(site.model, CHALLENGER, "1")
+    with watching(site, "--every", "200 ms") as watch:
+        until(lambda: site.done() == ["first-deployment"], "the first deployment")
+        assert watch.end(signal.SIGKILL) == -signal.SIGKILL
+    site.stop_endpoint()
+    assert site.traffic() == {}
+    registry.set_alias(site.model, CHALLENGER, "2")
+    with watching(site, "--every", "200 ms") as watch:
+        until(lambda: registry.aliases(site.model).get(CHAMPION) == "2", "the second release")
+        until(lambda: watch.kinds()[-1] == "waiting", "rest")
+        assert watch.end(signal.SIGTERM) == 0
+    assert site.traffic() == {"v2": 100, "v1": 0}
+    assert site.done() == ["first-deployment", "restore", "finish"]
+
+
+def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -> None:
+    ours, woken, refused = MlflowWebhooks(server, "tested"), list[str](), list[str]()
+    client = ours._mlflow._client
+    clock = SystemClock()
+    with WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=clock, wake=woken.append, refused=refused.append) as it:
+        url = it.address
+        with pytest.raises(NotFound, match="no webhook is installed"):
+            ours.check()
+        assert ours.repair(SECRET) is None
+        assert (ours.install(url, SECRET).did, ours.install(url, SECRET).did) == (("created",), ())
+        assert len([w for w in client.list_webhooks() if w.name == "tested"]) == 1
+        assert ours.check().ok
+        assert woken
+        (webhook,) = [w for w in client.list_webhooks() if w.name == "tested"]
+        client.update_webhook(webhook.webhook_id, status="DISABLED", events=["registered_model.created"])
+        assert ours.check().problem == "wrong: events, disabled"
+        repaired = ours.repair(SECRET)
+        assert repaired is not None
+        assert (repaired.did, repaired.ok) == (("events", "disabled"), True)
+        client.update_webhook(webhook.webhook_id, secret="another secret of length")  # noqa: S106 (of a test)
+        assert "401" in ours.check().problem
+        assert "another secret" in ours.check().remedy
+        repaired = ours.repair(SECRET)
+        assert repaired is not None
+        assert repaired.ok
+        client.create_webhook("tested", f"{url}2", ["registered_model.created"])
+        assert ours.install(url, SECRET).did == ("removed a double",)
+    assert ours.remove()
+    assert not ours.remove()
+
+
+def test_a_closed_server_says_what_to_open(tmp_path: Path) -> None:
+    """And one that has lost its key, or never had one but its own, cannot read its webhooks."""
+    with WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print) as receiver:
+        with mlflow_server(tmp_path) as url:
+            ours = MlflowWebhooks(url)
+            with pytest.raises(UserError, match="MLFLOW_WEBHOOK_ALLOWED_SCHEMES"):
+                ours.install(receiver.address, SECRET)
+            with pytest.raises(UserError, match="MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS"):
+                ours.install(receiver.address.replace("http:", "https:"), SECRET)
+        with mlflow_server(tmp_path, environ=OPEN) as url:
+            assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
+        unread = pytest.raises(ServiceUnavailable, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY")
+        with mlflow_server(tmp_path, environ=OPEN) as url, unread:
+            MlflowWebhooks(url).check()
+
+
+def test_a_database_sends_no_webhooks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="webhooks need an MLflow server"):
+        MlflowWebhooks(f"sqlite:///{tmp_path}/mlflow.db")

@@ -1,0 +1,157 @@
+"""A project on a real MLflow server, with a real local endpoint, and `onnx-ops reconcile --watch` as a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.gate import SignedDecision, Verdict
+from onnx_ops.domain.ledger import Intent, Outcome, RefusedVersion
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.operations.promote import configure
+from onnx_ops.ports import Ports
+from onnx_ops.settings import load_settings
+from onnx_ops.testing.registries import publication
+from onnx_ops.wiring import connect
+
+ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
+TARGET = "cpu-1t"
+CHAMPION, CHALLENGER = f"champion-{TARGET}", f"challenger-{TARGET}"
+
+
+class Site:
+    """One project; `model` and endpoint have its folder's name, as all projects of a test run share an MLflow."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        self.model = self.endpoint = f"linear-{folder.name}"[:40]
+        folder.mkdir(exist_ok=True)
+        (folder / "onnx-ops.toml").write_text(f'tracking_uri = "{url}"\n', encoding="utf-8")
+        self.settings = load_settings(folder, {})
+        self.ports: Ports = connect(self.settings)
+
+    def bind(self) -> None:
+        config = EndpointConfig(
+            endpoint=self.endpoint,
+            provider="local",
+            model=self.model,
+            target=TARGET,
+            target_digest=digest_bytes(TARGET.encode()),
+            pipeline="linear",
+        )
+        configure(self.ports, config, RolloutPolicy())
+
+    def publish(self, seed: str, verdict: Verdict = Verdict.PASS) -> str:
+        """A version with a decision that this project's key has signed."""
+        release = publication(self.folder / "built", model=self.model, seed=seed, verdict=verdict, target=TARGET)
+        (variant,) = release.variants
+        record, signer = variant.signed[TARGET].record, self.ports.signer()
+        assert signer is not None
+        signed = SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
+        variant = dataclasses.replace(variant, signed={TARGET: signed})
+        return self.ports.registry().publish(dataclasses.replace(release, variants=(variant,)))["fp32"]
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [ONNX_OPS, *arguments],
+            cwd=self.folder,
+            env=self.environ(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    def environ(self) -> Mapping[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("ONNX_OPS_", "MLFLOW_"))}
+        return {**kept, "ONNX_OPS_ACTOR": "watcher"}
+
+    def traffic(self) -> Mapping[str, int]:
+        config = next(e.body.config for e in self.ports.ledger.read(self.endpoint) if e.body.kind == "configured")
+        found = self.ports.provider("local").observe(config)
+        return {} if found is None else dict(found.split.weights)
+
+    def ever_deployed(self) -> set[str]:
+        """Every version that any intent would have given traffic."""
+        bodies = [entry.body for entry in self.ports.ledger.read(self.endpoint)]
+        return {d.version for body in bodies if isinstance(body, Intent) for d in body.action.state.deployments}
+
+    def done(self) -> list[str]:
+        """Kinds of the actions that have ended well, and refusals, in order."""
+        entries = self.ports.ledger.read(self.endpoint)
+        ended = {entry.body.of for entry in entries if isinstance(entry.body, Outcome) and entry.body.ok}
+        told = []
+        for entry in entries:
+            if entry.sequence in ended and isinstance(entry.body, Intent):
+                told.append(str(entry.body.action.kind.value))
+            elif entry.sequence in ended and isinstance(entry.body, RefusedVersion):
+                told.append(f"refused {entry.body.alias} {entry.body.version}")
+        return told
+
+    def stop_endpoint(self) -> None:
+        from onnx_ops.adapters.endpoints.server_process import ServerProcess
+
+        folder = self.settings.endpoints
+        for endpoint in folder.iterdir() if folder.is_dir() else ():
+            ServerProcess(endpoint, sys.executable).stop()
+
+
+class Watching:
+    """The process and the reports it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.reports: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.reports.append(json.loads(line))
+
+    def kinds(self) -> list[str]:
+        return [report["kind"] for report in self.reports]
+
+    def end(self, signal_number: int) -> int:
+        self.process.send_signal(signal_number)
+        status = self.process.wait(timeout=60)
+        self._reader.join(timeout=60)
+        return status
+
+
+@contextmanager
+def watching(site: Site, *arguments: str) -> Iterator[Watching]:
+    command = [ONNX_OPS, "reconcile", "--watch", "--json", *arguments]
+    with (site.folder / "watch.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, cwd=site.folder, env=site.environ(), stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        yield Watching(process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(timeout=60)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+    """Wait for something to become true; the time is a limit of patience, not a measurement."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true"
+        time.sleep(0.05)

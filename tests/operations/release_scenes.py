@@ -1,0 +1,101 @@
+"""Moments in the life of an endpoint at which a reconciler has something to do, and what must be true in the end."""
+
+from __future__ import annotations
+
+from release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects
+
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.rollout import DAY, Word
+
+
+def serving(*seeds: str) -> Scene:
+    scene = Scene()
+    scene.bind()
+    for seed in seeds:
+        scene.serve(scene.publish(seed))
+    return scene
+
+
+def on_trial(*words: Word) -> Scene:
+    """Version 2 in the place of 1, and version 3 on trial."""
+    scene = serving("a", "b")
+    scene.bind(policy=CANARY)
+    scene.promote(scene.publish("c"))
+    scene.settle()
+    for word in words:
+        scene.say(word)
+        scene.settle()
+    return scene
+
+
+def with_candidate(scene: Scene, **options: Verdict) -> Scene:
+    scene.publish("new", **options)
+    return scene
+
+
+def pair() -> Scene:
+    """Two endpoints on version 1; the first has followed to version 2, which the second has not seen yet."""
+    scene = Scene()
+    scene.bind("digits-a")
+    scene.bind("digits-b")
+    scene.promote(scene.publish("a"))
+    scene.settle_all()
+    scene.promote(scene.publish("b"))
+    scene.settle("digits-a")
+    return scene
+
+
+def withdrawn() -> Scene:
+    scene = on_trial()
+    scene.world.registry.delete_alias(MODEL, CHALLENGER)
+    return scene
+
+
+def misled(alias: str) -> Scene:
+    scene = with_candidate(serving("a"), verdict=Verdict.FAIL)
+    scene.set_alias(alias, "2")
+    return scene
+
+
+def rolled_back_alone() -> Scene:
+    scene = serving("a", "b")
+    scene.world.registry.down = True
+    scene.roll_back()
+    scene.world.registry.down = False
+    return scene
+
+
+def past_its_time() -> Scene:
+    scene = serving("a", "b")
+    scene.world.clock.advance(DAY)
+    return scene
+
+
+def lost() -> Scene:
+    scene = on_trial()
+    scene.world.provider.interfere("digits", None)
+    return scene
+
+
+def moved_by_hand() -> Scene:
+    scene = with_candidate(serving("a"))
+    scene.set_alias(CHAMPION, "2")
+    return scene
+
+
+def end_of(scene: Scene) -> dict[str, object]:
+    """Everything that must be the same whatever happened on the way."""
+    names = scene.world.ledger.endpoints()
+    states = {name: scene.state(name) for name in names}
+    return {
+        "aliases": scene.aliases(),
+        "roles": {name: state.roles for name, state in states.items()},
+        "owed": {name: state.pending_aliases for name, state in states.items()},
+        "told": {name: state.aliases for name, state in states.items()},
+        "rejected": {name: state.rejected for name, state in states.items()},
+        "word": {name: state.word for name, state in states.items()},
+        "open": {name: state.open_intent for name, state in states.items()},
+        "effects": {name: effects(scene.world.ledger.read(name)) for name in names},
+        "traffic": {name: scene.traffic(name) for name in names},
+        "changes": [(name, state.split.weights) for name, state in scene.world.provider.applied],
+    }
