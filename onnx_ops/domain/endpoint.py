@@ -13,7 +13,8 @@ class Deployment:
     """One model version that can run behind an endpoint. `location` is where its verified files stand.
 
     `batchable` says that the evidence shows each row's answer to be independent of the rows beside it, so that a server
-    may run requests of several clients together.
+    may run requests of several clients together. `evidence` is the digest of what it was approved on; empty where a
+    person overrode that.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Deployment:
     manifest: Digest
     location: str
     batchable: bool = False
+    evidence: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +69,12 @@ class EndpointState:
         return _effect(self) == _effect(other)
 
 
-def _effect(state: EndpointState) -> Mapping[str, tuple[Digest, bool, int, int]]:
+def _effect(state: EndpointState) -> tuple[object, ...]:
     weights, shadow = state.split.weights, state.split.shadow
-    return {d.name: (d.manifest, d.batchable, weights.get(d.name, 0), shadow.get(d.name, 0)) for d in state.deployments}
+    per_name = {
+        d.name: (d.manifest, d.batchable, weights.get(d.name, 0), shadow.get(d.name, 0)) for d in state.deployments
+    }
+    return per_name, state.split.shadow_tolerance if any(shadow.values()) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

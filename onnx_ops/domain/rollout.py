@@ -89,11 +89,16 @@ def alias(role: str, target: str) -> str:
 
 
 def split_state(
-    stable: Deployment | None, candidate: Deployment | None, percent: int, *extra: Deployment, copied: int = 0
+    stable: Deployment | None,
+    candidate: Deployment | None,
+    percent: int,
+    *extra: Deployment,
+    copied: int = 0,
+    tolerance: float | None = None,
 ) -> EndpointState:
     """The state in which `candidate` receives `percent` of the traffic and `stable` the rest.
 
-    `copied` is the percentage of requests of which the candidate gets a copy.
+    `copied` is the percentage of requests of which the candidate gets a copy, whose answers may be off by `tolerance`.
 
     Raises:
         ValueError: the only deployment present would not receive all traffic.
@@ -109,6 +114,8 @@ def split_state(
         weights.setdefault(deployment.name, 0)
     shadow = {candidate.name: copied} if candidate is not None and copied else {}
     split = TrafficSplit(weights=weights, shadow=shadow)
+    if shadow and tolerance is not None:
+        split = replace(split, shadow_tolerance=tolerance)
     return EndpointState(deployments=tuple(deployments.values()), split=split)
 
 
@@ -238,7 +245,14 @@ def _believed(roles: Roles, policy: RolloutPolicy) -> EndpointState:
     if roles.candidate is None:
         return split_state(roles.stable, None, 0, *kept)
     step = _step(policy, roles.step)
-    return split_state(roles.stable, roles.candidate, step.percent, *kept, copied=step.copied)
+    return _trial_state(roles.stable, roles.candidate, step, policy, *kept)
+
+
+def _trial_state(
+    stable: Deployment | None, candidate: Deployment, step: PlannedStep, policy: RolloutPolicy, *kept: Deployment
+) -> EndpointState:
+    tolerance = None if policy.shadow is None else policy.shadow.tolerance
+    return split_state(stable, candidate, step.percent, *kept, copied=step.copied, tolerance=tolerance)
 
 
 def _step(policy: RolloutPolicy, index: int) -> PlannedStep:
@@ -270,7 +284,7 @@ def _move(
     share = f"a copy of {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
     return Action(
         kind=kind,
-        state=split_state(stable, candidate, step.percent, copied=step.copied),
+        state=_trial_state(stable, candidate, step, policy),
         roles=replace(roles, step=index),
         why=f"step {index + 1} of {len(policy.planned())}: {share} to {candidate.name}{because}",
     )

@@ -25,12 +25,14 @@ class Thresholds:
 class Tally:
     """Requests that one deployment answered, and how many of them were something.
 
-    `errors` are the server's own failures, not a client's wrong requests. `over_p50` and `over_p99` took longer than
-    the thresholds; None where the source cannot tell. `outcomes` are reports of clients, of which `successes` good.
+    `errors` are the server's own failures; `refused` are requests that it did not take, which is the client's fault
+    unless the other version takes them. `over_p50` and `over_p99` took longer than the thresholds; None where the
+    source cannot tell. `outcomes` are reports of clients, of which `successes` good.
     """
 
     requests: int = 0
     errors: int = 0
+    refused: int = 0
     over_p50: int | None = None
     over_p99: int | None = None
     outcomes: int = 0
@@ -41,6 +43,7 @@ class Tally:
         found = Tally(
             requests=self.requests - before.requests,
             errors=self.errors - before.errors,
+            refused=self.refused - before.refused,
             over_p50=_less(self.over_p50, before.over_p50),
             over_p99=_less(self.over_p99, before.over_p99),
             outcomes=self.outcomes - before.outcomes,
@@ -51,8 +54,14 @@ class Tally:
     @property
     def sound(self) -> bool:
         """Whether these are counts of requests at all."""
-        of_requests = (self.errors, self.over_p50 or 0, self.over_p99 or 0)
-        return all(0 <= n <= self.requests for n in of_requests) and 0 <= self.successes <= self.outcomes
+        of_requests = (self.failed, self.over_p50 or 0, self.over_p99 or 0)
+        whole = min(self.errors, self.refused) >= 0 and all(0 <= n <= self.requests for n in of_requests)
+        return whole and 0 <= self.successes <= self.outcomes
+
+    @property
+    def failed(self) -> int:
+        """What two versions are compared by: clients are wrong with both alike."""
+        return self.errors + self.refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,12 +37,12 @@ def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Dig
     return about
 
 
-def materialise(ports: Ports, record: VersionRecord, *, batchable: bool) -> Deployment:
+def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | None) -> Deployment:
     """The version's files, verified against its manifest, where an endpoint can load them.
 
     Args:
         record: the version.
-        batchable: as its signed decision says; False where there is none that counts.
+        decision: what it was approved on; None where a person overrode that.
 
     Raises:
         DigestMismatch: what the registry holds is not what was registered.
@@ -67,5 +67,6 @@ def materialise(ports: Ports, record: VersionRecord, *, batchable: bool) -> Depl
         release=record.release,
         manifest=record.manifest,
         location=location,
-        batchable=batchable,
+        batchable=decision is not None and decision.batchable,
+        evidence=None if decision is None else decision.evidence,
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.gate import DecisionRecord
 from onnx_ops.domain.ledger import Override, RefusedVersion, ReleaseState
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
@@ -97,7 +98,7 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
     ports, state, config = journal.ports, journal.state, journal.config
     try:
         record = ports.registry().version(config.model, version)
-        return Desired(wanted=materialise(ports, record, batchable=_batchable(journal, record)))
+        return Desired(wanted=materialise(ports, record, _decision(journal, record)))
     except (Refused, NotFound) as error:
         champion = alias("champion", config.target)
         restored = state.aliases.get(champion) if name == champion else None
@@ -105,8 +106,8 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
         return Desired(wanted=None, refused=refused)
 
 
-def _batchable(journal: Journal, record: VersionRecord) -> bool:
-    """Whether the version's answers do not depend on the rows beside them; False where no decision says it.
+def _decision(journal: Journal, record: VersionRecord) -> DecisionRecord | None:
+    """What lets the version serve; None where a person overrode that.
 
     Raises:
         Refused: the version may not serve.
@@ -119,12 +120,12 @@ def _batchable(journal: Journal, record: VersionRecord) -> bool:
         return _approved(journal, record)
 
 
-def _approved(journal: Journal, record: VersionRecord) -> bool:
+def _approved(journal: Journal, record: VersionRecord) -> DecisionRecord | None:
     refuse_rejected(journal.state, record)
     if record.release in journal.state.overridden:
-        return False
+        return None
     config = journal.config
-    return approve(journal.ports, record, config.target, config.target_digest).batchable
+    return approve(journal.ports, record, config.target, config.target_digest)
 
 
 def _take_override(journal: Journal, record: VersionRecord) -> bool:

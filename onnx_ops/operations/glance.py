@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, fold
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailable
 from onnx_ops.operations.reconcile import StepReport, settle
-from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Ports, Registry
+from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, ModelFiles, Ports, Registry
 
 
 class _SomethingToDo(Exception):
@@ -47,6 +47,7 @@ class Glance:
             files=cast("ModelFiles", _Look(ports.files)),
             registry=lambda: self._unless_down(lambda: cast("Registry", _Aliases(self._seen()))),
             provider=lambda name: cast("EndpointProvider", _Look(ports.provider(name), "observe")),
+            metrics=lambda config: cast("MetricsSource", _Look(ports.metrics(config), "read")),
         )
 
     def state(self, endpoint: str) -> ReleaseState:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onnx_ops.domain.ledger import RefusedVersion
-from onnx_ops.domain.rollout import Action, ActionKind, next_action
+from onnx_ops.domain.rollout import Action, ActionKind
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import Desired, desired
 from onnx_ops.operations.journal import Journal, pinned
 from onnx_ops.operations.mirror import conclude_refusal, put_back, show_entries, take_note, write_owed_aliases
+from onnx_ops.operations.observe import look, next_move, write_down
 from onnx_ops.ports import Ports
 
 MAX_STEPS = 20
@@ -94,17 +95,11 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
             return report
     except (EnvironmentFailure, Refused) as error:
         unwritten = error
-    action = next_action(
-        wanted=wish.wanted,
-        actual=ports.provider(config.provider).observe(config),
-        roles=journal.state.roles,
-        policy=journal.state.policy,
-        target=config.target,
-        word=journal.state.word,
-        now=ports.clock.now(),
-    )
+    seen = look(journal)
+    action = next_move(journal, wish, ports.provider(config.provider).observe(config), seen)
     if unwritten is not None and not (isinstance(action, Action) and action.kind is ActionKind.RESTORE):
         raise unwritten
+    write_down(journal, seen, action)
     if not isinstance(action, Action):
         return StepReport(endpoint=endpoint, did="", why=action.why, settled=True, registry_down=wish.unreachable)
     journal.perform(pinned(ports, config, action) if action.kind is ActionKind.ABORT else action)

@@ -148,6 +148,10 @@ class EndpointProvider(Protocol):
         """Where clients call it, if it exists."""
         ...
 
+    def metrics(self) -> MetricsSource:
+        """Where this provider's endpoints are counted if nothing else is said."""
+        ...
+
     def remove(self, config: EndpointConfig) -> None:
         """End the endpoint and let go of what it served. Removing one that does not exist is no error.
 
@@ -182,7 +186,7 @@ class MetricsSource(Protocol):
         """What was counted of these deployments until now, all at the same moment.
 
         Counts only grow while `Reading.origin` stays the same; a source whose counters began anew says so by another
-        origin. Requests that a client got wrong are no errors. What it cannot tell is None.
+        origin. What it cannot tell is None.
 
         Raises:
             ServiceUnavailable: the source does not answer; a driver then waits.

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.ports.models import DataSource, Exporter, Optimizer, Runtime
-from onnx_ops.ports.release import EndpointProvider, Ledger, ModelFiles, Registry
+from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Host
 from onnx_ops.ports.store import Signer, Store, Verifier
 
@@ -30,6 +31,7 @@ class Ports:
     verifier: Callable[[], Verifier]
     signer: Callable[[], Signer | None]
     provider: Callable[[str], EndpointProvider]
+    metrics: Callable[[EndpointConfig], MetricsSource]
     exporter: Callable[[str], Exporter]
     optimizer: Callable[[str], Optimizer]
     runtime: Callable[[str], Runtime]

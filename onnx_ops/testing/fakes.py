@@ -7,7 +7,7 @@ new ports over the same fakes to play a process that was killed and started agai
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +20,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VariantRecord, VersionRecord
+from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.errors import (
     Conflict,
     DigestMismatch,
@@ -250,6 +251,7 @@ class FakeProvider:
     def __init__(self) -> None:
         self.down = False
         self.applied: list[tuple[str, EndpointState]] = []
+        self.counted = FakeMetrics()
         self._states: dict[str, EndpointState] = {}
         self._generations: dict[str, int] = {}
 
@@ -277,6 +279,9 @@ class FakeProvider:
     def address(self, config: EndpointConfig) -> str | None:
         return f"memory:{config.endpoint}" if config.endpoint in self._states else None
 
+    def metrics(self) -> FakeMetrics:
+        return self.counted
+
     def remove(self, config: EndpointConfig) -> None:
         if self.down:
             raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
@@ -288,6 +293,42 @@ class FakeProvider:
         self._states.pop(endpoint, None)
         if state is not None:
             self._states[endpoint] = state
+
+
+class FakeMetrics:
+    """Counts that a test writes. While `down`, they cannot be read; `clock` says when they were."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self.clock = FakeClock()
+        self.origin = "first"
+        self.tallies: dict[str, Tally] = {}
+        self.shadow = ShadowTally()
+        self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = ((0.001, 0.002), (500, 490, 10))
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({"exceedances", "shadow", "outcomes"})
+
+    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+        del deployment
+        self._answer(config)
+        return self.histogram
+
+    def read(self, config: EndpointConfig, deployments: Sequence[str], thresholds: Thresholds | None) -> Reading:
+        del thresholds
+        self._answer(config)
+        ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
+        return Reading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow)
+
+    def count(self, deployment: str, **more: int) -> None:
+        """So many more requests of a deployment, and of them so many errors, and so on."""
+        before = self.tallies.get(deployment, Tally(over_p50=0, over_p99=0))
+        added = {name: (getattr(before, name) or 0) + number for name, number in more.items()}
+        self.tallies[deployment] = replace(before, **added)
+
+    def _answer(self, config: EndpointConfig) -> None:
+        if self.down:
+            raise ServiceUnavailable("the metrics do not answer", where=config.endpoint)
 
 
 class FakeModelFiles:
@@ -326,6 +367,7 @@ class FakeWorld:
 
     def __post_init__(self) -> None:
         self.registry.clock = self.clock
+        self.provider.counted.clock = self.clock
 
     def ports(self, process: str = "process-1", root: Path = Path()) -> Ports:
         """The ports of a process. Those that only stages ask for are missing."""
@@ -340,6 +382,7 @@ class FakeWorld:
             verifier=lambda: self.signer,
             signer=lambda: self.signer,
             provider=lambda _: self.provider,
+            metrics=lambda _: self.provider.metrics(),
             exporter=_missing,
             optimizer=_missing,
             runtime=_missing,

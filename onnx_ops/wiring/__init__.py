@@ -15,7 +15,7 @@ from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.errors import UserError
-from onnx_ops.ports import Ports, Registry, Signer, Verifier
+from onnx_ops.ports import EndpointProvider, Ports, Registry, Signer, Verifier
 from onnx_ops.settings import Settings
 
 T = TypeVar("T")
@@ -25,6 +25,9 @@ KEY_FILE_REMEDY = "Make one with `openssl genpkey -algorithm ed25519`, mode 0600
 
 def connect(settings: Settings) -> Ports:
     """The outside world as the settings describe it. Touches nothing until it is used."""
+    provider: Callable[[str], EndpointProvider] = functools.cache(
+        lambda name: plugins.load("endpoints", name, settings.endpoints)
+    )
     return Ports(
         root=settings.root,
         store=ContentStore(open_objects(settings.store), settings.state / "cache"),
@@ -35,7 +38,8 @@ def connect(settings: Settings) -> Ports:
         registry=_once(lambda: _registry(settings)),
         verifier=_once(lambda: _verifier(settings)),
         signer=_once(lambda: _signer(settings)),
-        provider=functools.cache(lambda name: plugins.load("endpoints", name, settings.endpoints)),
+        provider=provider,
+        metrics=lambda config: provider(config.provider).metrics(),
         exporter=functools.cache(lambda name: plugins.load("exporters", name)),
         optimizer=functools.cache(lambda name: plugins.load("optimizers", name)),
         runtime=functools.cache(lambda name: plugins.load("runtimes", name)),

@@ -12,11 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import codec
+from onnx_ops.adapters.endpoints.server_metrics import ServerMetrics
 from onnx_ops.adapters.endpoints.server_process import APPLY_LOCK, LOG_FILE, ServerProcess
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
-from onnx_ops.protocol.admin import AUDIT_FILE, AdminState, ServerRecord, error_from_bytes, read_message
+from onnx_ops.protocol.admin import (
+    AUDIT_FILE,
+    COUNTS_PATH,
+    AdminState,
+    Counts,
+    ServerRecord,
+    error_from_bytes,
+    read_message,
+)
 from onnx_ops.protocol.options import ServerOptions, options_of
 
 _LOOPBACK = "127.0.0.1"
@@ -45,7 +54,25 @@ class LocalEndpoints:
         self._python = python
 
     def capabilities(self) -> frozenset[str]:
-        return frozenset({"split", "sticky"})
+        return frozenset({"split", "sticky"}) | self.metrics().capabilities()
+
+    def metrics(self) -> ServerMetrics:
+        return ServerMetrics(self.counts)
+
+    def counts(self, config: EndpointConfig) -> Counts:
+        """What the running server has counted.
+
+        Raises:
+            ServiceUnavailable: none runs, or it does not answer.
+        """
+        server = self._server(config)
+        record = server.record()
+        if record is None:
+            raise ServiceUnavailable("the endpoint's server does not run", where=config.endpoint)
+        status, body = server.ask(record, "GET", path=COUNTS_PATH, timeout_s=_OBSERVE_S)
+        if status != 200:
+            raise error_from_bytes(body)
+        return read_message(body, Counts)
 
     def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
         _port_of(settings)

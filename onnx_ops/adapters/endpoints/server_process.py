@@ -130,9 +130,15 @@ class ServerProcess:
         return True
 
     def ask(
-        self, record: ServerRecord, method: str, body: bytes | None = None, *, timeout_s: float
+        self,
+        record: ServerRecord,
+        method: str,
+        body: bytes | None = None,
+        *,
+        path: str = STATE_PATH,
+        timeout_s: float,
     ) -> tuple[int, bytes]:
-        """Status and body of the server's answer on its state.
+        """Status and body of the server's answer to an admin request.
 
         Raises:
             ServiceUnavailable: it does not answer.
@@ -141,7 +147,7 @@ class ServerProcess:
         try:
             token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            connection.request(method, STATE_PATH, body, headers)
+            connection.request(method, path, body, headers)
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:

@@ -180,7 +180,7 @@ def outcomes(here: Sequence[Interval], test: SplitTest) -> tuple[ev.Decision, st
 def _events(rail: Guardrail, tally: Tally) -> int | None:
     match rail.name:
         case "errors":
-            return tally.errors
+            return tally.failed
         case "latency_p50":
             return tally.over_p50
         case "latency_p99":
@@ -226,10 +226,10 @@ def _not_alike(copies: ShadowTally, trial: ShadowTrial) -> str:
 def _broken(here: Sequence[Interval], canary: Tally, stable: Tally) -> str:
     """The last interval, and the step as a whole."""
     for mine, theirs in (*((one.canary, one.stable) for one in here[-1:]), (canary, stable)):
-        if share.grossly_failing((mine.errors, mine.requests), (theirs.errors, theirs.requests)):
+        if share.grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests)):
             return (
-                f"gross failure: {mine.errors} of the candidate's {mine.requests} requests failed, "
-                f"{theirs.errors} of the stable version's {theirs.requests} -> ROLL BACK"
+                f"gross failure: {mine.failed} of the candidate's {mine.requests} requests failed, "
+                f"{theirs.failed} of the stable version's {theirs.requests} -> ROLL BACK"
             )
     return ""
 
@@ -238,6 +238,7 @@ def _total(tallies: Sequence[Tally]) -> Tally:
     return Tally(
         requests=sum(one.requests for one in tallies),
         errors=sum(one.errors for one in tallies),
+        refused=sum(one.refused for one in tallies),
         outcomes=sum(one.outcomes for one in tallies),
         successes=sum(one.successes for one in tallies),
     )

@@ -1,0 +1,81 @@
+"""What was counted of a rollout in progress: read, judged by, and written down so that any driver can go on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from onnx_ops.analysis.rollout import decide, freeze
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.ledger import Frozen, Observed
+from onnx_ops.domain.rollout import Action, ActionKind, Wait
+from onnx_ops.domain.rollout_observed import Observations
+from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.operations.desired import Desired
+from onnx_ops.operations.journal import Journal
+
+RECORD_EVERY_S = 60.0
+"""A reading that changes nothing is written down this often: a driver that dies loses a minute's counts from the
+evidence, and a rollout of a week leaves some thousand entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What was counted until now, the present reading included; `blind` is why there is none."""
+
+    observations: Observations | None
+    blind: str = ""
+
+
+def look(journal: Journal) -> Look:
+    """Read the counts of the rollout in progress, if figures decide about it. Nothing is written."""
+    state, roles = journal.state, journal.state.roles
+    if not state.policy.judged or state.trial is None or roles.stable is None or roles.candidate is None:
+        return Look(observations=None)
+    names = (roles.candidate.name, roles.stable.name)
+    try:
+        reading = journal.ports.metrics(journal.config).read(journal.config, names, state.trial.thresholds)
+    except ServiceUnavailable as error:
+        return Look(observations=None, blind=str(error))
+    return Look(observations=state.trial.after(reading, stable=names[1], candidate=names[0]))
+
+
+def next_move(journal: Journal, wish: Desired, actual: EndpointState | None, seen: Look) -> Action | Wait:
+    """The one thing to do next, by everything that is known. Without counts nothing moves but the way back."""
+    move = decide(
+        wanted=wish.wanted,
+        actual=actual,
+        roles=journal.state.roles,
+        observations=seen.observations,
+        policy=journal.state.policy,
+        target=journal.config.target,
+        word=journal.state.word,
+        now=journal.ports.clock.now(),
+    )
+    return replace(move, why=f"{move.why}: {seen.blind}") if seen.blind and isinstance(move, Wait) else move
+
+
+def write_down(journal: Journal, seen: Look, move: Action | Wait) -> None:
+    """Keep what a move rests on before it is made: the counts that were judged, and the thresholds of a rollout that
+    begins.
+
+    Raises:
+        Conflict: somebody else acted meanwhile.
+        ServiceUnavailable: a rollout cannot begin while nobody can tell how fast the stable version is.
+    """
+    if seen.observations is not None and (reading := seen.observations.reading) is not None:
+        last = journal.state.trial.reading if journal.state.trial is not None else None
+        if isinstance(move, Action) or last is None or reading.at - last.at >= RECORD_EVERY_S:
+            journal.append(Observed(reading=reading))
+    if isinstance(move, Action) and move.kind is ActionKind.START:
+        _freeze(journal, move)
+
+
+def _freeze(journal: Journal, start: Action) -> None:
+    state, candidate, stable = journal.state, start.roles.candidate, start.roles.stable
+    if candidate is None or stable is None or not state.policy.judged:
+        return
+    if state.frozen is not None and state.frozen.candidate == candidate.manifest:
+        return
+    found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
+    thresholds = None if found is None else freeze(*found)
+    journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds))

@@ -1,0 +1,109 @@
+"""The server's own counts as a source of a rollout's figures, and what they say after a restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnx_ops.adapters.endpoints.server_metrics import ServerMetrics
+from onnx_ops.analysis.rollout import freeze
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, interval
+from onnx_ops.protocol.admin import Counts
+from onnx_ops.serving import shared as slab
+from onnx_ops.serving.counts import counted
+from onnx_ops.serving.shared import BOUNDS_S, Shared, observe
+
+CONFIG = EndpointConfig(
+    endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
+)
+SLOTS = {"v1": 1, "v2": 2}
+
+
+class Server:
+    """The counts of a real server, without its models."""
+
+    def __init__(self) -> None:
+        self.shared = Shared(2)
+        self.source = ServerMetrics(self._counts)
+
+    def _counts(self, config: EndpointConfig) -> Counts:
+        assert config is CONFIG
+        return counted(self.shared, SLOTS)
+
+    def answer(self, slot: int, status: int, seconds: float, times: int = 1) -> None:
+        for turn in range(times):
+            observe(self.shared.row(turn % 2, slot), status, seconds)
+
+
+def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
+    server = Server()
+    server.answer(1, 200, 0.001, 90)
+    server.answer(1, 200, 0.02, 9)
+    for status, times in ((500, 3), (429, 2), (504, 1), (418, 1), (400, 4), (499, 1), (200, 13)):
+        server.answer(2, status, 0.001, times)
+    limits = Thresholds(p50_s=BOUNDS_S[108], p99_s=BOUNDS_S[140], requests=500)
+    assert BOUNDS_S[108] > 0.001
+    reading = server.source.read(CONFIG, ("v1", "v2"), limits)
+    assert reading.tallies == {
+        "v1": Tally(requests=99, over_p50=9, over_p99=9),
+        "v2": Tally(requests=25, errors=7, refused=4, over_p50=0, over_p99=0),
+    }
+    assert server.source.read(CONFIG, ("v1", "unknown"), None).tallies == {"v1": Tally(requests=99)}
+
+
+def test_copies_and_outcomes() -> None:
+    server = Server()
+    row = server.shared.row(1, 2)
+    for column, number in ((slab.SHADOW_DONE, 9), (slab.SHADOW_DIFFERING, 2), (slab.SHADOW_FAILED, 1)):
+        row[column] = number
+    row[slab.OUTCOMES], row[slab.SUCCESSES] = 7, 5
+    reading = server.source.read(CONFIG, ("v2", "v1"), None)
+    assert reading.shadow == ShadowTally(compared=9, differing=2, failed=1)
+    assert reading.tallies["v2"] == Tally(outcomes=7, successes=5)
+
+
+def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
+    server = Server()
+    server.answer(1, 200, 0.001, 300)
+    server.answer(1, 200, 0.0021, 690)
+    server.answer(1, 200, 0.1, 10)
+    found = server.source.latencies(CONFIG, "v1")
+    assert found is not None
+    limits = freeze(*found)
+    assert limits is not None
+    (tally,) = server.source.read(CONFIG, ("v1",), limits).tallies.values()
+    assert server.source.latencies(CONFIG, "unknown") is None
+    assert limits.requests == 1000
+    assert (tally.over_p50, tally.over_p99) == (700, 10)
+
+
+def test_a_latency_that_is_no_bound_cannot_be_told() -> None:
+    server = Server()
+    server.answer(1, 200, 0.001)
+    (tally,) = server.source.read(CONFIG, ("v1",), Thresholds(p50_s=0.0011, p99_s=5e9, requests=1)).tallies.values()
+    assert (tally.over_p50, tally.over_p99) == (None, None)
+
+
+def test_a_restart_makes_no_interval() -> None:
+    server = Server()
+    server.answer(1, 200, 0.001, 5)
+    first = server.source.read(CONFIG, ("v1",), None)
+    server.answer(1, 500, 0.001, 2)
+    second = server.source.read(CONFIG, ("v1",), None)
+    server.shared = Shared(2)
+    server.answer(1, 200, 0.001, 50)
+    third = server.source.read(CONFIG, ("v1",), None)
+    found = interval(first, second, step=0, stable="v1", candidate="v2")
+    assert found is not None
+    assert found.stable == Tally(requests=2, errors=2)
+    assert interval(second, third, step=0, stable="v1", candidate="v2") is None
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-6, 0.0003, 29.0, 400.0])
+def test_every_request_is_in_one_bucket(seconds: float) -> None:
+    server = Server()
+    server.answer(1, 200, seconds)
+    found = server.source.latencies(CONFIG, "v1")
+    assert found is not None
+    assert sum(found[1]) == 1
