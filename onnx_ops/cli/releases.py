@@ -1,22 +1,16 @@
-"""Commands about releases: explain, promote, rollout, rollback, reconcile, status, history."""
+"""Commands about releases: explain, promote, reconcile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported
-from onnx_ops.cli.endpoints import status
+from onnx_ops.cli.steps import exit_for, tell_steps
 from onnx_ops.errors import UserError
 
-if TYPE_CHECKING:
-    from onnx_ops.operations.reconcile import StepReport
-
-Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
 
 
@@ -77,8 +71,8 @@ def promote(
         print_json({"promotion": codec.to_json(done), "steps": codec.to_json(reports)})
     else:
         typer.echo(f"{model}/{done.version} on {target}: {done.did}")
-        _tell_steps(reports)
-    _exit_for(reports)
+        tell_steps(reports)
+    exit_for(reports)
 
 
 @reported
@@ -118,61 +112,5 @@ def reconcile(
     if as_json:
         print_json(codec.to_json(reports))
     else:
-        _tell_steps(reports)
-    _exit_for(reports)
-
-
-def _tell_steps(reports: Mapping[str, Sequence[StepReport]]) -> None:
-    for name, steps in reports.items():
-        for report in steps:
-            typer.echo(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
-        if steps[-1].registry_down:
-            typer.echo(f"{name}: the registry does not answer: {steps[-1].registry_down}", err=True)
-
-
-def _exit_for(reports: Mapping[str, Sequence[StepReport]]) -> None:
-    """5 if something was refused, 4 if the registry could not be asked."""
-    if any(report.refused for steps in reports.values() for report in steps):
-        raise typer.Exit(5)
-    if any(steps[-1].registry_down for steps in reports.values()):
-        raise typer.Exit(4)
-
-
-class RolloutWord(StrEnum):
-    """What can be said about a rollout."""
-
-    STATUS = "status"
-    RESUME = "resume"
-    PAUSE = "pause"
-    ABORT = "abort"
-
-
-@reported
-def rollout(
-    word: Annotated[RolloutWord, typer.Argument(help="status, resume (next step), pause, or abort (traffic back).")],
-    endpoint: Endpoint,
-    reason: Reason = "",
-    actor: Actor = "",
-    as_json: AsJson = False,
-) -> None:
-    """Say what becomes of a rollout in progress.
-
-    Example: onnx-ops rollout resume digits-cnn
-    """
-    from onnx_ops.domain.rollout import Word
-    from onnx_ops.operations.reconcile import settle
-    from onnx_ops.operations.rollback import say
-    from onnx_ops.wiring.project import open_project
-
-    if word is RolloutWord.STATUS:
-        status(endpoints=[endpoint], as_json=as_json)
-        return
-    words = {RolloutWord.RESUME: Word.ADVANCE, RolloutWord.PAUSE: Word.PAUSE, RolloutWord.ABORT: Word.ABORT}
-    ports = open_project().ports
-    say(ports, endpoint, words[word], reason=reason, actor=actor)
-    reports = settle(ports, endpoint, actor=actor)
-    if as_json:
-        print_json(codec.to_json(reports))
-    else:
-        _tell_steps({endpoint: reports})
-    _exit_for({endpoint: reports})
+        tell_steps(reports)
+    exit_for(reports)

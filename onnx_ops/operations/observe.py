@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from onnx_ops.analysis.rollout import decide, freeze
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.domain.ledger import Frozen, Observed
-from onnx_ops.domain.rollout import Action, ActionKind, Wait
+from onnx_ops.domain.rollout import Action, ActionKind, Wait, next_action
 from onnx_ops.domain.rollout_observed import Observations
 from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.operations.desired import Desired
@@ -41,17 +40,26 @@ def look(journal: Journal) -> Look:
 
 def next_move(journal: Journal, wish: Desired, actual: EndpointState | None, seen: Look) -> Action | Wait:
     """The one thing to do next, by everything that is known. Without counts nothing moves but the way back."""
-    move = decide(
+    roles, policy, target = journal.state.roles, journal.state.policy, journal.config.target
+    word, now = journal.state.word, journal.ports.clock.now()
+    if seen.observations is None:
+        move = next_action(
+            wanted=wish.wanted, actual=actual, roles=roles, policy=policy, target=target, word=word, now=now
+        )
+        return replace(move, why=f"{move.why}: {seen.blind}") if seen.blind and isinstance(move, Wait) else move
+    # The statistics take longer to import than a rollback takes, and most looks need none.
+    from onnx_ops.analysis.rollout import decide
+
+    return decide(
         wanted=wish.wanted,
         actual=actual,
-        roles=journal.state.roles,
+        roles=roles,
         observations=seen.observations,
-        policy=journal.state.policy,
-        target=journal.config.target,
-        word=journal.state.word,
-        now=journal.ports.clock.now(),
+        policy=policy,
+        target=target,
+        word=word,
+        now=now,
     )
-    return replace(move, why=f"{move.why}: {seen.blind}") if seen.blind and isinstance(move, Wait) else move
 
 
 def write_down(journal: Journal, seen: Look, move: Action | Wait) -> None:
@@ -76,6 +84,8 @@ def _freeze(journal: Journal, start: Action) -> None:
         return
     if state.frozen is not None and state.frozen.candidate == candidate.manifest:
         return
+    from onnx_ops.analysis.rollout import freeze
+
     found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
     thresholds = None if found is None else freeze(*found)
     journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds))

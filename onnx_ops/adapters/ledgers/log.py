@@ -13,25 +13,30 @@ _NAME = re.compile(r"\d{8}\.json")
 
 
 class ObjectLedger:
-    """`<endpoint>/<sequence>.json` on a local folder or an object store."""
+    """`<endpoint>/<sequence>.json` on a local folder or an object store.
+
+    Entries never change, so each is read once in the life of this object.
+    """
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
+        self._read: dict[str, tuple[LedgerEntry, ...]] = {}
 
     def endpoints(self) -> tuple[str, ...]:
         return tuple(self._objects.names(""))
 
     def read(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         names = [name for name in self._objects.names(endpoint) if _NAME.fullmatch(name)]
-        entries = []
-        for position, name in enumerate(names, start=1):
+        entries = list(self._read.get(endpoint, ())[: len(names)])
+        for position, name in enumerate(names[len(entries) :], start=len(entries) + 1):
             where = f"ledger {endpoint}/{name}"
             data = self._objects.read(f"{endpoint}/{name}")
             entry = codec.loads(data or b"", LedgerEntry, where=where)
             if entry.sequence != position or entry.endpoint != endpoint:
                 raise StateCorrupt("the entry is not where it belongs", where=where)
             entries.append(entry)
-        return tuple(entries)
+        self._read[endpoint] = tuple(entries)
+        return self._read[endpoint]
 
     def append(self, entry: LedgerEntry) -> None:
         name = f"{entry.endpoint}/{entry.sequence:08d}.json"
