@@ -87,5 +87,6 @@ def _freeze(journal: Journal, start: Action) -> None:
     from onnx_ops.analysis.rollout import freeze
 
     found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
-    thresholds = None if found is None else freeze(*found)
+    p50, p99 = state.policy.slower("latency_p50"), state.policy.slower("latency_p99")
+    thresholds = None if found is None else freeze(*found, p50_slower=p50, p99_slower=p99)
     journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds))

@@ -86,6 +86,9 @@ def _needs_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Finding]:
     for index, rail in enumerate(policy.guardrails):
         if rail.name in seen:
             yield Finding(loc=(*where, "guardrails", index), message=f"guardrail '{rail.name}' is named twice")
+        if rail.slower is not None and rail.name == "errors":
+            message = "'slower' is about latency; errors have 'ratio'"
+            yield Finding(loc=(*where, "guardrails", index, "slower"), message=message)
         seen.add(rail.name)
     if policy.trials:
         return

@@ -1,0 +1,219 @@
+"""Rollouts that judge themselves on a real server under real traffic; nobody says a word."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.ledger import Intent, fold
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
+from onnx_ops.operations.promote import configure, promote
+from onnx_ops.operations.reconcile import settle
+from onnx_ops.operations.rollback import roll_back
+from onnx_ops.ports import Ports
+from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.load import LoadPlan, LoadProcess, Payload, Records
+
+pytestmark = pytest.mark.services
+
+MODEL, TARGET, ENDPOINT = "m", "cpu", "live"
+WIDTH = 256
+PATIENCE_S = 150.0
+RAILS = tuple(Guardrail(name=name) for name in ("errors", "latency_p50", "latency_p99"))
+CANARY = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(1500,), guardrails=RAILS)
+SHADOW = replace(CANARY, shadow=ShadowTrial(min_requests=500))
+ODD = 3
+"""Percent of the requests that a short table fails on."""
+
+
+def write_model(path: Path, name: str, *, layers: int = 200, table: int = 8, scale: float = 1.0) -> Path:
+    """`layers` equal layers, and an entry of a table that the request names: one beyond its end fails the run.
+
+    All layers share their weights, so that they stay in the processor's cache whoever gets how much traffic.
+    """
+    draw = np.random.default_rng(0)
+    nodes, weights, value = [], [numpy_helper.from_array(np.full((table, 1), scale, np.float32), "table")], "x"
+    matrix = (draw.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
+    weights.append(numpy_helper.from_array(matrix, "w"))
+    for layer in range(layers):
+        nodes.append(helper.make_node("MatMul", [value, "w"], [f"product{layer}"]))
+        nodes.append(helper.make_node("Tanh", [f"product{layer}"], [f"layer{layer}"]))
+        value = f"layer{layer}"
+    nodes.append(helper.make_node("Gather", ["table", "pick"], ["picked"]))
+    nodes.append(helper.make_node("Mul", [value, "picked"], ["y"]))
+    ends = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", WIDTH]),
+        helper.make_tensor_value_info("pick", TensorProto.INT64, ["batch"]),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", WIDTH]),
+    ]
+    graph = helper.make_graph(nodes, name, ends[:2], ends[2:], weights)
+    path.parent.mkdir(parents=True)
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    return path
+
+
+def payloads() -> list[Payload]:
+    draw = np.random.default_rng(1)
+    found = []
+    for number in range(100):
+        row = [round(float(x), 2) for x in draw.standard_normal(WIDTH)]
+        inputs = [
+            {"name": "x", "datatype": "FP32", "shape": [1, WIDTH], "data": row},
+            {"name": "pick", "datatype": "INT64", "shape": [1], "data": [7 if number < ODD else 0]},
+        ]
+        found.append(Payload(body=json.dumps({"inputs": inputs}).encode()))
+    return found
+
+
+@dataclass
+class Site:
+    """A real endpoint behind a reconciler, and a registry in memory."""
+
+    folder: Path
+    world: FakeWorld = field(default_factory=FakeWorld)
+
+    def __post_init__(self) -> None:
+        self.local = LocalEndpoints(self.folder / "endpoints")
+        self.config = EndpointConfig(
+            endpoint=ENDPOINT,
+            provider="local",
+            model=MODEL,
+            target=TARGET,
+            target_digest=digest_bytes(b"t"),
+            pipeline="p",
+        )
+        self.ports: Ports = replace(
+            self.world.ports(root=self.folder),
+            provider=lambda _: self.local,
+            metrics=lambda _: self.local.metrics(),
+            files=ModelFolders(self.folder / "models"),
+            clock=SystemClock(),
+        )
+
+    def release(self, seed: str, **model: float) -> str:
+        """Register a model and ask for it; the first one serves at once."""
+        path = write_model(self.folder / seed / "model.onnx", seed, **model)  # type: ignore[arg-type]
+        record = VariantRecord(
+            variant="fp32",
+            files={"model.onnx": path},
+            manifest=Manifest(files={"model.onnx": digest_file(path)}),
+            evidence={},
+            metrics={},
+            decisions={},
+            signed={},
+            description="",
+        )
+        lineage = Lineage(pipeline="p", release=digest_bytes(seed.encode()))
+        published = self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))
+        promote(self.ports, MODEL, published["fp32"], TARGET, override=True, reason="its gates are not what is tried")
+        settle(self.ports, ENDPOINT)
+        return f"v{published['fp32']}"
+
+    def load(self) -> LoadProcess:
+        address = self.local.address(self.config)
+        plan = LoadPlan(
+            url=f"{address}/v2/models/{MODEL}/infer",
+            payloads=payloads(),
+            headers={"content-type": "application/json"},
+            connections=2,
+            seconds=2 * PATIENCE_S,
+        )
+        return LoadProcess(plan)
+
+    def drive(self) -> str:
+        """Reconcile until no rollout is in progress; why the last move was made."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.state().roles.candidate is not None:
+            assert time.monotonic() < deadline, settle(self.ports, ENDPOINT)[-1]
+            settle(self.ports, ENDPOINT)
+            time.sleep(0.2)
+        intents = [e.body for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)]
+        return intents[-1].action.why
+
+    def state(self):  # type: ignore[no-untyped-def]
+        return fold(ENDPOINT, self.world.ledger.read(ENDPOINT))
+
+    def traffic(self) -> dict[str, int]:
+        state = self.local.observe(self.config)
+        assert state is not None
+        return {name: weight for name, weight in state.split.weights.items() if weight}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.local.stop(made.config)
+
+
+def rolled_out(site: Site, policy: RolloutPolicy, **candidate: float) -> tuple[str, Records]:
+    """How the rollout of a candidate ended, and what the clients saw."""
+    configure(site.ports, site.config, policy)
+    site.release("first")
+    with site.load() as load:
+        time.sleep(2)
+        site.release("second", **candidate)
+        why = site.drive()
+        time.sleep(1)
+        records = load.stop()
+    return why, records
+
+
+def test_a_healthy_candidate_reaches_all_traffic(site: Site) -> None:
+    why, records = rolled_out(site, SHADOW)
+    assert site.traffic() == {"v2": 100}, why
+    assert records.failed == 0
+    assert set(records.by_deployment()) == {"v1", "v2"}
+
+
+def test_a_candidate_that_fails_on_three_percent_is_rolled_back(site: Site) -> None:
+    why, records = rolled_out(site, CANARY, table=4)
+    assert site.traffic() == {"v1": 100}
+    assert why.startswith("errors: canary")
+    assert why.endswith("-> ROLL BACK")
+    only_by_candidate = records.failed
+    assert 0 < only_by_candidate <= 0.1 * records.by_deployment()["v2"] + 10
+
+
+def test_a_candidate_that_is_thirty_percent_slower_is_rolled_back(site: Site) -> None:
+    why, records = rolled_out(site, CANARY, layers=270)
+    assert site.traffic() == {"v1": 100}
+    assert why.startswith("latency_p")
+    assert records.failed == 0
+
+
+def test_a_candidate_that_answers_wrongly_is_found_before_any_user_sees_it(site: Site) -> None:
+    why, records = rolled_out(site, SHADOW, scale=1.1)
+    assert site.traffic() == {"v1": 100}
+    assert why.startswith("shadow answers")
+    assert records.failed == 0
+    assert set(records.by_deployment()) == {"v1"}
+
+
+def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
+    configure(site.ports, site.config, RolloutPolicy())
+    site.release("first")
+    site.release("second")
+    with site.load() as load:
+        time.sleep(1)
+        for turn in range(10):
+            roll_back(site.ports, ENDPOINT, reason=f"turn {turn}", force=True)
+        time.sleep(1)
+        records = load.stop()
+    assert records.failed == 0
+    assert site.traffic() == {"v2": 100}
