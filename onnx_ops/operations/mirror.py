@@ -73,6 +73,15 @@ def write_owed_aliases(journal: Journal) -> str:
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())
 
 
+def tag_rejected(journal: Journal) -> None:
+    """Say on every version that was rolled back here why it does not come back by itself."""
+    state, model, registry = journal.state, journal.config.model, journal.ports.registry()
+    for version, deployment in state.known.items():
+        if (why := state.why_rejected(deployment)) is not None:
+            with contextlib.suppress(NotFound):
+                registry.annotate(model, version, {f"onnxops.rolled-back.{state.endpoint}": why[:400]})
+
+
 def take_note(journal: Journal, champion: str | None) -> bool:
     """Write down that the registry's champion is what serves here, although somebody else made it so.
 

@@ -15,7 +15,14 @@ from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import Desired, desired
 from onnx_ops.operations.journal import Journal, pinned
-from onnx_ops.operations.mirror import conclude_refusal, put_back, show_entries, take_note, write_owed_aliases
+from onnx_ops.operations.mirror import (
+    conclude_refusal,
+    put_back,
+    show_entries,
+    tag_rejected,
+    take_note,
+    write_owed_aliases,
+)
 from onnx_ops.operations.observe import look, next_move, write_down
 from onnx_ops.ports import Ports
 
@@ -113,6 +120,7 @@ def _told_registry(journal: Journal, wish: Desired) -> StepReport | None:
         return None
     endpoint, head = journal.state.endpoint, journal.state.head
     if written := write_owed_aliases(journal):
+        tag_rejected(journal)
         show_entries(journal, after=_last_shown(journal.ports, endpoint, head))
         return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
     if take_note(journal, wish.champion):

@@ -77,6 +77,7 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     assert CHALLENGER not in scene.aliases()
     last = [e.body.action for e in scene.world.ledger.read("digits") if e.body.kind == "intent"][-1]
     assert last.why.endswith("-> ROLL BACK")
+    assert scene.record("2").tags["onnxops.rolled-back.digits"] == last.why[:400]
     traffic(scene, 1000)
     assert scene.traffic() == {"v1": 100}
     with pytest.raises(Refused):

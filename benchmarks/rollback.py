@@ -1,0 +1,136 @@
+"""How long from the command to all traffic on the previous version? On a real endpoint under load, with MLflow down.
+
+    python benchmarks/rollback.py [--turns N]
+
+Inside a process that is up, and as a whole command with Python's start. Ends 1 if a promised bound does not hold: a
+median under 100 ms inside, under 1 s as a command, and no failed request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from truth.claims import Claim, summary
+
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.promote import configure, promote
+from onnx_ops.operations.reconcile import settle
+from onnx_ops.operations.rollback import roll_back
+from onnx_ops.ports import Ports
+from onnx_ops.testing.fakes import FakeRegistry
+from onnx_ops.testing.load import LoadPlan, LoadProcess, Payload
+from onnx_ops.testing.registries import publication
+from onnx_ops.wiring.project import open_project
+
+ENDPOINT, MODEL, TARGET = "digits", "linear", "cpu-1t"
+NOBODY = "http://127.0.0.1:9"
+"""Nothing listens there: MLflow is down."""
+BOOKKEEPING_S = 8.0
+"""The command leaves a process behind that tries to tell MLflow; it shall not disturb the next one."""
+BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=9, help="whole commands (9)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-rollback-") as folder:
+        os.environ["ONNX_OPS_TRACKING_URI"] = NOBODY
+        ports = two_versions(Path(folder))
+        local = ports.provider("local")
+        assert isinstance(local, LocalEndpoints)
+        config = Journal.open(ports, ENDPOINT).config
+        try:
+            with load(local, config, options.turns * (BOOKKEEPING_S + 4) + 30) as running:
+                inside = [timed(lambda: roll_back(ports, ENDPOINT, reason="timed", force=True)) for _ in range(21)]
+                whole = [command(Path(folder)) for _ in range(options.turns)]
+                failed = running.stop().failed
+        finally:
+            local.stop(config)
+    print(f"inside a process: {shown(inside)}\nwhole command:    {shown(whole)}\nload average {os.getloadavg()[0]:.1f}")
+    claims = [
+        bound("median inside a process", statistics.median(inside), 0.1),
+        bound("median of the whole command", statistics.median(whole), 1.0),
+        Claim(gate="rollback", what="failed requests", bound="0", figure=str(failed), held=failed == 0),
+    ]
+    summary(claims)
+    return 0 if all(claim.held for claim in claims) else 1
+
+
+def two_versions(root: Path) -> Ports:
+    """A project with an endpoint that serves version 2 and keeps version 1; its registry was there for that alone."""
+    (root / "onnx-ops.toml").touch()
+    ports, registry = open_project(root).ports, FakeRegistry()
+    config = EndpointConfig(
+        endpoint=ENDPOINT,
+        provider="local",
+        model=MODEL,
+        target=TARGET,
+        target_digest=digest_bytes(b"target"),
+        pipeline="p",
+    )
+    setting_up = replace(ports, registry=lambda: registry)
+    configure(setting_up, config, RolloutPolicy())
+    for seed in ("a", "b"):
+        version = registry.publish(publication(root / "files", model=MODEL, seed=seed, target=TARGET))["fp32"]
+        promote(setting_up, MODEL, version, TARGET, override=True, reason="only the time is looked at")
+        settle(setting_up, ENDPOINT)
+    return ports
+
+
+def load(local: LocalEndpoints, config: EndpointConfig, seconds: float) -> LoadProcess:
+    plan = LoadPlan(
+        url=f"{local.address(config)}/v2/models/{MODEL}/infer",
+        payloads=[Payload(body=BODY)],
+        headers={"content-type": "application/json"},
+        connections=4,
+        rate=200,
+        seconds=seconds,
+    )
+    return LoadProcess(plan)
+
+
+def timed(call: object) -> float:
+    assert callable(call)
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def command(root: Path) -> float:
+    """Seconds of `onnx-ops rollback`."""
+    program = [sys.executable, "-P", "-m", "onnx_ops.cli.main", "rollback", ENDPOINT, "--force", "--reason", "timed"]
+    seconds = timed(lambda: subprocess.run(program, cwd=root, check=True, capture_output=True))
+    time.sleep(BOOKKEEPING_S)
+    return seconds
+
+
+def shown(seconds: list[float]) -> str:
+    return f"median {1e3 * statistics.median(seconds):.0f} ms, {1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} ms"
+
+
+def bound(what: str, seconds: float, limit_s: float) -> Claim:
+    return Claim(
+        gate="rollback",
+        what=what,
+        bound=f"< {1e3 * limit_s:.0f} ms",
+        figure=f"{1e3 * seconds:.0f} ms",
+        held=seconds < limit_s,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
