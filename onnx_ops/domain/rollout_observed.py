@@ -60,7 +60,7 @@ class Tally:
 
     @property
     def failed(self) -> int:
-        """What two versions are compared by: clients are wrong with both alike."""
+        """Requests without an answer, whoever is at fault."""
         return self.errors + self.refused
 
 

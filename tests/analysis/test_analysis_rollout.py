@@ -211,3 +211,20 @@ def test_percentiles_need_intervals_traffic_and_a_margin() -> None:
     assert quantiles.signs([Interval(step=0)], "latency_p50") == (0, 0)
     assert quantiles.sign_evidence(9, 9) > ev.limit(3) > quantiles.sign_evidence(7, 7)
     assert quantiles.sign_evidence(0, 0) == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("canary", "stable", "refuses"),
+    [
+        ((20, 200), (10, 1000), True),
+        ((20, 199), (10, 1000), False),
+        ((19, 200), (0, 1000), False),
+        ((40, 200), (50, 1000), False),
+        ((200, 200), (0, 0), True),
+        ((0, 10_000), (0, 10_000), False),
+    ],
+)
+def test_what_the_stable_version_takes_the_candidate_must_take(
+    canary: tuple[int, int], stable: tuple[int, int], refuses: bool
+) -> None:
+    assert share.refusing(canary, stable) is refuses

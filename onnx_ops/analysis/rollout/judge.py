@@ -180,7 +180,7 @@ def outcomes(here: Sequence[Interval], test: SplitTest) -> tuple[ev.Decision, st
 def _events(rail: Guardrail, tally: Tally) -> int | None:
     match rail.name:
         case "errors":
-            return tally.failed
+            return tally.errors
         case "latency_p50":
             return tally.over_p50
         case "latency_p99":
@@ -225,6 +225,11 @@ def _not_alike(copies: ShadowTally, trial: ShadowTrial) -> str:
 
 def _broken(here: Sequence[Interval], canary: Tally, stable: Tally) -> str:
     """The last interval, and the step as a whole."""
+    if share.refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
+        return (
+            f"refusals: the candidate refused {canary.refused} of {canary.requests} requests, "
+            f"the stable version {stable.refused} of {stable.requests} -> ROLL BACK"
+        )
     for mine, theirs in (*((one.canary, one.stable) for one in here[-1:]), (canary, stable)):
         if share.grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests)):
             return (

@@ -19,6 +19,9 @@ BREAKER_REQUESTS = 20
 BREAKER_SHARE = 0.5
 BREAKER_TIMES = 5
 """Half of 20 or more requests failed, and five times the stable version's share."""
+REFUSED_REQUESTS = 200
+REFUSED_SHARE = 0.1
+"""A tenth of 200 or more requests was refused, and five times the stable version's share."""
 
 
 def mismatch(canary: npt.ArrayLike, requests: npt.ArrayLike, percent: npt.ArrayLike) -> Array:
@@ -43,7 +46,20 @@ def grossly_failing(canary: tuple[int, int], stable: tuple[int, int]) -> bool:
 
     Where the stable version fails too, the candidate is not to blame.
     """
+    return _grossly(canary, stable, BREAKER_REQUESTS, BREAKER_SHARE)
+
+
+def refusing(canary: tuple[int, int], stable: tuple[int, int]) -> bool:
+    """Whether the candidate refuses requests that the stable version takes. Each side: refused, requests.
+
+    Evidence that grows with each request would mistake one client's bunch of wrong requests, which by a user's key all
+    go to the same version, for the candidate's fault.
+    """
+    return _grossly(canary, stable, REFUSED_REQUESTS, REFUSED_SHARE)
+
+
+def _grossly(canary: tuple[int, int], stable: tuple[int, int], fewest: int, share: float) -> bool:
     (errors, requests), (others, compared) = canary, stable
-    if requests < BREAKER_REQUESTS or errors < BREAKER_SHARE * requests:
+    if requests < fewest or errors < share * requests:
         return False
     return compared == 0 or errors * compared >= BREAKER_TIMES * others * requests
