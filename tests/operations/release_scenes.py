@@ -5,7 +5,14 @@ from __future__ import annotations
 from release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects
 
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.rollout import DAY, Word
+from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
+from onnx_ops.domain.rollout_policy import Guardrail
+
+GUARDED = RolloutPolicy(
+    steps=(0.1, 0.5, 1.0),
+    min_requests=(200,),
+    guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99")),
+)
 
 
 def serving(*seeds: str) -> Scene:
@@ -80,6 +87,32 @@ def lost() -> Scene:
 def moved_by_hand() -> Scene:
     scene = with_candidate(serving("a"))
     scene.set_alias(CHAMPION, "2")
+    return scene
+
+
+def begun(policy: RolloutPolicy = GUARDED) -> Scene:
+    """Version 1 serves, version 2 has just begun its rollout."""
+    scene = asked_for(policy)
+    scene.settle()
+    return scene
+
+
+def asked_for(policy: RolloutPolicy = GUARDED) -> Scene:
+    """Version 1 serves, version 2 is wanted, and figures will decide about it."""
+    scene = Scene()
+    scene.bind(policy=policy)
+    scene.promote(scene.publish("a"))
+    scene.settle()
+    scene.promote(scene.publish("b"))
+    return scene
+
+
+def counted_out(bad: bool) -> Scene:
+    """Enough was counted to decide about version 2, and nobody has looked yet."""
+    scene = begun()
+    counted = scene.world.provider.counted
+    counted.count("v1", requests=9000, errors=9, over_p50=4500, over_p99=90)
+    counted.count("v2", requests=1000, errors=100 if bad else 1, over_p50=500, over_p99=10)
     return scene
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from release_parts import CHALLENGER, CHAMPION, Scene, effects
+from release_scenes import GUARDED, begun, counted_out
 
 from onnx_ops.domain.ledger import Frozen, Observed
 from onnx_ops.domain.rollout import RolloutPolicy, Word
@@ -13,23 +14,7 @@ from onnx_ops.errors import Refused, ServiceUnavailable
 from onnx_ops.operations.observe import RECORD_EVERY_S
 from onnx_ops.testing.faults import Faults, Killed
 
-GUARDED = RolloutPolicy(
-    steps=(0.1, 0.5, 1.0),
-    min_requests=(200,),
-    guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99")),
-)
 SHADOWED = RolloutPolicy(steps=(0.5, 1.0), shadow=ShadowTrial(min_requests=100), min_requests=(200,))
-
-
-def begun(policy: RolloutPolicy = GUARDED) -> Scene:
-    """Version 1 serves, version 2 has just begun its rollout."""
-    scene = Scene()
-    scene.bind(policy=policy)
-    scene.promote(scene.publish("a"))
-    scene.settle()
-    scene.promote(scene.publish("b"))
-    scene.settle()
-    return scene
 
 
 def traffic(scene: Scene, requests: int, *, errors: tuple[int, int] = (0, 0), slow: tuple[int, int] = (0, 0)) -> None:
@@ -165,7 +150,7 @@ def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool) ->
     assert moments > 8
     for at in range(moments):
         faults = Faults(at=at)
-        scene = _judged_scene(bad)
+        scene = counted_out(bad)
         scene.faults = faults
         with pytest.raises(Killed):
             scene.settle()
@@ -179,16 +164,8 @@ def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool) ->
         assert len(frozen) == 1
 
 
-def _judged_scene(bad: bool) -> Scene:
-    scene = begun()
-    counted = scene.world.provider.counted
-    counted.count("v1", requests=9000, errors=9, over_p50=4500, over_p99=90)
-    counted.count("v2", requests=1000, errors=100 if bad else 1, over_p50=500, over_p99=10)
-    return scene
-
-
 def _at_the_decision(bad: bool) -> Faults:
-    scene = _judged_scene(bad)
+    scene = counted_out(bad)
     scene.faults = Faults()
     scene.settle()
     return scene.faults

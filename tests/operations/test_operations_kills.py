@@ -17,6 +17,8 @@ from typing import Any, cast
 import pytest
 from release_parts import CHALLENGER, Scene
 from release_scenes import (
+    asked_for,
+    counted_out,
     end_of,
     lost,
     misled,
@@ -30,7 +32,7 @@ from release_scenes import (
     withdrawn,
 )
 
-from onnx_ops.domain.ledger import Intent, LedgerEntry, Mirrored, Outcome, RefusedVersion
+from onnx_ops.domain.ledger import Intent, LedgerEntry, Mirrored, Observed, Outcome, RefusedVersion
 from onnx_ops.domain.rollout import Word
 from onnx_ops.operations.bell import Bell
 from onnx_ops.operations.watch import Kind, Watcher, WatchReport
@@ -72,6 +74,9 @@ SCENES: Mapping[str, Callable[[], Scene]] = {
     "retire": past_its_time,
     "aliases after a rollback": rolled_back_alone,
     "the last of two endpoints": pair,
+    "a judged start": asked_for,
+    "a step by figures": lambda: counted_out(bad=False),
+    "the way back by figures": lambda: counted_out(bad=True),
 }
 
 
@@ -170,12 +175,12 @@ def count_effects(scene: Scene, file: Path) -> int:
 
 
 def entries(scene: Scene) -> dict[str, list[str]]:
-    """What the ledgers say, but for intents: of them, the outcomes."""
-    return {name: [_line(e) for e in _but_intents(scene, name)] for name in scene.world.ledger.endpoints()}
+    """What the ledgers say, but for readings, and for intents: of them, the outcomes."""
+    return {name: [_line(e) for e in _lasting(scene, name)] for name in scene.world.ledger.endpoints()}
 
 
-def _but_intents(scene: Scene, name: str) -> list[LedgerEntry]:
-    return [entry for entry in scene.world.ledger.read(name) if not isinstance(entry.body, Intent)]
+def _lasting(scene: Scene, name: str) -> list[LedgerEntry]:
+    return [entry for entry in scene.world.ledger.read(name) if not isinstance(entry.body, Intent | Observed)]
 
 
 def _line(entry: LedgerEntry) -> str:
