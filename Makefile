@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-stop test lint clean
+.PHONY: demo demo-stop test lint truth clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,10 @@ demo-stop: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+truth: $(VENV)/.dev
+	$(BIN)/python benchmarks/gate_truth.py --quick
+	$(BIN)/python benchmarks/rollout_truth.py --quick
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
