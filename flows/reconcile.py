@@ -6,6 +6,7 @@ from prefect import State, flow
 
 from onnx_ops.operations.glance import Glance, ask
 from onnx_ops.operations.journal import bound_endpoints
+from onnx_ops.operations.notify import notify_each
 from onnx_ops.orchestration.flows import actor, concluding, reconcile_as_task, together
 from onnx_ops.wiring.project import open_project
 
@@ -22,4 +23,5 @@ def reconcile(endpoints: tuple[str, ...] = ()) -> State[Any]:
     names = endpoints or bound_endpoints(ports)
     glance = Glance(ports, lambda: ask(ports))
     states = {name: reconcile_as_task(glance, name, actor(ports)) for name in names}
+    notify_each(ports, names)
     return together(states)

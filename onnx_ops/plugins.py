@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops.errors import MissingPackage, NotFound
 
-KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints")
+KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", "notifiers")
 """Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
 
 

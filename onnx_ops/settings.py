@@ -22,7 +22,8 @@ class Settings:
     `store` and `ledger` are paths or fsspec URLs; `tracking_uri` is MLflow's, and `mlflow_url` where people open its
     pages if that is another address. `signing` is `auto` (the key file is
     made on first use), `required` (it must exist) or `off` (runs stop at the gates). `trusted_keys` is a folder of
-    public keys; the signer's own is always trusted where signing is on.
+    public keys; the signer's own is always trusted where signing is on. `notify` names the ways to reach people, with
+    commas between: `webhook, github:owner/repository, prefect:TYPE/NAME`.
     """
 
     root: Path
@@ -36,6 +37,11 @@ class Settings:
     signing: str
     signing_key: Path
     trusted_keys: Path
+    notify: str
+
+    @property
+    def notifiers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part for part in map(str.strip, self.notify.split(",")) if part))
 
     @property
     def endpoints(self) -> Path:
@@ -64,6 +70,7 @@ _KEYS = (
     "signing",
     "signing_key",
     "trusted_keys",
+    "notify",
 )
 _SIGNING = ("auto", "required", "off")
 
@@ -147,6 +154,7 @@ def _complete(root: Path, profile: str, values: Mapping[str, str]) -> Settings:
         signing=signing,
         signing_key=key,
         trusted_keys=trusted,
+        notify=values.get("notify", ""),
     )
 
 

@@ -27,9 +27,11 @@ from onnx_ops.domain.gate import (
 )
 from onnx_ops.domain.ledger import (
     Configured,
+    Held,
     Intent,
     LedgerEntry,
     Mirrored,
+    Notified,
     Outcome,
     Override,
     RefusedVersion,
@@ -102,6 +104,8 @@ TYPES = (
     Mirrored,
     RefusedVersion,
     Override,
+    Held,
+    Notified,
     LedgerEntry,
     ReleaseState,
     StageOutcome,

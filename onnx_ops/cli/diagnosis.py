@@ -52,6 +52,7 @@ def diagnose(project: Project) -> list[Finding]:
         lambda: _keys(project),
         lambda: _registry(project),
         lambda: _webhook(project),
+        lambda: _notifications(project),
         lambda: _endpoints(project),
     ]
     findings: list[Finding] = []
@@ -197,6 +198,18 @@ def _webhook(project: Project) -> Iterator[Finding]:
         found=arrived if found.ok else f"{found.url}: {found.problem}",
         remedy=found.remedy or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`.",
     )
+
+
+def _notifications(project: Project) -> Iterator[Finding]:
+    """One line for each notifier, whatever the others are."""
+    if not project.settings.notifiers:
+        yield Finding(check="notifications", ok=True, found="none: nobody is told of a rollback")
+        return
+    for name, notifier in project.ports.notifiers().items():
+        try:
+            yield Finding(check=f"notifier {name}", ok=True, found=f"{notifier.check()} (try: onnx-ops notify --test)")
+        except OnnxOpsError as error:
+            yield Finding(check=f"notifier {name}", ok=False, found=str(error), remedy=error.remedy)
 
 
 def _endpoints(project: Project) -> Iterator[Finding]:

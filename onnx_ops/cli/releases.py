@@ -58,6 +58,7 @@ def promote(
 
     Example: onnx-ops promote digits-mlp 3 --target cpu-1t --reason "better on zeros"
     """
+    from onnx_ops.operations.notify import notify_each
     from onnx_ops.operations.promote import promote as make_challenger
     from onnx_ops.operations.reconcile import settle
     from onnx_ops.wiring.project import open_project
@@ -67,6 +68,7 @@ def promote(
         ports, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
     )
     reports = {name: settle(ports, name, actor=actor) for name in done.endpoints}
+    notify_each(ports, tuple(reports))
     if as_json:
         print_json({"promotion": codec.to_json(done), "steps": codec.to_json(reports)})
     else:
@@ -96,6 +98,7 @@ def reconcile(
     Example: onnx-ops reconcile --watch --every 5s --listen 127.0.0.1:8650
     """
     from onnx_ops.operations.journal import bound_endpoints
+    from onnx_ops.operations.notify import notify_each
     from onnx_ops.operations.reconcile import settle
     from onnx_ops.wiring.project import open_project
 
@@ -109,6 +112,7 @@ def reconcile(
     ports = open_project().ports
     names = tuple(endpoints or ()) or bound_endpoints(ports)
     reports = {name: settle(ports, name, actor=actor) for name in names}
+    notify_each(ports, names)
     if as_json:
         print_json(codec.to_json(reports))
     else:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, complain, print_json, reported
-from onnx_ops.errors import NotFound, OnnxOpsError, UserError
+from onnx_ops.errors import OnnxOpsError
 
 if TYPE_CHECKING:
     from onnx_ops.operations.rollback import Rolled
     from onnx_ops.wiring.project import Project
 
-_LOG = "registry.log"
-"""In the state folder: what became of the aliases that a rollback left to be written."""
+_REGISTRY_LOG, _NOTIFY_LOG = "registry.log", "notify.log"
+"""In the state folder: what became of the aliases that a rollback left to be written, and of telling people."""
 
 
 @reported
@@ -44,21 +45,20 @@ def rollback(
 
     Example: onnx-ops rollback --all --model digits-mlp --reason "wrong on sevens"
     """
+    from onnx_ops.operations.rollback import chosen, roll_back_each
     from onnx_ops.wiring.project import open_project
 
-    if bool(endpoints) == every or (every and not model) or (not every and (model or target)):
-        raise UserError(
-            "which endpoints?", remedy="Name them, or write --all --model MODEL; `onnx-ops status` lists them."
-        )
+    project = open_project()
+    ports, names = project.ports, tuple(endpoints or ())
+    names = chosen(ports, names, every=every, model=model, target=target)
     if not reason and sys.stdin.isatty() and not as_json:
         reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
-    project = open_project()
-    names = _of_model(project, model, target) if every else tuple(endpoints or ())
-    moved, errors = _move(project, names, to=to, reason=reason, actor=actor, force=force, pin=not every)
+    moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=actor, force=force, pin=not every)
     if not as_json:
         _tell(moved, errors)
     owing = [name for name, rolled in moved.items() if rolled.owed]
     pending = _settle(project, owing, actor) if wait else _hand_over(project, owing)
+    _tell_people(project, tuple(moved), wait=wait)
     if as_json:
         documents = [_document(name, moved, errors, pending) for name in names]
         print_json(documents[0] if endpoints and len(names) == 1 else documents)
@@ -66,39 +66,6 @@ def rollback(
         typer.echo("\n".join(dict.fromkeys(pending.values())), err=True)
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
-
-
-def _of_model(project: Project, model: str, target: str) -> tuple[str, ...]:
-    from onnx_ops.operations.status import Wanted, wanted_endpoints
-
-    names = wanted_endpoints(project.ports, Wanted(model=model, target=target))
-    if not names:
-        of_target = f" on {target}" if target else ""
-        raise NotFound(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
-    return names
-
-
-def _move(
-    project: Project,
-    names: Sequence[str],
-    *,
-    to: str | None,
-    reason: str,
-    actor: str,
-    force: bool,
-    pin: bool,
-) -> tuple[dict[str, Rolled], dict[str, OnnxOpsError]]:
-    """What was moved and what was not: one endpoint's trouble does not keep the others back."""
-    from onnx_ops.operations.rollback import roll_back
-
-    moved: dict[str, Rolled] = {}
-    errors: dict[str, OnnxOpsError] = {}
-    for name in names:
-        try:
-            moved[name] = roll_back(project.ports, name, to=to, reason=reason, actor=actor, force=force, pin=pin)
-        except OnnxOpsError as error:
-            errors[name] = error
-    return moved, errors
 
 
 def _tell(moved: Mapping[str, Rolled], errors: Mapping[str, OnnxOpsError]) -> None:
@@ -123,18 +90,38 @@ def _hand_over(project: Project, names: Sequence[str]) -> dict[str, str]:
     """
     if not names:
         return {}
-    log = project.settings.state / _LOG
+    log = _in_background(project, "reconcile", names, _REGISTRY_LOG)
+    told = f"registry pending: written in the background (log: {log}); or now: onnx-ops reconcile {' '.join(names)}"
+    return dict.fromkeys(names, told)
+
+
+def _tell_people(project: Project, names: Sequence[str], *, wait: bool) -> None:
+    """A chat that does not answer is no trouble of the rollback: the ledger keeps what is due, and its log says why."""
+    if not (names and project.settings.notifiers):
+        return
+    if not wait:
+        _in_background(project, "notify", names, _NOTIFY_LOG)
+        return
+    from onnx_ops.operations.notify import notify_each
+
+    for told in notify_each(project.ports, names):
+        if told.trouble:
+            typer.echo(f"{told.notifier}: not told: {told.trouble}", err=True)
+
+
+def _in_background(project: Project, command: str, names: Sequence[str], log_name: str) -> Path:
+    """Start a command that outlives this one; returns its log."""
+    log = project.settings.state / log_name
     with log.open("ab") as sink:
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "onnx_ops.cli.main", "reconcile", *names],
+            [sys.executable, "-P", "-m", "onnx_ops.cli.main", command, *names],
             cwd=project.settings.root,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
             start_new_session=True,
         )
-    told = f"registry pending: written in the background (log: {log}); or now: onnx-ops reconcile {' '.join(names)}"
-    return dict.fromkeys(names, told)
+    return log
 
 
 def _document(

@@ -50,6 +50,7 @@ def rollout(
     Example: onnx-ops rollout resume digits-cnn
     """
     from onnx_ops.domain.rollout import Word
+    from onnx_ops.operations.notify import notify_each
     from onnx_ops.operations.reconcile import settle
     from onnx_ops.operations.rollback import say
     from onnx_ops.wiring.project import open_project
@@ -63,6 +64,7 @@ def rollout(
     words = {RolloutWord.RESUME: Word.ADVANCE, RolloutWord.PAUSE: Word.PAUSE, RolloutWord.ABORT: Word.ABORT}
     say(ports, endpoint, words[word], reason=reason, actor=actor)
     reports = settle(ports, endpoint, actor=actor)
+    notify_each(ports, (endpoint,))
     if as_json:
         print_json(codec.to_json(reports))
     else:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -15,11 +16,14 @@ import typer
 from onnx_ops import codec
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.operations.bell import Bell
-from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.journal import Journal, bound_endpoints
+from onnx_ops.operations.notify import Herald, Told
 from onnx_ops.operations.watch import Kind, Watcher, WatchReport
 from onnx_ops.wiring.project import Project
 
 _SHORTEST, _LONGEST = 0.1, 86_400.0
+_LAST_WORDS_S = 15.0
+"""How long an ending watch waits for its last messages; what is left is told by the next one."""
 
 
 def keep_watching(
@@ -34,16 +38,20 @@ def keep_watching(
     """
     for name in endpoints:
         Journal.open(project.ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    bell = Bell()
+    bell, seconds = Bell(), _seconds(every)
     watcher = Watcher(
         project.ports,
         bell,
-        every=_seconds(every),
+        every=seconds,
         endpoints=endpoints,
         actor=actor,
         told=_print_line if as_json else _print_text,
     )
-    with _stopped_by_signals(bell), _listening(project, watcher, bell, listen):
+    with (
+        _stopped_by_signals(bell),
+        _telling_people(project, watcher, endpoints, seconds),
+        _listening(project, watcher, bell, listen),
+    ):
         watcher.look_at_all()
         if listen is not None and not bell.stopped():
             _repair_webhook(project, watcher)
@@ -69,6 +77,31 @@ def _stopped_by_signals(bell: Bell) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _telling_people(project: Project, watcher: Watcher, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
+    """Messages go out from a thread of their own, so that a chat that hangs holds up no rollout."""
+    ports = project.ports
+    if not ports.notifiers():
+        yield
+        return
+
+    def tell(told: Told) -> None:
+        for notice in told.sent:
+            watcher.tell("", Kind.NOTIFIED, did=told.notifier, why=notice.title)
+        if told.trouble:
+            watcher.tell("", Kind.NOT_NOTIFIED, did=told.notifier, why=told.trouble)
+
+    herald = Herald(ports, every=every, endpoints=lambda: endpoints or bound_endpoints(ports), told=tell)
+    stopped = threading.Event()
+    thread = threading.Thread(target=herald.run, args=(stopped,), name="notifications", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(_LAST_WORDS_S)
 
 
 @contextlib.contextmanager
@@ -138,7 +171,7 @@ def _print_text(report: WatchReport) -> None:
     name = f"{report.endpoint}: " if report.endpoint else ""
     kind = "" if report.kind in (Kind.STEP, Kind.WAITING, Kind.REFUSED) else f"{report.kind.value}: "
     did = f"{report.did}: " if report.did else ""
-    wrong = report.kind in (Kind.TROUBLE, Kind.REFUSED, Kind.REGISTRY_DOWN, Kind.DELIVERY_REFUSED)
+    wrong = report.kind in (Kind.TROUBLE, Kind.REFUSED, Kind.REGISTRY_DOWN, Kind.DELIVERY_REFUSED, Kind.NOT_NOTIFIED)
     typer.echo(f"{report.at} {name}{kind}{did}{report.why}", err=wrong)
 
 

@@ -79,7 +79,11 @@ def _effect(state: EndpointState) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """What an endpoint is bound to, as the pipeline file that owns it says."""
+    """What an endpoint is bound to, as the pipeline file that owns it says.
+
+    `metrics` names under `source` the plugin that counts its requests, with that plugin's settings; empty where the
+    provider counts them itself.
+    """
 
     endpoint: str
     provider: str
@@ -88,3 +92,4 @@ class EndpointConfig:
     target_digest: Digest
     pipeline: str
     settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    metrics: Mapping[str, str | int | float | bool] = field(default_factory=dict)

@@ -4,127 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import assert_never
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.entries import (
+    Body,
+    Configured,
+    Deleted,
+    Frozen,
+    Held,
+    Intent,
+    LedgerEntry,
+    Mirrored,
+    Notified,
+    Observed,
+    Outcome,
+    Override,
+    RefusedVersion,
+    Spoken,
+)
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word
-from onnx_ops.domain.rollout_observed import Observations, Reading, Thresholds
+from onnx_ops.domain.rollout_observed import Observations, Reading
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configured:
-    """The endpoint is bound to a model, a target and a provider (again)."""
-
-    kind: Literal["configured"] = "configured"
-    config: EndpointConfig
-    policy: RolloutPolicy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Intent:
-    """Somebody is about to do this. While it is open and young it is the lease of the endpoint."""
-
-    kind: Literal["intent"] = "intent"
-    action: Action
-    holder: str
-    expires_at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of the intent or the refusal in entry `of`."""
-
-    kind: Literal["outcome"] = "outcome"
-    of: int
-    ok: bool
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken:
-    """An operator's word about a rollout that waits."""
-
-    kind: Literal["word"] = "word"
-    word: Word
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mirrored:
-    """The registry's aliases were made to say what the ledger says."""
-
-    kind: Literal["mirrored"] = "mirrored"
-    aliases: Mapping[str, str | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedVersion:
-    """An alias asked for a version that may not serve; the alias is put back, and an outcome says so."""
-
-    kind: Literal["refused"] = "refused"
-    alias: str
-    version: str
-    reason: str
-    restored_to: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
-    """A person decided, with a reason, that this release may serve whatever its gates or history say.
-
-    `taken_from` names the override that stood signed on the version in the registry, so that it counts once; None if
-    there was none.
-    """
-
-    kind: Literal["override"] = "override"
-    release: Digest
-    version: str
-    reason: str
-    taken_from: Digest | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deleted:
-    """Somebody wants the endpoint gone; `done` once it is. The name may be bound again afterwards."""
-
-    kind: Literal["deleted"] = "deleted"
-    reason: str = ""
-    done: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen:
-    """How fast the stable version was before `candidate` (its manifest) got any request. Written before the rollout
-    starts; None if there were too few requests to tell."""
-
-    kind: Literal["frozen"] = "frozen"
-    candidate: Digest
-    thresholds: Thresholds | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What a source has counted of the rollout in progress. A driver goes on from the last reading of any other."""
-
-    kind: Literal["observed"] = "observed"
-    reading: Reading
-
-
-Body = Configured | Intent | Outcome | Spoken | Mirrored | RefusedVersion | Override | Deleted | Frozen | Observed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerEntry:
-    """One line of the log. `sequence` counts from 1 without gaps; `at` is seconds since the epoch."""
-
-    schema: int = 1
-    endpoint: str
-    sequence: int
-    at: float
-    actor: str
-    body: Body
+__all__ = [
+    "Body",
+    "Configured",
+    "Deleted",
+    "Frozen",
+    "Held",
+    "Intent",
+    "LedgerEntry",
+    "Mirrored",
+    "Notified",
+    "Observed",
+    "Outcome",
+    "Override",
+    "RefusedVersion",
+    "ReleaseState",
+    "Spoken",
+    "fold",
+    "follow",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +61,8 @@ class ReleaseState:
     `overrides_taken` are the registry's signed overrides that were taken up; after a rollback they count no more.
     While `deleting`, nothing else may be done to the endpoint.
     `refusing` is a refusal, written in entry `refused_at`, of which no outcome says yet that the alias was put back.
+    `held` is what the rollout waits for a person for. `notified_at` is the sequence up to which each notifier has told
+    people.
     """
 
     endpoint: str
@@ -162,6 +86,8 @@ class ReleaseState:
     trial: Observations | None = None
     refusing: RefusedVersion | None = None
     refused_at: int = 0
+    held: Held | None = None
+    notified_at: Mapping[str, int] = field(default_factory=dict)
 
     def why_rejected(self, deployment: Deployment | VersionRecord) -> str | None:
         """Why this version may not come back by itself; None if it may."""
@@ -201,7 +127,7 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             again = state.open_intent is not None and state.open_intent.action == body.action
             return replace(
                 state,
-                open_intent=body,
+                open_intent=replace(body, by_hand=body.by_hand or (again and _by_hand(state))),
                 generation=entry.sequence,
                 decided_at=state.decided_at if again else entry.sequence,
                 known=_known(state),
@@ -216,13 +142,23 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             return _noted(state, entry.sequence, body)
 
 
+def _by_hand(state: ReleaseState) -> bool:
+    return state.open_intent is not None and state.open_intent.by_hand
+
+
 def _noted(
-    state: ReleaseState, sequence: int, body: Spoken | Mirrored | RefusedVersion | Frozen | Observed
+    state: ReleaseState,
+    sequence: int,
+    body: Spoken | Mirrored | RefusedVersion | Frozen | Observed | Held | Notified,
 ) -> ReleaseState:
     """What was said, read or counted, and changes nothing by itself."""
     match body:
         case Spoken():
-            return replace(state, word=body.word, word_at=sequence)
+            return replace(state, word=body.word, word_at=sequence, held=None)
+        case Held():
+            return replace(state, held=body)
+        case Notified():
+            return replace(state, notified_at={**state.notified_at, body.notifier: body.of})
         case Mirrored():
             owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
             return replace(state, pending_aliases=owed, aliases={**state.aliases, **body.aliases})
@@ -258,6 +194,7 @@ def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
         generation=state.generation,
         rejected=state.rejected,
         overrides_taken=state.overrides_taken,
+        notified_at=state.notified_at,
     )
 
 
@@ -267,7 +204,7 @@ def _close(state: ReleaseState, outcome: Outcome, at: float) -> ReleaseState:
     if opened is None or state.generation != outcome.of:
         return state
     if not outcome.ok:
-        trial = None if state.trial is None else replace(state.trial, reading=None)
+        trial = None if state.trial is None else state.trial.split_again(at)
         return replace(state, open_intent=None, trial=trial)
     action = opened.action
     serving = action.roles.stable
@@ -286,6 +223,7 @@ def _close(state: ReleaseState, outcome: Outcome, at: float) -> ReleaseState:
         overridden=state.overridden - set(action.reject),
         known=_known(state),
         trial=_trial(state, action.roles, at),
+        held=state.held if action.roles == state.roles else None,
     )
 
 
@@ -298,7 +236,7 @@ def _trial(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
         return state.trial.at_step(roles.step, at)
     frozen = state.frozen if state.frozen is not None and state.frozen.candidate == candidate else None
     thresholds = frozen.thresholds if frozen is not None else None
-    return Observations(candidate=candidate, step=roles.step, began=at, thresholds=thresholds)
+    return Observations(candidate=candidate, step=roles.step, began=at, split_at=at, thresholds=thresholds)
 
 
 def _observed(state: ReleaseState, reading: Reading) -> Observations | None:
@@ -307,7 +245,7 @@ def _observed(state: ReleaseState, reading: Reading) -> Observations | None:
     if trial is None or roles.stable is None or roles.candidate is None:
         return trial
     if state.open_intent is not None:
-        return replace(trial, reading=None)
+        return trial.split_again(trial.split_at)
     return trial.after(reading, stable=roles.stable.name, candidate=roles.candidate.name)
 
 

@@ -137,6 +137,12 @@ class Deploy(Attempts):
     settings: Annotated[Mapping[str, str | int | float | bool], doc("Settings of the provider, such as `port`.")] = (
         field(default_factory=dict)
     )
+    metrics: Annotated[
+        Mapping[str, str | int | float | bool],
+        doc(
+            "What judges the rollout: `source`, a metrics plugin, and its settings; the provider's own counts if empty."
+        ),
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

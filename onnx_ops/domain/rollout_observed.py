@@ -123,24 +123,32 @@ class Interval:
 class Observations:
     """Everything counted of the rollout in progress. `began` is when its present step took effect.
 
-    `reading` is where the next interval begins; None where the split has changed since.
+    `reading` is where the next interval begins; None where the split has changed since. It did so last at `split_at`.
     """
 
     candidate: Digest
     step: int = 0
     began: float = 0.0
+    split_at: float = 0.0
     thresholds: Thresholds | None = None
     reading: Reading | None = None
     intervals: tuple[Interval, ...] = ()
 
     def at_step(self, step: int, began: float) -> Observations:
         """The same rollout after its split of traffic was set (again)."""
-        moved = replace(self, reading=None)
+        moved = self.split_again(began)
         return moved if step == self.step else replace(moved, step=step, began=began)
+
+    def split_again(self, at: float) -> Observations:
+        """No interval spans a change of the split, nor what may have been one."""
+        return replace(self, reading=None, split_at=at)
 
     def after(self, reading: Reading, *, stable: str, candidate: str) -> Observations:
         """With one more reading. The first one after a change of the split, or of counters that began anew, only says
-        where the next interval begins."""
+        where the next interval begins. A source that is behind may still tell of the time before: that counts for
+        nothing."""
+        if reading.at < self.split_at:
+            return self
         found = interval(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
         intervals = self.intervals if found is None else (*self.intervals, found)
         return replace(self, reading=reading, intervals=intervals)

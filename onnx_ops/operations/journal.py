@@ -56,8 +56,8 @@ class Journal:
         self.state = follow(self.state, entry)
         return entry.sequence
 
-    def perform(self, action: Action) -> None:
-        """Intent, effect, outcome.
+    def perform(self, action: Action, *, by_hand: bool = False) -> None:
+        """Intent, effect, outcome. `by_hand`: an operator asked for just this.
 
         Raises:
             Conflict: somebody else acted in between; what they wrote counts.
@@ -66,7 +66,7 @@ class Journal:
         config = self.config
         holder = self.ports.host.holder()
         expires = self.ports.clock.now() + LEASE_SECONDS
-        sequence = self.append(Intent(action=action, holder=holder, expires_at=expires))
+        sequence = self.append(Intent(action=action, holder=holder, expires_at=expires, by_hand=by_hand))
         provider = self.ports.provider(config.provider)
         try:
             provider.apply(config, numbered(action.state, sequence), generation=sequence)

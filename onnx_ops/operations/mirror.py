@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from onnx_ops.domain.ledger import Mirrored, Observed, Outcome, RefusedVersion
+from onnx_ops.domain.ledger import Mirrored, Notified, Observed, Outcome, RefusedVersion
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import NotFound, Refused
 from onnx_ops.operations.desired import moved_by_a_person, spent
@@ -100,12 +100,12 @@ def take_note(journal: Journal, champion: str | None) -> bool:
 def show_entries(journal: Journal, after: int) -> None:
     """Mirror the ledger's entries after a sequence into the registry, for people to read.
 
-    Readings stay out: there may be one a minute.
+    Readings stay out, as there may be one a minute, and so does who was told.
     """
     config = journal.config
     registry = journal.ports.registry()
     for entry in journal.ports.ledger.read(config.endpoint):
-        if entry.sequence > after and not isinstance(entry.body, Observed):
+        if entry.sequence > after and not isinstance(entry.body, Observed | Notified):
             registry.mirror(entry, config.model)
 
 

@@ -23,6 +23,7 @@ from onnx_ops.operations.mirror import (
     take_note,
     write_owed_aliases,
 )
+from onnx_ops.operations.notify import note_wait
 from onnx_ops.operations.observe import look, next_move, write_down
 from onnx_ops.ports import Ports
 
@@ -108,6 +109,7 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
         raise unwritten
     write_down(journal, seen, action)
     if not isinstance(action, Action):
+        note_wait(journal, action)
         return StepReport(endpoint=endpoint, did="", why=action.why, settled=True, registry_down=wish.unreachable)
     journal.perform(pinned(ports, config, action) if action.kind is ActionKind.ABORT else action)
     did = action.kind.value

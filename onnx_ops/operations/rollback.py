@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import ReleaseState, Spoken
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, abort, rollback
-from onnx_ops.errors import Conflict, NotFound, Refused, UserError
+from onnx_ops.errors import Conflict, NotFound, OnnxOpsError, Refused, UserError
 from onnx_ops.operations.journal import Journal, pinned
+from onnx_ops.operations.status import Wanted, wanted_endpoints
 from onnx_ops.ports import Ports
 
 ATTEMPTS = 5
@@ -55,7 +57,7 @@ def roll_back(
         if pin:
             action = pinned(ports, journal.config, action)
         try:
-            journal.perform(action)
+            journal.perform(action, by_hand=True)
         except Conflict:
             if attempt == ATTEMPTS - 1:
                 raise
@@ -63,6 +65,47 @@ def roll_back(
         owed = tuple(sorted(journal.state.pending_aliases))
         return Rolled(endpoint=endpoint, moved_from=origin, moved_to=goal.name, reason=action.why, owed=owed)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def roll_back_each(
+    ports: Ports,
+    endpoints: Sequence[str],
+    *,
+    to: str | None = None,
+    reason: str = "",
+    actor: str = "",
+    force: bool = False,
+    pin: bool = True,
+) -> tuple[dict[str, Rolled], dict[str, OnnxOpsError]]:
+    """`roll_back` of several: what was moved and what was not. One endpoint's trouble does not keep the others back."""
+    moved: dict[str, Rolled] = {}
+    errors: dict[str, OnnxOpsError] = {}
+    for name in endpoints:
+        try:
+            moved[name] = roll_back(ports, name, to=to, reason=reason, actor=actor, force=force, pin=pin)
+        except OnnxOpsError as error:
+            errors[name] = error
+    return moved, errors
+
+
+def chosen(
+    ports: Ports, endpoints: tuple[str, ...], *, every: bool, model: str = "", target: str = ""
+) -> tuple[str, ...]:
+    """Names of the endpoints that a rollback is for: those that are named, or `every` one of a model and target.
+
+    Raises:
+        UserError: neither or both are given.
+        NotFound: no endpoint serves that model on that target.
+    """
+    if bool(endpoints) == every or (every and not model) or (not every and (model or target)):
+        raise UserError(
+            "which endpoints?", remedy="Name them, or write --all --model MODEL; `onnx-ops status` lists them."
+        )
+    names = wanted_endpoints(ports, Wanted(model=model, target=target)) if every else endpoints
+    if not names:
+        of_target = f" on {target}" if target else ""
+        raise NotFound(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
+    return names
 
 
 def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str = "") -> None:

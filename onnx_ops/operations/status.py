@@ -12,9 +12,11 @@ from onnx_ops.domain.ledger import (
     Configured,
     Deleted,
     Frozen,
+    Held,
     Intent,
     LedgerEntry,
     Mirrored,
+    Notified,
     Observed,
     Outcome,
     Override,
@@ -162,15 +164,19 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
             return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
         case Override():
             return f"override for version {body.version}", body.reason
-        case Deleted() | Frozen() | Observed():
+        case Deleted() | Frozen() | Observed() | Held() | Notified():
             return _noted_told(body)
         case _:
             assert_never(body)
 
 
-def _noted_told(body: Deleted | Frozen | Observed) -> tuple[str, str]:
+def _noted_told(body: Deleted | Frozen | Observed | Held | Notified) -> tuple[str, str]:
     if isinstance(body, Deleted):
         return "deleted" if body.done else "is to be deleted", body.reason
+    if isinstance(body, Held):
+        return f"goes on by a person only ({body.wait.value})", body.why
+    if isinstance(body, Notified):
+        return f"told people by {body.notifier}, up to entry {body.of}", ""
     if isinstance(body, Observed):
         counts = sorted(body.reading.tallies.items())
         return "read the counts", ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)

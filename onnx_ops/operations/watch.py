@@ -15,11 +15,9 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import Conflict, OnnxOpsError
 from onnx_ops.operations.bell import Bell
 from onnx_ops.operations.glance import Glance, Seen, ask
+from onnx_ops.operations.patience import Patience
 from onnx_ops.operations.reconcile import StepReport
 from onnx_ops.ports import Ports
-
-LONGEST_PAUSE = 60.0
-"""Seconds after which something that failed again and again is tried once more, at the latest."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +33,8 @@ class Kind(StrEnum):
     LISTENING = "listening"
     WEBHOOK = "webhook"
     DELIVERY_REFUSED = "delivery-refused"
+    NOTIFIED = "notified"
+    NOT_NOTIFIED = "not-notified"
     STOPPED = "stopped"
 
 
@@ -47,28 +47,6 @@ class WatchReport:
     endpoint: str = ""
     did: str = ""
     why: str = ""
-
-
-class _Patience:
-    """How many passes to leave out something that fails: none at first, then 1, 3, 7 … up to a minute's."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._failures = 0
-        self._skip = 0
-
-    def due(self) -> bool:
-        if self._skip:
-            self._skip -= 1
-            return False
-        return True
-
-    def failed(self) -> None:
-        self._skip = min((1 << self._failures) - 1, self._most)
-        self._failures = min(self._failures + 1, 30)
-
-    def succeeded(self) -> None:
-        self._failures = self._skip = 0
 
 
 class Watcher:
@@ -99,10 +77,9 @@ class Watcher:
         self._endpoints = endpoints
         self._actor = actor
         self._told = told
-        self._most = max(int(LONGEST_PAUSE / every) - 1, 0)
-        self._registry = _Patience(self._most)
+        self._registry = Patience(every)
         self._seen = Seen(aliases={})
-        self._patience: dict[str, _Patience] = {}
+        self._patience: dict[str, Patience] = {}
         self._last: dict[str, tuple[Kind, str]] = {}
 
     def run(self) -> None:
@@ -203,8 +180,8 @@ class Watcher:
         self._patience_with(name).failed()
         self.tell(name, Kind.TROUBLE, why=why)
 
-    def _patience_with(self, name: str) -> _Patience:
-        return self._patience.setdefault(name, _Patience(self._most))
+    def _patience_with(self, name: str) -> Patience:
+        return self._patience.setdefault(name, Patience(self._every))
 
     def tell(self, endpoint: str, kind: Kind, *, did: str = "", why: str = "") -> None:
         """Everything that was done is told; what is only so is told when it becomes so."""

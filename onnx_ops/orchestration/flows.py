@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -13,6 +13,9 @@ from prefect.states import Completed, Failed
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.operations.glance import Glance
+from onnx_ops.operations.notify import notify_each
+from onnx_ops.operations.reconcile import tell_registry
+from onnx_ops.operations.rollback import Rolled, roll_back_each
 from onnx_ops.orchestration.tasks import failed, run_as_task
 from onnx_ops.ports import Ports
 from onnx_ops.wiring.summary import Summary
@@ -68,6 +71,35 @@ def _choice_line(choice: Choice) -> str:
 def reconcile_as_task(glance: Glance, endpoint: str, by: str) -> State[Any]:
     """Settle one endpoint in a task run of its own; one endpoint's trouble is not another's."""
     return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(glance, endpoint, by))
+
+
+def back_as_tasks(
+    ports: Ports,
+    names: Sequence[str],
+    *,
+    to: str | None,
+    reason: str,
+    by: str,
+    force: bool,
+    pin: bool,
+) -> Mapping[str, State[Any]]:
+    """Move the traffic of all of them back, then say so in a task run for each, tell the registry, and tell people."""
+    moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=by, force=force, pin=pin)
+    states: dict[str, State[Any]] = {}
+    for name in names:
+        if name in errors:
+            states[name] = run_as_task("rollback", f"rollback {name}", functools.partial(failed, errors[name]))
+        else:
+            told = functools.partial(_moved, ports, moved[name], by)
+            states[name] = run_as_task("rollback", f"rollback {name}", told)
+    notify_each(ports, tuple(moved))
+    return states
+
+
+def _moved(ports: Ports, rolled: Rolled, by: str) -> State[Any]:
+    told = f"{rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}"
+    pending = tell_registry(ports, rolled.endpoint, actor=by) if rolled.owed else ""
+    return Completed(message=f"{told}\nregistry pending: {pending}" if pending else told)
 
 
 def together(states: Mapping[str, State[Any]]) -> State[Any]:

@@ -24,6 +24,7 @@ from onnx_ops.ports.models import (
     Tree,
     TreeExporter,
 )
+from onnx_ops.ports.notify import Notifier
 from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
 from onnx_ops.ports.store import Signer, Store, Verifier
@@ -43,6 +44,7 @@ __all__ = [
     "LoadSchedule",
     "MetricsSource",
     "ModelFiles",
+    "Notifier",
     "Observer",
     "OptimizeRequest",
     "Optimizer",

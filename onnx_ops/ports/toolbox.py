@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.ports.models import DataSource, Exporter, Optimizer, Runtime
+from onnx_ops.ports.notify import Notifier
 from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Host
 from onnx_ops.ports.store import Signer, Store, Verifier
@@ -18,7 +19,8 @@ class Ports:
     """The outside world of one project.
 
     `root` is the project's folder, on which user code and relative paths stand. `signer` gives None where decisions
-    are not signed. `conditions` tells the state of the machine (load, governor, limits) as text.
+    are not signed. `notifiers` are the ways to reach people, by name. `conditions` tells the state of the machine
+    (load, governor, limits) as text.
     """
 
     root: Path
@@ -36,5 +38,6 @@ class Ports:
     optimizer: Callable[[str], Optimizer]
     runtime: Callable[[str], Runtime]
     source: Callable[[str], DataSource]
+    notifiers: Callable[[], Mapping[str, Notifier]]
     git_sha: Callable[[], str]
     conditions: Callable[[], Mapping[str, str]]

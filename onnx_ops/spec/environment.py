@@ -11,6 +11,7 @@ from onnx_ops.spec.words import shorten
 
 ALLOWED: tuple[tuple[str, ...], ...] = (
     ("deploy", "settings", "*"),
+    ("deploy", "metrics", "*"),
     ("data", "*", "file"),
     ("register", "model"),
     ("model",),

@@ -16,6 +16,7 @@ from onnx_ops.spec.project import (
     SettingsCheck,
     benchmarked_targets,
     endpoint_findings,
+    metrics_findings,
     no_check,
     plugin_findings,
     project_findings,
@@ -54,6 +55,7 @@ def check_pipeline(
     root: Path,
     plugins: Mapping[str, Sequence[str]],
     settings: SettingsCheck = no_check,
+    metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
@@ -64,6 +66,7 @@ def check_pipeline(
     Args:
         plugins: installed names by kind (`onnx_ops.plugins.GROUPS`); a kind that is left out is not checked.
         settings: raises UserError for settings that an installed endpoint plugin does not take.
+        metrics: raises UserError for settings that an installed source of metrics does not take.
         capabilities: of an installed endpoint plugin; without it policies are not held against providers.
 
     Raises:
@@ -76,6 +79,7 @@ def check_pipeline(
         plugins=plugins,
         elsewhere=True,
         settings=settings,
+        metrics=metrics,
         capabilities=capabilities,
         overrides=overrides,
         environ=environ,
@@ -89,6 +93,7 @@ def _load(
     plugins: Mapping[str, Sequence[str]],
     elsewhere: bool,
     settings: SettingsCheck = no_check,
+    metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
     overrides: Sequence[str],
     environ: Mapping[str, str] | None,
@@ -102,6 +107,7 @@ def _load(
         *project_findings(draft, root, targets),
         *plugin_findings(draft, targets, plugins),
         *setting_findings(draft, plugins.get("endpoints", ()), settings),
+        *metrics_findings(draft, plugins.get("metrics", ()), metrics),
         *(capability_findings(draft, plugins.get("endpoints", ()), capabilities) if capabilities else ()),
         *(endpoint_findings(draft, path, root) if elsewhere else ()),
     ]

@@ -95,6 +95,8 @@ def _plugin_names(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple
             yield "runtimes", ("benchmark", "targets", index), targets[name].runtime
     for loc, deployment in draft.deploy:
         yield "endpoints", (*loc, "provider"), deployment.provider
+        if "source" in deployment.metrics:
+            yield "metrics", (*loc, "metrics", "source"), str(deployment.metrics["source"])
 
 
 def setting_findings(draft: Draft, providers: Sequence[str], check: SettingsCheck) -> Iterator[Finding]:
@@ -105,6 +107,21 @@ def setting_findings(draft: Draft, providers: Sequence[str], check: SettingsChec
                 check(deployment.provider, deployment.settings)
             except UserError as error:
                 yield Finding(loc=(*loc, "settings"), message=f"{error.what}. {error.remedy}".rstrip(". "))
+
+
+def metrics_findings(draft: Draft, sources: Sequence[str], check: SettingsCheck) -> Iterator[Finding]:
+    """Settings that a source of metrics does not take. Sources that are not installed are not asked."""
+    for loc, deployment in draft.deploy:
+        settings = dict(deployment.metrics)
+        source = settings.pop("source", None)
+        if settings and source is None:
+            hint = f"one of {', '.join(sources)}" if sources else "a metrics plugin"
+            yield Finding(loc=(*loc, "metrics"), message=f"metrics need a source: {hint}")
+        elif source in sources:
+            try:
+                check(str(source), settings)
+            except UserError as error:
+                yield Finding(loc=(*loc, "metrics"), message=f"{error.what}. {error.remedy}".rstrip(". "))
 
 
 def endpoint_findings(draft: Draft, path: Path, root: Path) -> Iterator[Finding]:

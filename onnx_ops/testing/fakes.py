@@ -19,6 +19,7 @@ from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import LedgerEntry
+from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.release import ListedVersion, Publication, VariantRecord, VersionRecord
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.errors import (
@@ -331,6 +332,22 @@ class FakeMetrics:
             raise ServiceUnavailable("the metrics do not answer", where=config.endpoint)
 
 
+class FakeNotifier:
+    """People who read what they get in `received`. While `down`, nothing reaches them."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self.received: list[Notification] = []
+
+    def send(self, notification: Notification) -> None:
+        if self.down:
+            raise ServiceUnavailable("the chat does not answer", where="memory")
+        self.received.append(notification)
+
+    def check(self) -> str:
+        return "memory"
+
+
 class FakeModelFiles:
     """Model folders of which only the names exist."""
 
@@ -364,6 +381,7 @@ class FakeWorld:
     clock: FakeClock = field(default_factory=FakeClock)
     signer: FakeSigner = field(default_factory=FakeSigner)
     dead: set[str] = field(default_factory=set)
+    notifiers: dict[str, FakeNotifier] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.registry.clock = self.clock
@@ -387,6 +405,7 @@ class FakeWorld:
             optimizer=_missing,
             runtime=_missing,
             source=_missing,
+            notifiers=lambda: self.notifiers,
             git_sha=lambda: "",
             conditions=dict,
         )

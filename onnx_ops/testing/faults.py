@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Ports, Registry
+from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Notifier, Ports, Registry
 
 
 class Killed(BaseException):
@@ -29,13 +29,16 @@ class Faults:
         self._between = between
 
     def around(self, ports: Ports) -> Ports:
-        """The same ports, whose ledger, registry, endpoints and model files the process may not live to use."""
+        """The same ports, whose ledger, registry, endpoints, files and notifiers the process may not live to use."""
         return replace(
             ports,
             ledger=cast("Ledger", _Watched(ports.ledger, self)),
             files=cast("ModelFiles", _Watched(ports.files, self)),
             registry=lambda: cast("Registry", _Watched(ports.registry(), self)),
             provider=lambda name: cast("EndpointProvider", _Watched(ports.provider(name), self)),
+            notifiers=lambda: {
+                name: cast("Notifier", _Watched(notifier, self)) for name, notifier in ports.notifiers().items()
+            },
         )
 
     def moment(self) -> None:

@@ -25,16 +25,18 @@ from onnx_ops.domain.ledger import (
     Body,
     Configured,
     Frozen,
+    Held,
     Intent,
     LedgerEntry,
     Mirrored,
+    Notified,
     Observed,
     Outcome,
     Override,
     RefusedVersion,
     Spoken,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, WaitKind, Word, split_state
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.errors import Conflict
 from onnx_ops.ports import Ledger
@@ -96,6 +98,8 @@ def one_of_each() -> tuple[Body, ...]:
         Override(release=digest, version="2", reason="because"),
         Frozen(candidate=digest, thresholds=Thresholds(p50_s=0.002, p99_s=0.008, requests=4000)),
         Observed(reading=reading),
+        Held(wait=WaitKind.WORD, step=1, why="held"),
+        Notified(notifier="github:acme/models", of=9),
     )
 
 

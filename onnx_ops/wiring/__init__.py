@@ -14,8 +14,9 @@ from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import UserError
-from onnx_ops.ports import EndpointProvider, Ports, Registry, Signer, Verifier
+from onnx_ops.ports import EndpointProvider, MetricsSource, Notifier, Ports, Registry, Signer, Verifier
 from onnx_ops.settings import Settings
 
 T = TypeVar("T")
@@ -39,11 +40,12 @@ def connect(settings: Settings) -> Ports:
         verifier=_once(lambda: _verifier(settings)),
         signer=_once(lambda: _signer(settings)),
         provider=provider,
-        metrics=lambda config: provider(config.provider).metrics(),
+        metrics=lambda config: _metrics(config, provider),
         exporter=functools.cache(lambda name: plugins.load("exporters", name)),
         optimizer=functools.cache(lambda name: plugins.load("optimizers", name)),
         runtime=functools.cache(lambda name: plugins.load("runtimes", name)),
         source=functools.cache(lambda name: plugins.load("data", name)),
+        notifiers=_once(lambda: _notifiers(settings)),
         git_sha=_once(lambda: git_sha(settings.root)),
         conditions=_conditions,
     )
@@ -62,6 +64,16 @@ def git_sha(root: Path) -> str:
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
     return functools.cache(make)
+
+
+def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]) -> MetricsSource:
+    """The source that the endpoint names, or its provider's own."""
+    settings = dict(config.metrics)
+    name = settings.pop("source", None)
+    if name is None:
+        return provider(config.provider).metrics()
+    source: MetricsSource = plugins.load("metrics", str(name), settings)
+    return source
 
 
 def _registry(settings: Settings) -> Registry:
@@ -91,6 +103,12 @@ def _verifier(settings: Settings) -> Verifier:
     from onnx_ops.adapters.signers.ed25519 import TrustedKeys
 
     return TrustedKeys(settings.trusted_keys)
+
+
+def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
+    """By what the settings call them: `github:owner/repository`."""
+    named = {name: name.partition(":") for name in settings.notifiers}
+    return {name: plugins.load("notifiers", kind, place, settings.state) for name, (kind, _, place) in named.items()}
 
 
 def _conditions() -> Mapping[str, str]:

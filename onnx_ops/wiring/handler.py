@@ -153,6 +153,7 @@ def _binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
         target_digest=settings["target_digest"],
         pipeline=settings["pipeline"],
         settings=section.settings,
+        metrics=section.metrics,
     )
     return config, section
 

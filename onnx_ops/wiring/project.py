@@ -56,10 +56,16 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
         root=project.settings.root,
         plugins=known,
         settings=lambda provider, settings: project.ports.provider(provider).check(settings),
+        metrics=_check_source,
         capabilities=lambda provider: project.ports.provider(provider).capabilities(),
         overrides=tuple(overrides),
         environ=os.environ,
     )
+
+
+def _check_source(source: str, settings: Mapping[str, str | int | float | bool]) -> None:
+    """Raises UserError for settings that this source of metrics does not take."""
+    plugins.load("metrics", source, settings)
 
 
 def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:

@@ -32,7 +32,7 @@ V1, V2, V3 = version(1), version(2), version(3)
 LIMITS = Thresholds(p50_s=0.001, p99_s=0.01, requests=500)
 
 
-def reading(mine: int, theirs: int, *, origin: str = "a", at: float = 0.0, errors: int = 0) -> Reading:
+def reading(mine: int, theirs: int, *, origin: str = "a", at: float = 1e6, errors: int = 0) -> Reading:
     tallies = {"v2": Tally(requests=mine, errors=errors), "v1": Tally(requests=theirs)}
     return Reading(origin=origin, at=at, tallies=tallies)
 
@@ -119,8 +119,8 @@ FROZEN = Frozen(candidate=V2.manifest, thresholds=LIMITS)
 
 def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
     trial = folded(FROZEN, START).trial
-    assert trial == Observations(candidate=V2.manifest, began=3.0, thresholds=LIMITS)
-    assert folded(START).trial == Observations(candidate=V2.manifest, began=2.0)
+    assert trial == Observations(candidate=V2.manifest, began=3.0, split_at=3.0, thresholds=LIMITS)
+    assert folded(START).trial == Observations(candidate=V2.manifest, began=2.0, split_at=2.0)
     other = folded(FROZEN, NEXT).trial
     assert other is not None
     assert other.thresholds is None

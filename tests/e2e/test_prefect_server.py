@@ -208,7 +208,9 @@ def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: 
     site.project.run("train.with.seed=8")
     (between,) = site.project.document("status", "digits")
     assert between["roles"]["stable"]["version"] != before["roles"]["stable"]["version"]
-    site.done("deployment", "run", "rollback/rollback", "-p", "endpoint=digits", "-p", "reason=it was slow", "--watch")
+    site.done(
+        "deployment", "run", "rollback/rollback", "-p", 'endpoints=["digits"]', "-p", "reason=it was slow", "--watch"
+    )
     (after,) = site.project.document("status", "digits")
     assert after["roles"]["stable"]["version"] == before["roles"]["stable"]["version"]
     run = site.latest("rollback")

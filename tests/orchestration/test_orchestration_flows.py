@@ -93,7 +93,8 @@ def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "parameters", "required"),
     [
         ("pipeline", {"file", "overrides", "until", "fresh"}, ["file"]),
-        ("rollback", {"endpoint", "to", "reason", "force"}, ["endpoint"]),
+        ("rollback", {"endpoints", "to", "reason", "force", "all", "model", "target"}, []),
+        ("rollout", {"endpoint", "limit", "every"}, ["endpoint"]),
         ("reconcile", {"endpoints"}, []),
     ],
 )
@@ -124,7 +125,7 @@ def test_every_problem_of_a_wrong_file_ends_the_run(prefect_server: None, empty_
 
 
 def test_a_rollback_of_nothing_says_what_there_is(prefect_server: None, empty_project: Path) -> None:
-    state = end("rollback", endpoint="nowhere")
+    state = end("rollback", endpoints=["nowhere"])
     assert (state.type, state.name) == (StateType.FAILED, "NotFound")
     assert "Known endpoints: none" in (state.message or "")
 
@@ -224,4 +225,10 @@ def test_deployments_lead_to_flows_and_pipelines_of_this_project() -> None:
         assert set(parameters) <= set(found.parameters.properties)
         assert "file" not in parameters or (PROJECT / parameters["file"]).is_file()
         names.append(f"{found.name}/{deployment['name']}")
-    assert names == ["pipeline/digits-mlp", "pipeline/digits-cnn", "rollback/rollback", "reconcile/reconcile"]
+    assert names == [
+        "pipeline/digits-mlp",
+        "pipeline/digits-cnn",
+        "rollback/rollback",
+        "rollout/rollout",
+        "reconcile/reconcile",
+    ]

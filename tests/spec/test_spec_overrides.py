@@ -14,7 +14,9 @@ from onnx_ops.spec.document import path_text
 from onnx_ops.spec.overrides import parse_path
 
 Problems = Callable[..., list[str]]
-NOT_HERE = "${env:…} is not allowed here; it is in deploy.settings.*, data.*.file, register.model, model"
+NOT_HERE = (
+    "${env:…} is not allowed here; it is in deploy.settings.*, deploy.metrics.*, data.*.file, register.model, model"
+)
 
 
 def load(project: Path, *overrides: str) -> Pipeline:

@@ -209,6 +209,35 @@ def test_check_finds_endpoints_of_other_pipelines(project: Path, pipeline_text: 
     ]
 
 
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        ("{source: prometheus, url: http://p}", []),
+        ("{}", []),
+        ("{source: promethius}", ["no metric plugin is called 'promethius'; did you mean 'prometheus'?"]),
+        ("{url: http://p}", ["metrics need a source: one of prometheus"]),
+        ("{source: prometheus}", ["there is no url. Write one"]),
+    ],
+)
+def test_check_asks_the_source_of_metrics_about_its_settings(
+    project: Path, pipeline_text: str, metrics: str, found: list[str]
+) -> None:
+    def needs_a_url(source: str, settings: Mapping[str, object]) -> None:
+        assert source == "prometheus"
+        if "url" not in settings:
+            raise UserError("there is no url", remedy="Write one.")
+
+    path = project / "toy.yaml"
+    path.write_text(pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, metrics: {metrics}"))
+    plugins = {**PLUGINS, "metrics": ("prometheus",)}
+    messages: list[str] = []
+    try:
+        check_pipeline(path, root=project, plugins=plugins, metrics=needs_a_url, environ={})
+    except SpecError as error:
+        messages = [problem.message for problem in error.problems]
+    assert messages == found
+
+
 def test_check_asks_the_provider_about_its_settings(project: Path, pipeline_text: str) -> None:
     def only_ports(provider: str, settings: Mapping[str, object]) -> None:
         assert provider == "local"

@@ -9,9 +9,11 @@ from onnx_ops.domain.ledger import (
     Configured,
     Deleted,
     Frozen,
+    Held,
     Intent,
     LedgerEntry,
     Mirrored,
+    Notified,
     Observed,
     Outcome,
     Override,
@@ -66,7 +68,9 @@ def _title(entry: LedgerEntry) -> str:
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
         case Spoken():
             return f"word: {body.word.value}"
-        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted() | Frozen() | Observed():
+        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted():
+            return body.kind
+        case Frozen() | Observed() | Held() | Notified():
             return body.kind
         case _:
             assert_never(body)
@@ -90,9 +94,9 @@ def _details(entry: LedgerEntry) -> dict[str, str]:
             return {"alias": body.alias, "version": body.version, "why": body.reason}
         case Override():
             return {"version": body.version, "why": body.reason}
-        case Spoken() | Deleted():
-            return {"why": body.reason}
-        case Frozen() | Observed():
+        case Spoken() | Deleted() | Held():
+            return {"why": body.why if isinstance(body, Held) else body.reason}
+        case Frozen() | Observed() | Notified():
             return {}
         case _:
             assert_never(body)

@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from onnx_ops.errors import NotFound, Refused, UserError
+from onnx_ops.adapters.private import read_private
+from onnx_ops.errors import NotFound, UserError
 
 VARIABLE = "ONNX_OPS_WEBHOOK_SECRET"
 _SHORTEST = 16
@@ -24,16 +25,8 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
     if VARIABLE in environ:
         return _checked(environ[VARIABLE], VARIABLE)
     try:
-        with path.open("rb") as stream:
-            mode = os.fstat(stream.fileno()).st_mode & 0o777
-            if mode & 0o077:
-                raise Refused(
-                    "the webhook secret may be read by others than its owner",
-                    where=str(path),
-                    why=f"its mode is {mode:04o}",
-                    remedy=f"Delete it, and run `onnx-ops webhooks install` for a new one; or chmod 600 {path}.",
-                )
-            return _checked(stream.read().decode("utf-8", "replace").strip(), str(path))
+        remedy = f"Delete it, and run `onnx-ops webhooks install` for a new one; or chmod 600 {path}."
+        return _checked(read_private(path, "the webhook secret", remedy=remedy), str(path))
     except FileNotFoundError as error:
         raise NotFound(
             "there is no webhook secret",

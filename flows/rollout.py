@@ -1,0 +1,23 @@
+"""Lead an endpoint's rollout to its end: what the reconciler does, with a task run for each step and a page of it."""
+
+from typing import Any
+
+from prefect import State, flow
+
+from onnx_ops.orchestration.flows import actor, concluding
+from onnx_ops.orchestration.rollouts import drive
+from onnx_ops.wiring.project import open_project
+
+
+@flow(name="rollout", flow_run_name="{endpoint}", persist_result=False)
+@concluding
+def rollout(endpoint: str, limit: str = "1 d", every: str = "10 s") -> State[Any]:
+    """Move the endpoint's traffic step by step as the figures allow; the run fails if the candidate is rolled back.
+
+    Args:
+        endpoint: Name of the endpoint.
+        limit: Longest time; then the rollout stays where it is, and the reconciler goes on with it.
+        every: Time between two looks.
+    """
+    ports = open_project().ports
+    return drive(ports, endpoint, by=actor(ports), limit=limit, every=every)

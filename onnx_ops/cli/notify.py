@@ -1,0 +1,57 @@
+"""The command `notify`: tell people what is due, or see whether anything arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onnx_ops import codec
+from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.errors import UserError
+
+if TYPE_CHECKING:
+    from onnx_ops.operations.notify import Told
+
+REMEDY = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/notifications.md.'
+
+
+@reported
+def notify(
+    endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
+    test: Annotated[bool, typer.Option("--test", help="Send a test through every notifier, and nothing else.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell people what was not told yet, as `reconcile --watch` does by itself. Exit code 4 if one was not reached.
+
+    Example: onnx-ops notify --test
+    """
+    from onnx_ops.operations.journal import Journal, bound_endpoints
+    from onnx_ops.operations.notify import notify_each, notify_test
+    from onnx_ops.wiring.project import open_project
+
+    ports = open_project().ports
+    if not ports.notifiers():
+        raise UserError("no notifier is set", remedy=REMEDY)
+    if test and endpoints:
+        raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
+    for name in endpoints or ():
+        Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
+    found = notify_test(ports) if test else notify_each(ports, tuple(endpoints or ()) or bound_endpoints(ports))
+    if as_json:
+        print_json(codec.to_json(found))
+    else:
+        _tell(found)
+    if any(told.trouble for told in found):
+        raise typer.Exit(4)
+
+
+def _tell(found: Sequence[Told]) -> None:
+    for told in found:
+        for notice in told.sent:
+            typer.echo(f"{told.notifier}: {notice.title}")
+        if told.trouble:
+            typer.echo(f"{told.notifier}: not told: {told.trouble}", err=True)
+    if not any(told.sent or told.trouble for told in found):
+        typer.echo("nothing to tell")

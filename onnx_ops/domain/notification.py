@@ -1,0 +1,247 @@
+"""What people are told about an endpoint, as a function of its ledger: so it does not matter which process acted."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from onnx_ops.domain.ledger import Held, Intent, LedgerEntry, Outcome, RefusedVersion, ReleaseState, follow
+from onnx_ops.domain.rollout import Action, ActionKind, WaitKind, Word
+
+QUIET_S = 3600.0
+"""Seconds within which the same news about an endpoint is told once. A rollback is news every time."""
+
+_LONGEST = 400
+"""Characters of a reason. Whoever needs all of it looks into the history."""
+
+
+class What(StrEnum):
+    ROLLED_BACK = "rolled back"
+    OPERATOR = "rolled back by an operator"
+    WITHDRAWN = "withdrawn"
+    HELD = "held for a person"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    REFUSED = "refused"
+    TROUBLE = "trouble"
+    TEST = "test"
+
+
+class Severity(StrEnum):
+    INFO = "info"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notification:
+    """What a person needs at night: what happened, why in one line, where to look, and what to type.
+
+    `commands` are commands by what they are for. `sequence` is the ledger entry that it is about, `at` its time in
+    seconds since the epoch, `actor` who wrote it. `link` is empty where there is no page.
+    """
+
+    endpoint: str
+    sequence: int
+    at: float
+    actor: str
+    what: What
+    severity: Severity
+    headline: str
+    why: str
+    commands: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    link: str = ""
+
+    @property
+    def title(self) -> str:
+        """One line."""
+        return f"{self.endpoint}: {self.headline}"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All of it as plain text, the title left out."""
+        told = [f"Why: {self.why}"] if self.why else []
+        told += [f"{purpose}: {command}" for purpose, command in self.commands.items()]
+        told += [f"Look: {self.link}"] if self.link else []
+        return (*told, f"Entry {self.sequence} of the ledger, by {self.actor}")
+
+
+def notices(before: ReleaseState, entry: LedgerEntry) -> tuple[Notification, ...]:
+    """What this entry is news of, given the state before it."""
+    match entry.body:
+        case Outcome() if before.open_intent is not None and entry.body.of == before.generation:
+            found = _done(before, before.open_intent) if entry.body.ok else _failed(before, entry.body)
+        case RefusedVersion():
+            found = _refused(before, entry.body)
+        case Held():
+            found = _held(before, entry.body)
+        case _:
+            found = None
+    return () if found is None else (found.about(before, entry),)
+
+
+def news(endpoint: str, entries: Iterable[LedgerEntry], *, after: int = 0) -> tuple[Notification, ...]:
+    """What the entries after sequence `after` call for, oldest first.
+
+    What was told within `QUIET_S` is not told again: an effect that fails in every pass, an alias that somebody sets
+    again and again, an endpoint that keeps dying.
+    """
+    state = ReleaseState(endpoint=endpoint)
+    told: dict[tuple[What, str], float] = {}
+    found: list[Notification] = []
+    for entry in entries:
+        for notice in notices(state, entry):
+            key = notice.what, notice.headline
+            again = notice.at - told[key] < QUIET_S if key in told else False
+            if again and notice.what not in (What.ROLLED_BACK, What.OPERATOR):
+                continue
+            told[key] = notice.at
+            if entry.sequence > after:
+                found.append(notice)
+        state = follow(state, entry)
+    return tuple(found)
+
+
+def trial(endpoint: str, *, at: float, actor: str) -> Notification:
+    """What is sent to see whether anything arrives."""
+    return Notification(
+        endpoint=endpoint,
+        sequence=0,
+        at=at,
+        actor=actor,
+        what=What.TEST,
+        severity=Severity.INFO,
+        headline="a test: notifications arrive here",
+        why="somebody ran `onnx-ops notify --test`",
+        commands={"See what serves": "onnx-ops status"},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _News:
+    what: What
+    severity: Severity
+    headline: str
+    why: str
+    commands: Mapping[str, str]
+
+    def about(self, state: ReleaseState, entry: LedgerEntry) -> Notification:
+        return Notification(
+            endpoint=entry.endpoint,
+            sequence=entry.sequence,
+            at=entry.at,
+            actor=entry.actor,
+            what=self.what,
+            severity=self.severity,
+            headline=self.headline,
+            why=textwrap.shorten(self.why, _LONGEST, placeholder=" …"),
+            commands=self.commands,
+            model=state.config.model if state.config is not None else "",
+        )
+
+
+def _done(before: ReleaseState, intent: Intent) -> _News | None:
+    action, name = intent.action, before.endpoint
+    match action.kind:
+        case ActionKind.ABORT:
+            return _taken_back(before, intent)
+        case ActionKind.ROLLBACK:
+            left, serving = _stable(before), _serving(action)
+            back = {"Undo": f"onnx-ops rollback {name} --to {left} --force"} if left else {}
+            headline = f"rolled back by an operator, v{serving} has all traffic"
+            return _News(
+                what=What.OPERATOR, severity=Severity.WARNING, headline=headline, why=action.why, commands=back
+            )
+        case ActionKind.FINISH:
+            headline, undo = f"v{_serving(action)} has all traffic", {"Undo": f"onnx-ops rollback {name}"}
+            return _News(what=What.FINISHED, severity=Severity.INFO, headline=headline, why=action.why, commands=undo)
+        case ActionKind.FIRST:
+            headline, look = f"first deployment: v{_serving(action)}", {"See": f"onnx-ops status {name}"}
+            return _News(what=What.FINISHED, severity=Severity.INFO, headline=headline, why=action.why, commands=look)
+        case ActionKind.RESTORE:
+            headline, look = "was not what it should be, and was restored", {"See": f"onnx-ops history {name}"}
+            return _News(what=What.TROUBLE, severity=Severity.WARNING, headline=headline, why=action.why, commands=look)
+        case _:
+            return None
+
+
+def _taken_back(before: ReleaseState, intent: Intent) -> _News:
+    """A candidate that lost its traffic: by the figures, by an operator, or because nobody wants it any more."""
+    action, candidate = intent.action, before.roles.candidate
+    version = candidate.version if candidate is not None else "?"
+    serving = f"v{_serving(action)} has all traffic"
+    if not action.reject:
+        what, severity, headline = What.WITHDRAWN, Severity.INFO, f"v{version} was withdrawn, {serving}"
+        commands = {"Undo": _promote(before, version)}
+    else:
+        by_hand = intent.by_hand or before.word is Word.ABORT
+        what = What.OPERATOR if by_hand else What.ROLLED_BACK
+        severity = Severity.WARNING if by_hand else Severity.CRITICAL
+        headline = f"v{version} was rolled back{' by an operator' if by_hand else ''}, {serving}"
+        commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
+    return _News(what=what, severity=severity, headline=headline, why=action.why, commands=commands)
+
+
+def _failed(before: ReleaseState, outcome: Outcome) -> _News:
+    action = before.open_intent.action if before.open_intent is not None else None
+    kind = action.kind if action is not None else None
+    back = kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
+    name = before.endpoint
+    commands = {"Try again": f"onnx-ops reconcile {name}", "See": f"onnx-ops status {name}"}
+    return _News(
+        what=What.TROUBLE,
+        severity=Severity.CRITICAL if back else Severity.WARNING,
+        headline=f"{kind.value if kind is not None else 'an effect'} failed",
+        why=outcome.detail,
+        commands=commands,
+    )
+
+
+def _refused(before: ReleaseState, body: RefusedVersion) -> _News:
+    commands = {}
+    if before.config is not None:
+        look = f"onnx-ops explain {before.config.model}/{body.version} --target {before.config.target}"
+        override = f'{_promote(before, body.version)} --override --reason "..."'
+        commands = {"See": look, "Let it serve all the same": override}
+    restored = f"v{body.restored_to} stands there again" if body.restored_to else "the alias was removed"
+    return _News(
+        what=What.REFUSED,
+        severity=Severity.WARNING,
+        headline=f"refused {body.alias} on v{body.version}: {restored}",
+        why=body.reason,
+        commands=commands,
+    )
+
+
+def _held(before: ReleaseState, body: Held) -> _News:
+    paused = body.wait is WaitKind.PAUSED
+    candidate = before.roles.candidate
+    name = f"v{candidate.version}" if candidate is not None else "the rollout"
+    waits = {WaitKind.PAUSED: "is paused", WaitKind.WORD: "waits for an operator's word"}
+    return _News(
+        what=What.PAUSED if paused else What.HELD,
+        severity=Severity.WARNING,
+        headline=f"{name} {waits.get(body.wait, 'is held for a person')} at step {body.step + 1}",
+        why=body.why,
+        commands={
+            "Go on": f"onnx-ops rollout resume {before.endpoint}",
+            "Take it back": f"onnx-ops rollout abort {before.endpoint}",
+        },
+    )
+
+
+def _promote(state: ReleaseState, version: str) -> str:
+    if state.config is None:
+        return f"onnx-ops promote MODEL {version} --target TARGET"
+    return f"onnx-ops promote {state.config.model} {version} --target {state.config.target}"
+
+
+def _serving(action: Action) -> str:
+    return action.roles.stable.version if action.roles.stable is not None else "?"
+
+
+def _stable(state: ReleaseState) -> str:
+    return state.roles.stable.version if state.roles.stable is not None else ""

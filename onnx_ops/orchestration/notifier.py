@@ -1,0 +1,61 @@
+"""Any notification block of Prefect's as a notifier: e-mail, Teams, PagerDuty, SMS …"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.domain.notification import Notification
+from onnx_ops.errors import ServiceUnavailable, UserError
+
+
+class PrefectNotifier:
+    """Calls `notify` of a block that somebody made in Prefect.
+
+    Args:
+        place: type and name of the block, as Prefect shows them: `slack-webhook/ops`.
+        state: the state folder; secrets are in the block.
+
+    Raises:
+        UserError: the place does not name a block.
+    """
+
+    def __init__(self, place: str, state: Path) -> None:
+        del state
+        kind, _, name = place.partition("/")
+        if not (kind and name) or "/" in name:
+            raise UserError(
+                f"prefect:{place} names no block", remedy="Write prefect:TYPE/NAME, as in `prefect block ls`."
+            )
+        self._place = place
+
+    def send(self, notification: Notification) -> None:
+        block = self._block()
+        try:
+            block.notify(body="\n".join(notification.lines), subject=notification.title)
+        except Exception as error:  # blocks are other people's code; the reason may hold the block's secret
+            raise ServiceUnavailable("could not notify", where=self._where, why=type(error).__name__) from None
+
+    def check(self) -> str:
+        self._block()
+        return f"through Prefect's block {self._place}"
+
+    @property
+    def _where(self) -> str:
+        return f"prefect block {self._place}"
+
+    def _block(self) -> Any:
+        from prefect.blocks.abstract import NotificationBlock
+        from prefect.blocks.core import Block
+        from prefect.blocks.notifications import AppriseNotificationBlock  # noqa: F401 (registers Prefect's own types)
+
+        try:
+            block = Block.load(self._place)
+        except ValueError as error:  # no such block, or none of that type
+            remedy = "See `prefect block ls`; a block of another package needs that package here."
+            raise UserError("there is no such block", where=self._where, remedy=remedy) from error
+        except Exception as error:  # of whatever kind Prefect's client raises
+            raise ServiceUnavailable("cannot be read", where=self._where, why=type(error).__name__) from None
+        if not isinstance(block, NotificationBlock):
+            raise UserError("is no notification block", where=self._where, remedy="See `prefect block ls`.")
+        return block

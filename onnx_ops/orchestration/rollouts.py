@@ -1,0 +1,148 @@
+"""One endpoint's rollout as a flow run: a task run for each step, and a page that tells it."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from typing import Any
+
+from prefect import State
+from prefect.artifacts import create_markdown_artifact
+from prefect.states import Completed, Failed
+
+from onnx_ops.domain.rollout import ActionKind
+from onnx_ops.errors import Conflict, OnnxOpsError, UserError
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.notify import notify_each
+from onnx_ops.operations.reconcile import StepReport, settle
+from onnx_ops.operations.trace import Trace, trace
+from onnx_ops.orchestration.tasks import failed, run_as_task
+from onnx_ops.ports import Ports
+from onnx_ops.reporting.evidence_plot import as_data_url, evidence_svg
+
+_ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
+
+
+def drive(ports: Ports, endpoint: str, *, by: str, limit: str, every: str) -> State[Any]:
+    """Settle the endpoint again and again until its rollout is over, or the time is.
+
+    Whoever else drives it meanwhile does no harm. When time is over the rollout stays where it is: the reconciler, or
+    another run, goes on with it.
+
+    Args:
+        ports: the outside world.
+        endpoint: its name.
+        by: who is answerable.
+        limit: longest duration, as `1 d`.
+        every: duration between two looks, as `10 s`.
+
+    Raises:
+        NotFound: no such endpoint.
+        UserError: a duration is none.
+    """
+    Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFound for an unknown name)
+    pause, deadline = _seconds(every, "every"), ports.clock.monotonic() + _seconds(limit, "limit")
+    trouble, published = "", -1
+    while True:
+        reports, error = _look(ports, endpoint, by)
+        if error is not None and str(error) != trouble:
+            trouble = str(error)
+            run_as_task("rollout", f"{endpoint}: trouble", lambda error=error: failed(error))  # type: ignore[misc]
+        notify_each(ports, (endpoint,))
+        journal = Journal.open(ports, endpoint)
+        if journal.state.head != published:
+            published = journal.state.head
+            publish_rollout(ports, endpoint)
+        over = journal.state.roles.candidate is None and error is None and reports[-1].settled
+        if over or ports.clock.monotonic() >= deadline:
+            return _end(ports, endpoint, reports, error, over=over)
+        time.sleep(pause)
+
+
+def publish_rollout(ports: Ports, endpoint: str) -> None:
+    """`<endpoint>-rollout`: the steps, their reasons and the evidence. Nothing for an endpoint without a rollout."""
+    found = trace(endpoint, ports.ledger.read(endpoint))
+    if found is not None:
+        key = re.sub(r"[^a-z0-9]+", "-", f"{endpoint}-rollout".lower()).strip("-")
+        told = f"The last rollout of {endpoint}: what was done, and why."
+        create_markdown_artifact(page(endpoint, found, _report(ports, found)), key=key, description=told)
+
+
+def page(endpoint: str, found: Trace, report: str) -> str:
+    """Markdown. Prefect shows an SVG that is the address of an image, but none in the text."""
+    name = found.candidate.name
+    ended = {ActionKind.FINISH: "has all traffic", ActionKind.ABORT: "was taken back"}
+    how = "is on trial" if found.end is None else ended.get(found.end, "was rolled back")
+    rows = [f"# {endpoint}: {name} {how}", "", "| when (UTC) | what | share | why | by |", "|---|---|---|---|---|"]
+    for step in found.steps:
+        at = datetime.datetime.fromtimestamp(step.at, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+        share = "" if step.percent is None else f"{step.percent} %"
+        rows.append("| " + " | ".join([at, step.what, share, _cell(step.why), _cell(step.actor)]) + " |")
+    if plot := _plot(found):
+        rows += ["", f"![Evidence against {name}]({as_data_url(plot)})"]
+    return "\n".join([*rows, "", report, ""])
+
+
+def _look(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], OnnxOpsError | None]:
+    """One pass; every step that did something becomes a task run that says what and why."""
+    reports: list[StepReport] = []
+    try:
+        settle(ports, endpoint, actor=by, told=lambda report: _tell(report, reports))
+    except Conflict:  # somebody else acted; the next look sees it
+        reports.append(StepReport(endpoint=endpoint, did="", why="somebody else acted meanwhile", settled=False))
+    except OnnxOpsError as error:
+        return reports, error
+    return reports, None
+
+
+def _tell(report: StepReport, reports: list[StepReport]) -> None:
+    reports.append(report)
+    if report.did:
+        state: State[Any] = (
+            Failed(name="Refused", message=report.why) if report.refused else Completed(message=report.why)
+        )
+        run_as_task("rollout", f"{report.endpoint}: {report.did}", lambda: state)
+
+
+def _end(
+    ports: Ports, endpoint: str, reports: list[StepReport], error: OnnxOpsError | None, *, over: bool
+) -> State[Any]:
+    if error is not None:
+        return failed(error)
+    if not over:
+        return Completed(name="TimeIsOver", message=f"not over yet: {reports[-1].why}")
+    found = trace(endpoint, ports.ledger.read(endpoint))
+    if found is not None and found.end in _ENDED_BADLY:
+        return Failed(name="RolledBack", message=f"{found.candidate.name}: {found.steps[-1].why}")
+    return Completed(message=reports[-1].why)
+
+
+def _plot(found: Trace) -> str:
+    from onnx_ops.analysis.rollout.judge import paths
+
+    return evidence_svg(paths(found.observations, found.policy)) if found.observations is not None else ""
+
+
+def _report(ports: Ports, found: Trace) -> str:
+    """Where the release's report is read. The registry may be down; then how it is got later."""
+    model, version = found.candidate.model, found.candidate.version
+    try:
+        link = ports.registry().page(model, version, "report.html")
+    except OnnxOpsError:
+        link = ""
+    command = f"Write the report out: `onnx-ops report {model}/{version}`"
+    return f"[Report of the release]({link})" if link else command
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def _seconds(text: str, name: str) -> float:
+    from onnx_ops.spec.quantities import parse_quantity
+
+    try:
+        return float(parse_quantity(text, "s"))
+    except ValueError as error:
+        raise UserError(str(error), where=name, remedy="Write a duration, such as 10 s or 2 h.") from error

@@ -1,0 +1,33 @@
+"""Telling people."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from onnx_ops.domain.notification import Notification
+
+
+class Notifier(Protocol):
+    """A way to reach people: a chat, an issue tracker, a mailbox.
+
+    What it raises never holds a secret: no token, and no address that is one.
+    """
+
+    def send(self, notification: Notification) -> None:
+        """Returns once the service has taken it; within seconds, or not at all. Sending it twice does no harm.
+
+        Raises:
+            ServiceUnavailable: the service does not answer, or wants to be left alone for now; try again.
+            Refused: it does not let us, or where it is asks for what may not be sent there.
+            UserError: a setting or a secret is missing or wrong.
+        """
+        ...
+
+    def check(self) -> str:
+        """Where it would send to, without secrets. Nothing is sent.
+
+        Raises:
+            Refused: others may read the secret.
+            UserError: a setting or a secret is missing or wrong.
+        """
+        ...

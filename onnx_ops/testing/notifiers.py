@@ -1,0 +1,109 @@
+"""What every notifier that speaks HTTP must do. Subclass `NotifierSuite` and say how to make one.
+
+class TestMyChat(NotifierSuite):
+    secret = "what must never be told"
+
+    @pytest.fixture
+    def notifier(self, inbox: Inbox) -> Notifier: ...      # one that sends to `inbox.url`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+import pytest
+
+from onnx_ops.adapters import exchange
+from onnx_ops.domain.notification import Notification, Severity, What
+from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable
+from onnx_ops.ports import Notifier
+from onnx_ops.testing.inbox import Inbox, Letter, Reply
+
+ROLLED_BACK = Notification(
+    endpoint="digits",
+    sequence=12,
+    at=1_700_000_000.0,
+    actor="reconciler@host",
+    what=What.ROLLED_BACK,
+    severity=Severity.CRITICAL,
+    headline="v3 was rolled back, v2 has all traffic",
+    why="errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) -> ROLL BACK",
+    commands={"Undo": "onnx-ops promote digits-mlp 3 --target cpu --override"},
+    model="digits-mlp",
+    link="https://registry.example/models/digits-mlp",
+)
+
+
+def _always(reply: Reply, letter: Letter) -> Reply:
+    del letter
+    return reply
+
+
+class NotifierSuite:
+    """Conformance of a Notifier."""
+
+    secret: ClassVar[str]
+
+    @pytest.fixture
+    def inbox(self) -> Iterator[Inbox]:
+        with Inbox().open() as inbox:
+            yield inbox
+
+    def usual(self, letter: Letter) -> Reply:
+        """What the service answers when all is well."""
+        del letter
+        return Reply()
+
+    def test_a_message_holds_what_a_person_needs(self, notifier: Notifier, inbox: Inbox) -> None:
+        inbox.answer = self.usual
+        notifier.send(ROLLED_BACK)
+        told = json.dumps(inbox.letters[-1].document)
+        for text in ("digits", "v3 was rolled back", "28/800", "limit 60:1", "onnx-ops promote digits-mlp 3"):
+            assert text in told
+        assert ROLLED_BACK.link in told
+
+    @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+    def test_a_service_in_trouble_is_tried_again(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
+        inbox.answer = lambda _: Reply(status=status)
+        with pytest.raises(ServiceUnavailable, match=str(status)):
+            notifier.send(ROLLED_BACK)
+        inbox.answer = self.usual
+        notifier.send(ROLLED_BACK)
+
+    @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 422])
+    def test_a_refusal_says_which(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
+        inbox.answer = lambda _: Reply(status=status, document={"message": "no"})
+        with pytest.raises(Refused, match=str(status)):
+            notifier.send(ROLLED_BACK)
+
+    @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+    def test_no_redirect_is_followed(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
+        with Inbox().open() as elsewhere:
+            inbox.answer = lambda _: Reply(status=status, headers={"Location": f"{elsewhere.url}/taken"})
+            with pytest.raises(Refused, match="elsewhere"):
+                notifier.send(ROLLED_BACK)
+            assert elsewhere.letters == []
+
+    def test_a_service_that_hangs_is_left(
+        self, notifier: Notifier, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(exchange, "PATIENCE_S", 0.2)
+        inbox.answer = lambda _: Reply(hang=True)
+        with pytest.raises(ServiceUnavailable):
+            notifier.send(ROLLED_BACK)
+
+    def test_no_error_holds_the_secret(self, notifier: Notifier, inbox: Inbox) -> None:
+        told = [repr(notifier), notifier.check()]
+        for reply in (Reply(status=404), Reply(status=500), Reply(status=302, headers={"Location": "https://x"})):
+            inbox.answer = partial(_always, reply)
+            with pytest.raises(OnnxOpsError) as caught:
+                notifier.send(ROLLED_BACK)
+            told += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]
+        assert self.secret not in "\n".join(told)
+
+    def test_a_check_sends_nothing(self, notifier: Notifier, inbox: Inbox) -> None:
+        assert notifier.check()
+        assert inbox.letters == []

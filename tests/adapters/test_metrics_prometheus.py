@@ -1,0 +1,284 @@
+"""Counts by way of Prometheus: a real HTTP server answers as Prometheus does, from the pages of real counters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from onnx_ops.adapters.metrics.prometheus import PrometheusMetrics
+from onnx_ops.analysis.rollout import freeze
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, interval
+from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.serving import shared as slab
+from onnx_ops.serving.metrics import Metrics
+from onnx_ops.serving.shared import BOUNDS_S, STEPS, Shared, observe
+from onnx_ops.testing.inbox import Inbox, Letter, Reply
+
+CONFIG = EndpointConfig(
+    endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
+)
+SHOWN = BOUNDS_S[:: STEPS // 2]
+FAST, SLOW = SHOWN[10], SHOWN[20]
+THRESHOLDS = Thresholds(p50_s=SHOWN[12], p99_s=SHOWN[18], requests=1000)
+SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class Scraped:
+    """A Prometheus that has scraped some instances of an endpoint at `at`, and keeps what it was asked."""
+
+    def __init__(self, instances: int = 1) -> None:
+        self.instances = {f"host-{n}:8000": self.start() for n in range(instances)}
+        self.at = 1_700_000_000.0
+        self.renamed: dict[str, str] = {}
+        self.more: dict[str, object] = {}
+        self.queries: list[str] = []
+        self.letters: list[Letter] = []
+
+    def start(self) -> Shared:
+        shared = Shared(1)
+        for slot in (1, 2):
+            shared.set_label(slot, {"deployment": f"v{slot}", "version": str(slot), "variant": "fp32"})
+        return shared
+
+    def answer(self, slot: int, status: int, seconds: float, times: int = 1, instance: int = 0) -> None:
+        shared = list(self.instances.values())[instance]
+        for _ in range(times):
+            observe(shared.row(0, slot), status, seconds)
+
+    def __call__(self, letter: Letter) -> Reply:
+        self.letters.append(letter)
+        (query,) = parse_qs(urlsplit(letter.path).query)["query"]
+        self.queries.append(query)
+        found = [*self.samples()]
+        return Reply(document={"status": "success", "data": {"resultType": "vector", "result": found}, **self.more})
+
+    def samples(self) -> Iterator[dict[str, object]]:
+        for instance, shared in self.instances.items():
+            for line in Metrics(shared, "digits").text(None).splitlines():
+                if (found := SAMPLE.fullmatch(line)) is None:
+                    continue
+                labels = {self.renamed.get(key, key): value for key, value in LABEL.findall(found[2])}
+                metric = {"__name__": found[1], "instance": instance, **labels}
+                yield {"metric": metric, "value": [self.at + 7, found[3]]}
+                if found[1] == "onnx_ops_counts":
+                    del metric["__name__"]
+                    yield {"metric": {**metric, "onnx_ops_scraped": "yes"}, "value": [self.at + 7, str(self.at)]}
+                    metric["__name__"] = "onnx_ops_counts"
+
+
+@pytest.fixture(autouse=True)
+def no_token_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONNX_OPS_PROMETHEUS_TOKEN", raising=False)
+
+
+@pytest.fixture
+def scraped() -> Scraped:
+    return Scraped()
+
+
+@pytest.fixture
+def inbox(scraped: Scraped) -> Iterator[Inbox]:
+    with Inbox(scraped).open() as inbox:
+        yield inbox
+
+
+@pytest.fixture
+def source(inbox: Inbox) -> PrometheusMetrics:
+    return PrometheusMetrics({"url": inbox.url})
+
+
+def test_requests_errors_and_exceedances(scraped: Scraped, source: PrometheusMetrics) -> None:
+    scraped.answer(1, 200, FAST, 90)
+    scraped.answer(1, 200, SLOW, 5)
+    scraped.answer(1, 503, FAST, 3)
+    scraped.answer(1, 400, FAST, 2)
+    scraped.answer(2, 200, SLOW, 7)
+    reading = source.read(CONFIG, ("v1", "v2"), THRESHOLDS)
+    assert reading.tallies == {
+        "v1": Tally(requests=100, errors=3, refused=2, over_p50=5, over_p99=5),
+        "v2": Tally(requests=7, errors=0, over_p50=7, over_p99=7),
+    }
+    assert reading.at == scraped.at, "when it was scraped, not when it was asked"
+
+
+def test_everything_is_asked_for_at_once(scraped: Scraped, source: PrometheusMetrics) -> None:
+    source.read(CONFIG, ("v1",), THRESHOLDS)
+    (query,) = scraped.queries
+    assert query == (
+        'onnx_ops_counts{endpoint="digits"} or label_replace(timestamp(onnx_ops_counts{endpoint="digits"}), '
+        '"onnx_ops_scraped", "yes", "", "") or {__name__=~"onnx_ops_requests_total|onnx_ops_request_seconds_bucket|'
+        "onnx_ops_shadow_answered_total|onnx_ops_shadow_differing_total|onnx_ops_shadow_failed_total|"
+        'onnx_ops_outcomes_total|onnx_ops_outcome_successes_total",endpoint="digits"}'
+    )
+
+
+def test_shadow_answers_and_outcomes(scraped: Scraped, source: PrometheusMetrics) -> None:
+    (shared,) = scraped.instances.values()
+    scraped.answer(2, 200, FAST, 40)
+    for column, count in (
+        (slab.SHADOW_DONE, 30),
+        (slab.SHADOW_DIFFERING, 4),
+        (slab.SHADOW_FAILED, 2),
+        (slab.OUTCOMES, 20),
+        (slab.SUCCESSES, 15),
+    ):
+        shared.row(0, 2)[column] += count
+    reading = source.read(CONFIG, ("v1", "v2"), None)
+    assert reading.shadow == ShadowTally(compared=30, differing=4, failed=2)
+    assert (reading.tallies["v2"].outcomes, reading.tallies["v2"].successes) == (20, 15)
+    assert source.capabilities() == {"exceedances", "shadow", "outcomes"}
+
+
+def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() -> None:
+    scraped = Scraped(instances=2)
+    with Inbox(scraped).open() as inbox:
+        source = PrometheusMetrics({"url": inbox.url})
+        scraped.answer(1, 200, FAST, 10, instance=0)
+        scraped.answer(1, 200, FAST, 20, instance=1)
+        before = source.read(CONFIG, ("v1",), THRESHOLDS)
+        assert before.tallies["v1"].requests == 30
+        scraped.answer(1, 500, FAST, 4, instance=1)
+        again = source.read(CONFIG, ("v1",), THRESHOLDS)
+        found = interval(before, again, step=0, stable="v1", candidate="v2")
+        assert found is not None
+        assert found.stable == Tally(requests=4, errors=4, over_p50=0, over_p99=0)
+        scraped.instances["host-0:8000"] = scraped.start()
+        after = source.read(CONFIG, ("v1",), THRESHOLDS)
+        assert after.origin != before.origin
+        assert interval(again, after, step=0, stable="v1", candidate="v2") is None
+        del scraped.instances["host-0:8000"]
+        assert source.read(CONFIG, ("v1",), THRESHOLDS).origin not in (before.origin, after.origin)
+
+
+def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: PrometheusMetrics) -> None:
+    assert source.latencies(CONFIG, "v9") is None
+    scraped.answer(1, 200, FAST, 990)
+    scraped.answer(1, 200, SLOW, 10)
+    found = source.latencies(CONFIG, "v1")
+    assert found is not None
+    bounds, counts = found
+    assert (len(counts), sum(counts)) == (len(bounds) + 1, 1000)
+    thresholds = freeze(bounds, counts)
+    assert thresholds is not None
+    tally = source.read(CONFIG, ("v1",), thresholds).tallies["v1"]
+    assert tally.over_p99 is not None
+    assert tally.over_p50 is not None
+
+
+def test_a_threshold_between_two_bounds_cannot_be_told(scraped: Scraped, source: PrometheusMetrics) -> None:
+    scraped.answer(1, 200, FAST)
+    between = Thresholds(p50_s=SHOWN[12] * 1.1, p99_s=SHOWN[18], requests=1000)
+    tally = source.read(CONFIG, ("v1",), between).tallies["v1"]
+    assert (tally.over_p50, tally.over_p99) == (None, 0)
+
+
+def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: Inbox) -> None:
+    scraped.renamed = {"endpoint": "exported_endpoint", "deployment": "release", "status": "code"}
+    scraped.answer(1, 500, FAST, 3)
+    settings = {
+        "url": inbox.url,
+        "endpoint_label": "exported_endpoint",
+        "deployment_label": "release",
+        "status_label": "code",
+        "select": 'job=serving, namespace="prod\\',
+    }
+    reading = PrometheusMetrics(settings).read(CONFIG, ("v1",), None)
+    assert reading.tallies["v1"] == Tally(requests=3, errors=3)
+    assert 'onnx_ops_counts{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}' in scraped.queries[0]
+
+
+def test_another_servers_series(inbox: Inbox) -> None:
+    def answer(letter: Letter) -> Reply:
+        (query,) = parse_qs(urlsplit(letter.path).query)["query"]
+        assert query.startswith('process_start_time_seconds{job="triton"} or ')
+        assert "onnx_ops_shadow" not in query
+        rows = [
+            ({"__name__": "process_start_time_seconds", "job": "triton"}, "1.7e+09"),
+            ({"onnx_ops_scraped": "yes", "job": "triton"}, "100.5"),
+            ({"__name__": "calls_total", "deployment": "v1", "status": "200"}, "1e+03"),
+            ({"__name__": "calls_total", "deployment": "v1", "status": "503"}, "7"),
+            ({"__name__": "call_seconds_bucket", "deployment": "v1", "le": "0.1"}, "900"),
+            ({"__name__": "call_seconds_bucket", "deployment": "v1", "le": "+Inf"}, "1007"),
+        ]
+        result = [{"metric": metric, "value": [107.0, value]} for metric, value in rows]
+        return Reply(document={"status": "success", "data": {"resultType": "vector", "result": result}})
+
+    inbox.answer = answer
+    source = PrometheusMetrics(
+        {
+            "url": inbox.url,
+            "requests": "calls_total",
+            "histogram": "call_seconds",
+            "origin": "process_start_time_seconds",
+            "select": "job=triton",
+        }
+    )
+    reading = source.read(CONFIG, ("v1",), Thresholds(p50_s=0.1, p99_s=0.1, requests=1000))
+    assert reading.at == 100.5
+    assert reading.tallies == {"v1": Tally(requests=1007, errors=7, over_p50=107, over_p99=107)}
+    assert source.capabilities() == {"exceedances"}
+
+
+def test_an_endpoint_that_is_not_scraped_is_no_healthy_one(scraped: Scraped, source: PrometheusMetrics) -> None:
+    scraped.instances = {}
+    with pytest.raises(ServiceUnavailable, match="knows nothing"):
+        source.read(CONFIG, ("v1",), None)
+
+
+def test_an_answer_in_part_counts_for_nothing(scraped: Scraped, source: PrometheusMetrics) -> None:
+    scraped.more = {"warnings": ["a store is down"]}
+    with pytest.raises(ServiceUnavailable, match="in part"):
+        source.read(CONFIG, ("v1",), None)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(status=500),
+        Reply(status=400, document={"status": "error", "error": "parse error"}),
+        Reply(status=302, headers={"Location": "https://elsewhere.example"}),
+        Reply(document=[]),
+        Reply(document="hello"),
+        Reply(document={"status": "success"}),
+        Reply(document={"data": {"result": 3}}),
+        Reply(document={"data": {"result": [{"metric": {}, "value": [1, "NaN"]}]}}),
+        Reply(document={"data": {"result": [{"metric": 3}]}}),
+    ],
+)
+def test_whatever_is_wrong_a_driver_waits(inbox: Inbox, source: PrometheusMetrics, reply: Reply) -> None:
+    inbox.answer = lambda _: reply
+    with pytest.raises(ServiceUnavailable):
+        source.read(CONFIG, ("v1",), None)
+
+
+def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNX_OPS_PROMETHEUS_TOKEN", "hidden")
+    source.read(CONFIG, ("v1",), None)
+    assert scraped.letters[-1].headers["authorization"] == "Bearer hidden"
+    with pytest.raises(UserError, match="https"):
+        PrometheusMetrics({"url": "http://prometheus.example"}).read(CONFIG, ("v1",), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "needs a url"),
+        ({"url": "prometheus:9090"}, "needs a url"),
+        ({"url": "http://p", "histgram": "x"}, "Did you mean 'histogram'"),
+        ({"url": "http://p", "zzz": "x"}, "Known: url"),
+        ({"url": "http://p", "requests": 'x{a="b"}'}, "no name of a metric"),
+        ({"url": "http://p", "status_label": "a-b"}, "no name of a label"),
+        ({"url": "http://p", "status_label": 3}, "no name of a label"),
+        ({"url": "http://p", "select": "job"}, "is not label=value"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, str | int], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        PrometheusMetrics(settings)
+    assert told in str(caught.value)

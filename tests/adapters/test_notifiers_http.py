@@ -1,0 +1,196 @@
+"""The chat's webhook and GitHub's issues, against real HTTP servers that stand for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.notifiers.github import GitHubNotifier
+from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, message
+from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
+from onnx_ops.ports import Notifier
+from onnx_ops.testing.inbox import Inbox, Letter, Reply
+from onnx_ops.testing.notifiers import ROLLED_BACK, NotifierSuite
+
+TOKEN = "ghp_0123456789"  # noqa: S105 (nobody's)
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ONNX_OPS_NOTIFY_WEBHOOK", "ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN", "GITHUB_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class TestWebhook(NotifierSuite):
+    secret = "T0/B0/hidden"  # noqa: S105 (nobody's)
+
+    @pytest.fixture
+    def notifier(self, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notifier:
+        monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", f"{inbox.url}/services/{self.secret}")
+        return WebhookNotifier("", tmp_path)
+
+
+class TestGitHub(NotifierSuite):
+    secret = TOKEN
+
+    @pytest.fixture
+    def notifier(self, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notifier:
+        monkeypatch.setenv("GITHUB_API_URL", inbox.url)
+        monkeypatch.setenv("ONNX_OPS_NOTIFY_GITHUB_TOKEN", TOKEN)
+        return GitHubNotifier("acme/models", tmp_path)
+
+    def usual(self, letter: Letter) -> Reply:
+        return Reply(document=[]) if letter.method == "GET" else Reply(status=201, document={"number": 1})
+
+
+class Tracker:
+    """A repository's issues, as far as GitHub's API is used."""
+
+    def __init__(self) -> None:
+        self.issues: list[dict[str, object]] = []
+        self.comments: list[tuple[str, str]] = []
+
+    def __call__(self, letter: Letter) -> Reply:
+        assert letter.headers["authorization"] == f"Bearer {TOKEN}"
+        path = letter.path.partition("?")[0]
+        match letter.method, path.removeprefix("/repos/acme/models/").split("/"):
+            case "GET", ["issues"]:
+                page = int(letter.path.rpartition("page=")[2])
+                shown = [one for one in reversed(self.issues) if one["open"]]
+                return Reply(document=shown[100 * (page - 1) : 100 * page])
+            case "POST", ["issues"]:
+                number = len(self.issues) + 1
+                self.issues.append({"number": number, "open": True, **letter.document})
+                return Reply(status=201, document={"number": number})
+            case "POST", ["issues", number, "comments"]:
+                self.comments.append((number, letter.document["body"]))
+                return Reply(status=201, document={})
+            case _:
+                return Reply(status=404)
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    found = Tracker()
+    with Inbox(found).open() as inbox:
+        monkeypatch.setenv("GITHUB_API_URL", inbox.url)
+        monkeypatch.setenv("GITHUB_TOKEN", TOKEN)
+        yield found
+
+
+def test_one_issue_for_each_endpoint_while_it_is_open(tracker: Tracker, tmp_path: Path) -> None:
+    notifier = GitHubNotifier("acme/models", tmp_path)
+    faces = replace(ROLLED_BACK, endpoint="faces")
+    for notice in (ROLLED_BACK, ROLLED_BACK, faces, ROLLED_BACK):
+        notifier.send(notice)
+    assert [issue["title"] for issue in tracker.issues] == ["onnx-ops: endpoint digits", "onnx-ops: endpoint faces"]
+    assert [number for number, _ in tracker.comments] == ["1", "1"]
+    tracker.issues[0]["open"] = False
+    notifier.send(ROLLED_BACK)
+    assert len(tracker.issues) == 3
+    assert tracker.issues[2]["labels"] == ["onnx-ops"]
+
+
+def test_an_issue_is_found_on_a_later_page_and_a_pull_request_is_none(tracker: Tracker, tmp_path: Path) -> None:
+    notifier = GitHubNotifier("acme/models", tmp_path)
+    notifier.send(ROLLED_BACK)
+    mine = tracker.issues[0]["body"]
+    tracker.issues += [{"number": n, "open": True, "body": None} for n in range(2, 121)]
+    tracker.issues.append({"number": 121, "open": True, "body": mine, "pull_request": {}})
+    notifier.send(ROLLED_BACK)
+    assert [number for number, _ in tracker.comments] == ["1"]
+
+
+def test_all_comments_may_go_to_one_issue(tracker: Tracker, tmp_path: Path) -> None:
+    GitHubNotifier("acme/models#7", tmp_path).send(ROLLED_BACK)
+    assert [number for number, _ in tracker.comments] == ["7"]
+
+
+def test_what_others_wrote_mentions_nobody(tracker: Tracker, tmp_path: Path) -> None:
+    notice = replace(ROLLED_BACK, why="``` @everyone <!channel> <https://evil|x>", actor="`@team`")
+    GitHubNotifier("acme/models#7", tmp_path).send(notice)
+    (_, body) = tracker.comments[0]
+    assert "````\n``` @everyone" in body
+    assert "`` ′@team′ ``" in body
+    told = str(message(notice))
+    assert "&lt;!channel&gt; &lt;https://evil|x&gt;" in told
+    assert "<!channel>" not in told
+
+
+def test_a_long_reason_is_cut_to_what_a_chat_takes() -> None:
+    for block in message(replace(ROLLED_BACK, why="&" * 5000))["blocks"][:1]:
+        assert len(block["text"]["text"]) <= 3000
+
+
+def test_an_answer_that_is_no_list_of_issues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Inbox().open() as inbox:
+        monkeypatch.setenv("GITHUB_API_URL", inbox.url)
+        monkeypatch.setenv("GITHUB_TOKEN", TOKEN)
+        with pytest.raises(ServiceUnavailable, match="no list of issues"):
+            GitHubNotifier("acme/models", tmp_path).send(ROLLED_BACK)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://hooks.example/x",
+        "ftp://hooks.example",
+        "hooks.example",
+        "",
+        "https://",
+        "https://a:b:c/",
+        "https://ä/\n",
+    ],
+)
+def test_only_https_leaves_this_machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", url)
+    with pytest.raises(UserError) as caught:
+        WebhookNotifier("", tmp_path).send(ROLLED_BACK)
+    assert "hooks" not in str(caught.value)
+
+
+def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", "http://127.0.0.1:9/hidden")
+    with pytest.raises(ServiceUnavailable) as caught:
+        WebhookNotifier("", tmp_path).send(ROLLED_BACK)
+    assert "hidden" not in str(caught.value)
+
+
+def test_the_address_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="nobody has said"):
+        WebhookNotifier("", tmp_path).check()
+    file = tmp_path / "notify.webhook"
+    file.write_text("https://hooks.example/hidden\n")
+    file.chmod(0o640)
+    with pytest.raises(Refused, match="0640"):
+        WebhookNotifier("", tmp_path).check()
+    file.chmod(0o600)
+    assert WebhookNotifier("", tmp_path).check() == "to hooks.example"
+
+
+def test_a_token_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
+    notifier = GitHubNotifier("acme/models", tmp_path)
+    with pytest.raises(NotFound, match="no GitHub token"):
+        notifier.check()
+    file = tmp_path / "notify.github"
+    file.write_text("a token\n")
+    file.chmod(0o600)
+    with pytest.raises(UserError, match="no GitHub token"):
+        notifier.check()
+    file.write_text(f"{TOKEN}\n")
+    assert notifier.check() == "to acme/models issues at api.github.com"
+
+
+@pytest.mark.parametrize(
+    "place", ["", "acme", "acme/models#0", "acme/models/x", "acme models", "../user", "acme/..", "acme/.#1"]
+)
+def test_a_place_that_is_none(place: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        GitHubNotifier(place, tmp_path)
+
+
+def test_a_webhook_has_no_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        WebhookNotifier("https://hooks.example/hidden", tmp_path)

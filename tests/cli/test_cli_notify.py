@@ -1,0 +1,130 @@
+"""`onnx-ops notify`, and what `doctor` says of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from onnx_ops.cli.main import app
+from onnx_ops.cli.watching import _telling_people
+from onnx_ops.operations.bell import Bell
+from onnx_ops.operations.watch import Kind, Watcher, WatchReport
+from onnx_ops.settings import load_settings
+from onnx_ops.testing.fakes import FakeNotifier
+from onnx_ops.testing.inbox import Inbox, Reply
+from onnx_ops.wiring.project import Project
+from tests.operations.release_parts import Scene
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
+    monkeypatch.setenv("ONNX_OPS_NOTIFY", "webhook")
+
+
+@pytest.fixture
+def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inbox]:
+    with Inbox().open() as inbox:
+        monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", f"{inbox.url}/hidden")
+        yield inbox
+
+
+def test_a_test_arrives(inbox: Inbox) -> None:
+    result = CliRunner().invoke(app, ["notify", "--test"])
+    assert result.exit_code == 0
+    assert "webhook: onnx-ops: a test" in result.output
+    assert "notifications arrive here" in inbox.letters[0].document["text"]
+
+
+def test_a_test_that_does_not_arrive(inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
+    inbox.answer = lambda _: Reply(status=404)
+    result = CliRunner().invoke(app, ["notify", "--test", "--json"])
+    assert result.exit_code == 4
+    output = capfd.readouterr().out
+    (told,) = json.loads(output)
+    assert "HTTP 404" in told["trouble"]
+    assert "hidden" not in output
+
+
+def test_with_nothing_to_tell(inbox: Inbox) -> None:
+    result = CliRunner().invoke(app, ["notify"])
+    assert (result.exit_code, result.output) == (0, "nothing to tell\n")
+    assert inbox.letters == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "told"),
+    [
+        (["--test"], {"ONNX_OPS_NOTIFY": ""}, "no notifier is set"),
+        (["--test"], {"ONNX_OPS_NOTIFY": "webhok"}, "did you mean 'webhook'"),
+        (["--test"], {"ONNX_OPS_NOTIFY": "github:acme"}, "names no repository"),
+        (["digits", "--test"], {}, "about no endpoint"),
+        (["nowhere"], {}, "no endpoint of that name"),
+    ],
+)
+def test_the_users_errors(
+    arguments: list[str], environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["notify", *arguments])
+    assert result.exit_code == 2
+    assert told in result.output
+
+
+@pytest.mark.usefixtures("inbox")
+def test_the_doctor_looks_at_each(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ONNX_OPS_NOTIFY", "webhook, github:acme/models")
+    for name in ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    CliRunner().invoke(app, ["doctor", "--json"])
+    findings = {one["check"]: one for one in json.loads(capfd.readouterr().out)}
+    assert findings["notifier webhook"]["ok"]
+    assert "127.0.0.1" in findings["notifier webhook"]["found"]
+    assert not findings["notifier github:acme/models"]["ok"]
+    assert "ONNX_OPS_NOTIFY_GITHUB_TOKEN" in findings["notifier github:acme/models"]["remedy"]
+
+
+PATIENCE_S = 60.0
+
+
+def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path: Path) -> None:
+    scene = Scene()
+    scene.world.notifiers["chat"] = chat = FakeNotifier()
+    told: list[WatchReport] = []
+    heard = threading.Event()
+
+    def hear(report: WatchReport) -> None:
+        told.append(report)
+        heard.set()
+
+    watcher = Watcher(scene.ports, Bell(), every=3600.0, told=hear)
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 3600.0):
+        assert heard.wait(PATIENCE_S)
+        scene.serve(scene.publish("b"))
+    assert [notice.headline for notice in chat.received] == ["first deployment: v1", "v2 has all traffic"]
+    assert [(report.kind, report.did) for report in told] == [(Kind.NOTIFIED, "chat")] * 2
+    assert told[-1].why == "digits: v2 has all traffic"
+
+
+def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
+    scene = Scene()
+    watcher = Watcher(scene.ports, Bell(), every=1.0, told=lambda _: None)
+    before = threading.active_count()
+    with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 1.0):
+        assert threading.active_count() == before
+
+
+def test_a_rollback_tells_people_after_traffic_has_moved(inbox: Inbox, tmp_path: Path) -> None:
+    """Those that did not move have nothing to tell, and no process is started for them."""
+    result = CliRunner().invoke(app, ["rollback", "nowhere", "--reason", "slow", "--wait"])
+    assert result.exit_code == 2
+    assert inbox.letters == []
+    assert not (tmp_path / ".onnx-ops" / "notify.log").exists()

@@ -1,0 +1,194 @@
+"""A rollout as a flow run: what Prefect shows of it, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import State, flow
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterId,
+)
+
+from onnx_ops.domain.ledger import Observed
+from onnx_ops.domain.rollout import RolloutPolicy, Word
+from onnx_ops.domain.rollout_observed import Reading, Tally
+from onnx_ops.domain.rollout_policy import Guardrail
+from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.operations.journal import Journal
+from onnx_ops.orchestration import rollouts
+from onnx_ops.orchestration.flows import back_as_tasks, together
+from onnx_ops.orchestration.notifier import PrefectNotifier
+from onnx_ops.testing.fakes import FakeNotifier
+from onnx_ops.testing.inbox import Inbox
+from onnx_ops.testing.notifiers import ROLLED_BACK
+from tests.operations.release_parts import CANARY, Scene
+
+
+def promoted(policy: RolloutPolicy = CANARY) -> Scene:
+    """Version 1 serves, version 2 is wanted."""
+    scene = Scene()
+    scene.bind(policy=policy)
+    scene.serve(scene.publish("a"))
+    scene.promote(scene.publish("b"))
+    return scene
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, *deeds: Callable[[], object]) -> None:
+    """What happens between the looks, one deed in each pause."""
+    left = list(deeds)
+    monkeypatch.setattr(rollouts.time, "sleep", lambda _: left.pop(0)())
+
+
+def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
+    @flow(name="driven", persist_result=False)
+    def story() -> State[Any]:
+        return rollouts.drive(scene.ports, "digits", by="flow", limit=limit, every="10 s")
+
+    return story(return_state=True)
+
+
+def task_runs(state: State[Any]) -> list[str]:
+    wanted = FlowRunFilter(id=FlowRunFilterId(any_=[run_of(state)]))
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs(flow_run_filter=wanted)
+    return [run.name for run in sorted(runs, key=lambda run: run.expected_start_time or run.created)]
+
+
+def run_of(state: State[Any]) -> UUID:
+    return UUID(str(state.state_details.flow_run_id))
+
+
+def page_of(state: State[Any]) -> str:
+    """The last page that the run published."""
+    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run_of(state)]))
+    with get_client(sync_client=True) as client:
+        pages = [a for a in client.read_artifacts(artifact_filter=wanted) if a.key == "digits-rollout"]
+    return str(max(pages, key=lambda a: a.created).data)
+
+
+def test_a_rollout_that_goes_well(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = promoted()
+    scene.world.notifiers["chat"] = chat = FakeNotifier()
+    meanwhile(monkeypatch, *[lambda: scene.say(Word.ADVANCE)] * 2)
+    state = driven(scene)
+    assert state.is_completed()
+    assert scene.traffic()["v2"] == 100
+    names = task_runs(state)
+    assert [name for name in names if "aliases" not in name] == [
+        "digits: start",
+        "digits: advance",
+        "digits: finish",
+    ]
+    page = page_of(state)
+    assert page.startswith("# digits: v2 has all traffic")
+    assert "| start | 10 % | step 1 of 3: 10 % to v2 |" in page
+    assert "`onnx-ops report digits/2`" in page
+    assert chat.received[-1].headline == "v2 has all traffic"
+
+
+def test_one_that_is_rolled_back_fails_and_shows_the_evidence(
+    prefect_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = promoted(RolloutPolicy(steps=(0.1, 1.0), guardrails=(Guardrail(name="errors"),)))
+
+    def count(times: int) -> Callable[[], None]:
+        tallies = {"v1": Tally(requests=900 * times), "v2": Tally(requests=100 * times, errors=times)}
+        reading = Reading(origin="o", at=float(times), tallies=tallies)
+        return lambda: Journal.open(scene.ports, "digits").append(Observed(reading=reading)) and None
+
+    meanwhile(monkeypatch, count(0), count(1), count(2), lambda: scene.say(Word.ABORT))
+    state = driven(scene)
+    assert (state.type.value, state.name) == ("FAILED", "RolledBack")
+    assert state.message == "v2: aborted by an operator"
+    page = page_of(state)
+    assert page.startswith("# digits: v2 was taken back")
+    assert "![Evidence against v2](data:image/svg+xml;base64," in page
+
+
+def test_time_ends_a_run_and_not_the_rollout(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = promoted()
+    meanwhile(monkeypatch, *[lambda: scene.world.clock.advance(10.0)] * 6)
+    state = driven(scene, limit="1 min")
+    assert (state.type.value, state.name) == ("COMPLETED", "TimeIsOver")
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+
+
+def test_trouble_is_shown_once_and_tried_again(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = promoted()
+    provider = scene.world.provider
+    provider.down = True
+
+    def back() -> None:
+        provider.down = False
+
+    meanwhile(monkeypatch, lambda: None, back, *[lambda: scene.say(Word.ADVANCE)] * 2)
+    state = driven(scene)
+    assert state.is_completed()
+    assert task_runs(state).count("digits: trouble") == 1
+
+
+@pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFound)])
+def test_what_cannot_be_driven(limit: str, error: type[Exception]) -> None:
+    scene = promoted() if error is UserError else Scene()
+    with pytest.raises(error):
+        rollouts.drive(scene.ports, "digits", by="flow", limit=limit, every="10 s")
+
+
+def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> None:
+    scene = promoted()
+    scene.settle_some()
+
+    @flow(name="back", persist_result=False)
+    def story() -> State[Any]:
+        names = ("digits", "nowhere")
+        states = back_as_tasks(scene.ports, names, to=None, reason="slow", by="me", force=False, pin=True)
+        return together(states)
+
+    state = story(return_state=True)
+    assert state.name == "NotFound"
+    assert "digits: v2 -> v1, 100 % of traffic. Reason: slow" in (state.message or "")
+    assert set(task_runs(state)) == {"rollback digits", "rollback nowhere"}
+    assert scene.traffic() == {"v1": 100}
+
+
+@pytest.fixture
+def block(prefect_server: None) -> Any:
+    with Inbox().open() as inbox:
+        made = CustomWebhookNotificationBlock(
+            name="ops", url=inbox.url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
+        )
+        made.save("ops", overwrite=True)
+        yield inbox
+
+
+def test_a_block_of_prefects_carries_a_message(block: Inbox, tmp_path: Any) -> None:
+    notifier = PrefectNotifier("custom-webhook/ops", tmp_path)
+    assert notifier.check() == "through Prefect's block custom-webhook/ops"
+    notifier.send(ROLLED_BACK)
+    (letter,) = block.letters
+    assert letter.document["subject"] == ROLLED_BACK.title
+    assert ROLLED_BACK.why in letter.document["body"]
+    assert "Undo: onnx-ops promote digits-mlp 3" in letter.document["body"]
+
+
+def test_a_block_that_is_not_there(prefect_server: None, tmp_path: Any) -> None:
+    with pytest.raises(UserError, match="no such block"):
+        PrefectNotifier("custom-webhook/nobody", tmp_path).check()
+    with pytest.raises(UserError, match="names no block"):
+        PrefectNotifier("slack", tmp_path)
+
+
+def test_a_block_that_fails_is_tried_again(prefect_server: None, tmp_path: Any) -> None:
+    made = CustomWebhookNotificationBlock(name="gone", url="http://127.0.0.1:9/hidden", json_data={"a": "{{body}}"})
+    made.save("gone", overwrite=True)
+    with pytest.raises(ServiceUnavailable) as caught:
+        PrefectNotifier("custom-webhook/gone", tmp_path).send(ROLLED_BACK)
+    assert "hidden" not in str(caught.value)

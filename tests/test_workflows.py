@@ -1,0 +1,125 @@
+"""The GitHub workflows: what they run exists, and what people type into them stays data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from onnx_ops.cli.main import app
+
+FOLDER = Path(__file__).parents[1] / ".github" / "workflows"
+FILES = sorted(FOLDER.glob("*.yml"))
+HOSTILE = "--help'; $(touch hacked) `touch hacked` \"\n-x"
+
+
+def load(file: Path) -> dict[str, Any]:
+    """The workflow. YAML 1.1 takes the key `on` for a truth value."""
+    document: dict[Any, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return {"on" if key is True else str(key): value for key, value in document.items()}
+
+
+def steps_of(workflow: dict[str, Any]) -> list[dict[str, Any]]:
+    (job,) = workflow["jobs"].values()
+    return list(job["steps"])
+
+
+def inputs_of(workflow: dict[str, Any]) -> dict[str, Any]:
+    return dict(workflow["on"]["workflow_dispatch"]["inputs"])
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """What the command line understands."""
+    command = typer.main.get_command(app).get_command(None, arguments[0])  # type: ignore[attr-defined, arg-type]
+    return dict(command.make_context(arguments[0], arguments[1:]).params)
+
+
+def run(file: Path, folder: Path, **given: str) -> tuple[list[str], int]:
+    """Run the workflow's own step with these inputs; what `onnx-ops` was called with, and how the step ended."""
+    (step,) = [step for step in steps_of(load(file)) if "env" in step]
+    program = folder / "onnx-ops"
+    ends = given.pop("ends", "0")
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('called', 'w'))\nsys.exit({int(ends)})\n"
+    )
+    program.chmod(0o755)
+    values = {}
+    for name, text in step["env"].items():
+        (key,) = re.findall(r"(?:inputs|secrets)\.(\w+)", text)
+        values[name] = given.get(key, "")
+    environ = {
+        **values,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "GITHUB_ACTOR": "octocat",
+        "GITHUB_RUN_ID": "42",
+        "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+    }
+    # As GitHub runs `shell: bash`.
+    bash = [shutil.which("bash") or "bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+    done = subprocess.run(bash, cwd=folder, env=environ, capture_output=True, check=False, timeout=60)
+    return json.loads((folder / "called").read_text()), done.returncode
+
+
+def test_there_is_one_for_each_direction() -> None:
+    assert [file.stem for file in FILES] == ["promote", "rollback"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_nothing_that_people_type_becomes_part_of_a_script(file: Path) -> None:
+    workflow = load(file)
+    assert list(workflow["on"]) == ["workflow_dispatch"]
+    assert workflow["permissions"] == {"contents": "read"}
+    used = set()
+    for step in steps_of(workflow):
+        assert "${{" not in step.get("run", "")
+        assert all("${{" not in str(value) for value in step.get("with", {}).values())
+        used |= set(re.findall(r"inputs\.(\w+)", json.dumps(step.get("env", {}))))
+    assert used == set(inputs_of(workflow))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_secrets_are_only_in_the_step_that_needs_them(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    of_steps = json.dumps([step.get("env", {}) for step in steps_of(load(file))])
+    assert text.count("secrets.") == of_steps.count("secrets.")
+
+
+def test_a_rollback_is_what_the_command_takes(tmp_path: Path) -> None:
+    called, code = run(FOLDER / "rollback.yml", tmp_path, endpoint="digits", reason="wrong on sevens", force="false")
+    assert code == 0
+    found = parsed(called)
+    assert (found["endpoints"], found["reason"], found["wait"]) == (["digits"], "wrong on sevens", True)
+    assert (found["to"], found["force"], found["actor"]) == (None, False, "octocat via github run 42")
+    called, _ = run(FOLDER / "rollback.yml", tmp_path, endpoint="digits", to="3", reason="slow", force="true")
+    assert (parsed(called)["to"], parsed(called)["force"]) == ("3", True)
+
+
+def test_a_promotion_is_what_the_command_takes(tmp_path: Path) -> None:
+    called, code = run(FOLDER / "promote.yml", tmp_path, model="digits-mlp", version="3", target="cpu-1t")
+    assert code == 0
+    found = parsed(called)
+    assert (found["model"], found["version"], found["target"]) == ("digits-mlp", "3", "cpu-1t")
+    assert found["override"] is False
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_is_typed_stays_data(file: Path, tmp_path: Path) -> None:
+    called, _ = run(file, tmp_path, **dict.fromkeys(inputs_of(load(file)), HOSTILE))
+    found = parsed(called)
+    assert found["reason"] == HOSTILE
+    assert HOSTILE in (found.get("model"), *(found.get("endpoints") or ()))
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_command_that_fails_fails_the_step(file: Path, tmp_path: Path) -> None:
+    assert run(file, tmp_path, ends="5", **dict.fromkeys(inputs_of(load(file)), "x"))[1] == 5
