@@ -99,12 +99,14 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """How fast the stable version was before `candidate` (its manifest) got any request. Written before the rollout
-    starts; None if there were too few requests to tell."""
+    """How fast the stable version was before `candidate` (its manifest) got any request, and how fast the candidate has
+    to be. Written before the rollout starts; None if there were too few requests to tell. In ledgers without `slower`
+    both versions have the same thresholds."""
 
     kind: Literal["frozen"] = "frozen"
     candidate: Digest
     thresholds: Thresholds | None
+    slower: Thresholds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,9 +234,11 @@ def _trial(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
     candidate = roles.candidate.manifest
     if state.trial is not None and state.trial.candidate == candidate:
         return state.trial.at_step(roles.step, at)
-    frozen = state.frozen if state.frozen is not None and state.frozen.candidate == candidate else None
-    thresholds = frozen.thresholds if frozen is not None else None
-    return Observations(candidate=candidate, step=roles.step, began=at, split_at=at, thresholds=thresholds)
+    found = Observations(candidate=candidate, step=roles.step, began=at, split_at=at)
+    frozen = state.frozen
+    if frozen is None or frozen.candidate != candidate:
+        return found
+    return replace(found, thresholds=frozen.thresholds, slower=frozen.slower or frozen.thresholds)
 
 
 def _observed(state: ReleaseState, reading: Reading) -> Observations | None:

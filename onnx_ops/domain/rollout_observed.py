@@ -13,8 +13,8 @@ from onnx_ops.domain.artifact import Digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Latencies in seconds that a request may exceed, read off `requests` requests to the stable version before the
-    rollout. They stay what they are until it ends."""
+    """Latencies in seconds that a version's requests may exceed, read off `requests` requests to the stable version
+    before the rollout. They stay what they are until it ends."""
 
     p50_s: float
     p99_s: float
@@ -26,8 +26,8 @@ class Tally:
     """Requests that one deployment answered, and how many of them were something.
 
     `errors` are the server's own failures; `refused` are requests that it did not take, which is the client's fault
-    unless the other version takes them. `over_p50` and `over_p99` took longer than the thresholds; None where the
-    source cannot tell. `outcomes` are reports of clients, of which `successes` good.
+    unless the other version takes them. `over_p50` and `over_p99` took longer than the deployment's thresholds; None
+    where the source cannot tell. `outcomes` are reports of clients, of which `successes` good.
     """
 
     requests: int = 0
@@ -123,7 +123,8 @@ class Interval:
 class Observations:
     """Everything counted of the rollout in progress. `began` is when its present step took effect.
 
-    `reading` is where the next interval begins; None where the split has changed since. It did so last at `split_at`.
+    `thresholds` are the stable version's, `slower` the candidate's. `reading` is where the next interval begins; None
+    where the split has changed since. It did so last at `split_at`.
     """
 
     candidate: Digest
@@ -131,6 +132,7 @@ class Observations:
     began: float = 0.0
     split_at: float = 0.0
     thresholds: Thresholds | None = None
+    slower: Thresholds | None = None
     reading: Reading | None = None
     intervals: tuple[Interval, ...] = ()
 

@@ -26,23 +26,23 @@ OddsRatio = Annotated[float, Ge(1), Lt(100)]
 SLOWER = 0.1
 """A version that gets less traffic finds its weights in the caches less often, and is somewhat slower for it alone."""
 
-_TOLERATED: Mapping[GuardrailName, float] = {"errors": 1.0, "latency_p50": 1.2, "latency_p99": 1.2}
+_TOLERATED: Mapping[GuardrailName, float] = {"errors": 1.0, "latency_p50": 1.0, "latency_p99": 1.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guardrail:
-    """One thing that may not get worse: errors, or requests slower than the stable version's median or 99th
-    percentile before the rollout, and so much more."""
+    """One thing that may not get worse: errors, or latency, which is told by how many of either version's requests
+    exceed the stable version's median or 99th percentile before the rollout, for the candidate raised by `slower`."""
 
     name: Annotated[GuardrailName, doc("What is counted.")]
     ratio: Annotated[
         OddsRatio | None,
-        doc("Odds of such a request, as a multiple of the stable version's, that are tolerated; 1, latency 1.2."),
+        doc("Odds of such a request, as a multiple of the stable version's, that are tolerated; 1, p99 1.2."),
     ] = None
 
     slower: Annotated[
         Fraction | None,
-        doc("A request counts as slow if it takes longer than the stable version's percentile by more than this; 10%."),
+        doc("How much slower the candidate may be; 10%."),
     ] = None
 
     @property
@@ -122,7 +122,7 @@ class RolloutPolicy:
     ab: Annotated[SplitTest | None, doc("Decide by a success metric, after the steps and before 100%.")] = None
 
     def slower(self, name: GuardrailName) -> float:
-        """How much slower than the stable version's percentile a request may be, as a fraction."""
+        """How much slower than the stable version the candidate may be, as a fraction."""
         asked = next((rail.slower for rail in self.guardrails if rail.name == name), None)
         return SLOWER if asked is None else asked
 

@@ -30,12 +30,13 @@ def look(journal: Journal) -> Look:
     state, roles = journal.state, journal.state.roles
     if not state.policy.judged or state.trial is None or roles.stable is None or roles.candidate is None:
         return Look(observations=None)
-    names = (roles.candidate.name, roles.stable.name)
+    candidate, stable = roles.candidate.name, roles.stable.name
+    limits = {candidate: state.trial.slower, stable: state.trial.thresholds}
     try:
-        reading = journal.ports.metrics(journal.config).read(journal.config, names, state.trial.thresholds)
+        reading = journal.ports.metrics(journal.config).read(journal.config, limits)
     except ServiceUnavailable as error:
         return Look(observations=None, blind=str(error))
-    return Look(observations=state.trial.after(reading, stable=names[1], candidate=names[0]))
+    return Look(observations=state.trial.after(reading, stable=stable, candidate=candidate))
 
 
 def next_move(journal: Journal, wish: Desired, actual: EndpointState | None, seen: Look) -> Action | Wait:
@@ -88,5 +89,5 @@ def _freeze(journal: Journal, start: Action) -> None:
 
     found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
     p50, p99 = state.policy.slower("latency_p50"), state.policy.slower("latency_p99")
-    thresholds = None if found is None else freeze(*found, p50_slower=p50, p99_slower=p99)
-    journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds))
+    thresholds, slower = (None, None) if found is None else freeze(*found, p50_slower=p50, p99_slower=p99)
+    journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds, slower=slower))

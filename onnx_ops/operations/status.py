@@ -183,8 +183,9 @@ def _noted_told(body: Deleted | Frozen | Observed | Held | Notified) -> tuple[st
     found = body.thresholds
     if found is None:
         return "froze no latency thresholds", "too few requests to tell"
-    quantiles = f"p50 {found.p50_s * 1e3:.3g} ms, p99 {found.p99_s * 1e3:.3g} ms"
-    return "froze latency thresholds", f"{quantiles}, read off {found.requests} requests"
+    told = [f"p50 {one.p50_s * 1e3:.3g} ms, p99 {one.p99_s * 1e3:.3g} ms" for one in (found, body.slower or found)]
+    what = f"{told[0]}, read off {found.requests} requests; the candidate's: {told[1]}"
+    return "froze latency thresholds", what
 
 
 def _action_told(action: Action) -> str:

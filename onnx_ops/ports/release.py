@@ -182,8 +182,8 @@ class MetricsSource(Protocol):
         """
         ...
 
-    def read(self, config: EndpointConfig, deployments: Sequence[str], thresholds: Thresholds | None) -> Reading:
-        """What was counted of these deployments until now, all at the same moment.
+    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+        """What was counted of these deployments until now, all at the same moment, each held against its thresholds.
 
         Counts only grow while `Reading.origin` stays the same; a source whose counters began anew says so by another
         origin. What it cannot tell is None.

@@ -51,6 +51,13 @@ class AdminState:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
+FAILURES = frozenset({"422", "429", "500", "503", "504", "other"})
+"""Statuses that tell against the deployment: it failed on inputs that fit its signature, had no model, was too late, or
+had a full queue; every deployment has a queue of its own."""
+REFUSALS = frozenset({"400", "404", "413", "415"})
+"""Statuses of requests that were wrong before any model saw them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentCounts:
     """What one deployment answered since it was first published, summed over all workers.

@@ -27,6 +27,13 @@ class Overloaded(ServiceUnavailable):
         self.retry_after_s = retry_after_s
 
 
+class Unfit(UserError):
+    """The inputs fit the model's signature, and its run refuses them all the same (422).
+
+    Another version may well take them: a vocabulary that is shorter than the tokens of the clients, for example.
+    """
+
+
 class DeadlinePassed(ServiceUnavailable):
     """The request waited longer than it wanted to (504)."""
 
@@ -34,6 +41,7 @@ class DeadlinePassed(ServiceUnavailable):
 _STATUSES: tuple[tuple[type[OnnxOpsError], int], ...] = (
     (NotFound, 404),
     (TooLarge, 413),
+    (Unfit, 422),
     (UserError, 400),
     (Overloaded, 429),
     (DeadlinePassed, 504),

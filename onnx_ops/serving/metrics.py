@@ -11,7 +11,8 @@ from onnx_ops.serving.shared import Shared
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _REASONS: Mapping[str, tuple[int, ...]] = {
-    "input": (400, 404, 408, 413, 415, 422, 431),
+    "input": (400, 404, 408, 413, 415, 431),
+    "unfit": (422,),
     "overload": (429,),
     "deadline": (504,),
     "unavailable": (503,),

@@ -19,6 +19,7 @@ from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, UserEr
 from onnx_ops.ports.models import Array, Tensors
 from onnx_ops.protocol.tensors import DTYPE_OF_ONNX, numpy_dtype
 from onnx_ops.serving.bits import run_bits
+from onnx_ops.serving.http import Unfit
 from onnx_ops.serving.sessions import RUNTIME_ERRORS, Prepacked, first_line, open_session
 from onnx_ops.serving.wire import Signature
 
@@ -48,7 +49,7 @@ class LoadedModel:
         """The named outputs for one feed of every required input.
 
         Raises:
-            UserError: the runtime refuses the inputs.
+            Unfit: the runtime refuses the inputs.
             EnvironmentFailure: the run failed.
         """
         try:
@@ -56,7 +57,7 @@ class LoadedModel:
                 return run_bits(self.session, self.signature, feed, outputs)
             arrays: Sequence[Array] = self.native(outputs, feed, None)
         except ort_errors.InvalidArgument as error:
-            raise UserError("the model refuses these inputs", why=first_line(error)) from error
+            raise Unfit("the model refuses these inputs", why=first_line(error)) from error
         except RUNTIME_ERRORS as error:
             raise EnvironmentFailure("the model failed on these inputs", why=first_line(error)) from error
         return arrays

@@ -23,12 +23,13 @@ _ERRORS = {
     "404": "No such model, version or deployment.",
     "413": "The body is larger than the server's limit.",
     "415": "The body is compressed.",
+    "422": "The inputs fit the description, but the model refuses them.",
     "429": "More requests wait than the server's queue holds.",
     "500": "The model failed on these inputs.",
     "503": "Nothing is published yet, or the deployment is not loaded.",
     "504": "The request's deadline passed.",
 }
-_IN_BODY = ("400", "404", "413", "415", "429", "500", "503", "504")
+_IN_BODY = ("400", "404", "413", "415", "422", "429", "500", "503", "504")
 _TEXT: Schema = {"type": "string"}
 
 

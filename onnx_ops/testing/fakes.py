@@ -315,8 +315,7 @@ class FakeMetrics:
         self._answer(config)
         return self.histogram
 
-    def read(self, config: EndpointConfig, deployments: Sequence[str], thresholds: Thresholds | None) -> Reading:
-        del thresholds
+    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
         self._answer(config)
         ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
         return Reading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow)

@@ -40,16 +40,16 @@ def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
     server = Server()
     server.answer(1, 200, 0.001, 90)
     server.answer(1, 200, 0.02, 9)
-    for status, times in ((500, 3), (429, 2), (504, 1), (418, 1), (400, 4), (499, 1), (200, 13)):
+    for status, times in ((500, 3), (429, 2), (504, 1), (418, 1), (422, 1), (400, 4), (499, 1), (200, 12)):
         server.answer(2, status, 0.001, times)
     limits = Thresholds(p50_s=BOUNDS_S[108], p99_s=BOUNDS_S[140], requests=500)
     assert BOUNDS_S[108] > 0.001
-    reading = server.source.read(CONFIG, ("v1", "v2"), limits)
+    reading = server.source.read(CONFIG, {"v1": limits, "v2": limits})
     assert reading.tallies == {
         "v1": Tally(requests=99, over_p50=9, over_p99=9),
-        "v2": Tally(requests=25, errors=7, refused=4, over_p50=0, over_p99=0),
+        "v2": Tally(requests=25, errors=8, refused=4, over_p50=0, over_p99=0),
     }
-    assert server.source.read(CONFIG, ("v1", "unknown"), None).tallies == {"v1": Tally(requests=99)}
+    assert server.source.read(CONFIG, {"v1": None, "unknown": None}).tallies == {"v1": Tally(requests=99)}
 
 
 def test_copies_and_outcomes() -> None:
@@ -58,7 +58,7 @@ def test_copies_and_outcomes() -> None:
     for column, number in ((slab.SHADOW_DONE, 9), (slab.SHADOW_DIFFERING, 2), (slab.SHADOW_FAILED, 1)):
         row[column] = number
     row[slab.OUTCOMES], row[slab.SUCCESSES] = 7, 5
-    reading = server.source.read(CONFIG, ("v2", "v1"), None)
+    reading = server.source.read(CONFIG, {"v2": None, "v1": None})
     assert reading.shadow == ShadowTally(compared=9, differing=2, failed=1)
     assert reading.tallies["v2"] == Tally(outcomes=7, successes=5)
 
@@ -70,30 +70,36 @@ def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
     server.answer(1, 200, 0.1, 10)
     found = server.source.latencies(CONFIG, "v1")
     assert found is not None
-    limits = freeze(*found)
+    limits, slower = freeze(*found, p50_slower=0.1, p99_slower=0.1)
     assert limits is not None
-    (tally,) = server.source.read(CONFIG, ("v1",), limits).tallies.values()
+    assert slower is not None
+    (tally,) = server.source.read(CONFIG, {"v1": limits}).tallies.values()
     assert server.source.latencies(CONFIG, "unknown") is None
     assert limits.requests == 1000
     assert (tally.over_p50, tally.over_p99) == (700, 10)
+    raised = [
+        BOUNDS_S.index(after) - BOUNDS_S.index(before)
+        for before, after in ((limits.p50_s, slower.p50_s), (limits.p99_s, slower.p99_s))
+    ]
+    assert raised == [2, 2], "16 bounds a doubling: the second one is 9 % higher"
 
 
 def test_a_latency_that_is_no_bound_cannot_be_told() -> None:
     server = Server()
     server.answer(1, 200, 0.001)
-    (tally,) = server.source.read(CONFIG, ("v1",), Thresholds(p50_s=0.0011, p99_s=5e9, requests=1)).tallies.values()
+    (tally,) = server.source.read(CONFIG, {"v1": Thresholds(p50_s=0.0011, p99_s=5e9, requests=1)}).tallies.values()
     assert (tally.over_p50, tally.over_p99) == (None, None)
 
 
 def test_a_restart_makes_no_interval() -> None:
     server = Server()
     server.answer(1, 200, 0.001, 5)
-    first = server.source.read(CONFIG, ("v1",), None)
+    first = server.source.read(CONFIG, {"v1": None})
     server.answer(1, 500, 0.001, 2)
-    second = server.source.read(CONFIG, ("v1",), None)
+    second = server.source.read(CONFIG, {"v1": None})
     server.shared = Shared(2)
     server.answer(1, 200, 0.001, 50)
-    third = server.source.read(CONFIG, ("v1",), None)
+    third = server.source.read(CONFIG, {"v1": None})
     found = interval(first, second, step=0, stable="v1", candidate="v2")
     assert found is not None
     assert found.stable == Tally(requests=2, errors=2)

@@ -97,18 +97,19 @@ def test_requests_errors_and_exceedances(scraped: Scraped, source: PrometheusMet
     scraped.answer(1, 200, FAST, 90)
     scraped.answer(1, 200, SLOW, 5)
     scraped.answer(1, 503, FAST, 3)
-    scraped.answer(1, 400, FAST, 2)
+    scraped.answer(1, 422, FAST, 1)
+    scraped.answer(1, 400, FAST, 1)
     scraped.answer(2, 200, SLOW, 7)
-    reading = source.read(CONFIG, ("v1", "v2"), THRESHOLDS)
+    reading = source.read(CONFIG, {"v1": THRESHOLDS, "v2": THRESHOLDS})
     assert reading.tallies == {
-        "v1": Tally(requests=100, errors=3, refused=2, over_p50=5, over_p99=5),
+        "v1": Tally(requests=100, errors=4, refused=1, over_p50=5, over_p99=5),
         "v2": Tally(requests=7, errors=0, over_p50=7, over_p99=7),
     }
     assert reading.at == scraped.at, "when it was scraped, not when it was asked"
 
 
 def test_everything_is_asked_for_at_once(scraped: Scraped, source: PrometheusMetrics) -> None:
-    source.read(CONFIG, ("v1",), THRESHOLDS)
+    source.read(CONFIG, {"v1": THRESHOLDS})
     (query,) = scraped.queries
     assert query == (
         'onnx_ops_counts{endpoint="digits"} or label_replace(timestamp(onnx_ops_counts{endpoint="digits"}), '
@@ -129,7 +130,7 @@ def test_shadow_answers_and_outcomes(scraped: Scraped, source: PrometheusMetrics
         (slab.SUCCESSES, 15),
     ):
         shared.row(0, 2)[column] += count
-    reading = source.read(CONFIG, ("v1", "v2"), None)
+    reading = source.read(CONFIG, {"v1": None, "v2": None})
     assert reading.shadow == ShadowTally(compared=30, differing=4, failed=2)
     assert (reading.tallies["v2"].outcomes, reading.tallies["v2"].successes) == (20, 15)
     assert source.capabilities() == {"exceedances", "shadow", "outcomes"}
@@ -141,19 +142,19 @@ def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() ->
         source = PrometheusMetrics({"url": inbox.url})
         scraped.answer(1, 200, FAST, 10, instance=0)
         scraped.answer(1, 200, FAST, 20, instance=1)
-        before = source.read(CONFIG, ("v1",), THRESHOLDS)
+        before = source.read(CONFIG, {"v1": THRESHOLDS})
         assert before.tallies["v1"].requests == 30
         scraped.answer(1, 500, FAST, 4, instance=1)
-        again = source.read(CONFIG, ("v1",), THRESHOLDS)
+        again = source.read(CONFIG, {"v1": THRESHOLDS})
         found = interval(before, again, step=0, stable="v1", candidate="v2")
         assert found is not None
         assert found.stable == Tally(requests=4, errors=4, over_p50=0, over_p99=0)
         scraped.instances["host-0:8000"] = scraped.start()
-        after = source.read(CONFIG, ("v1",), THRESHOLDS)
+        after = source.read(CONFIG, {"v1": THRESHOLDS})
         assert after.origin != before.origin
         assert interval(again, after, step=0, stable="v1", candidate="v2") is None
         del scraped.instances["host-0:8000"]
-        assert source.read(CONFIG, ("v1",), THRESHOLDS).origin not in (before.origin, after.origin)
+        assert source.read(CONFIG, {"v1": THRESHOLDS}).origin not in (before.origin, after.origin)
 
 
 def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: PrometheusMetrics) -> None:
@@ -164,9 +165,9 @@ def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: Prom
     assert found is not None
     bounds, counts = found
     assert (len(counts), sum(counts)) == (len(bounds) + 1, 1000)
-    thresholds = freeze(bounds, counts)
+    thresholds, _ = freeze(bounds, counts)
     assert thresholds is not None
-    tally = source.read(CONFIG, ("v1",), thresholds).tallies["v1"]
+    tally = source.read(CONFIG, {"v1": thresholds}).tallies["v1"]
     assert tally.over_p99 is not None
     assert tally.over_p50 is not None
 
@@ -174,7 +175,7 @@ def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: Prom
 def test_a_threshold_between_two_bounds_cannot_be_told(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.answer(1, 200, FAST)
     between = Thresholds(p50_s=SHOWN[12] * 1.1, p99_s=SHOWN[18], requests=1000)
-    tally = source.read(CONFIG, ("v1",), between).tallies["v1"]
+    tally = source.read(CONFIG, {"v1": between}).tallies["v1"]
     assert (tally.over_p50, tally.over_p99) == (None, 0)
 
 
@@ -188,7 +189,7 @@ def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: Inbox) -> Non
         "status_label": "code",
         "select": 'job=serving, namespace="prod\\',
     }
-    reading = PrometheusMetrics(settings).read(CONFIG, ("v1",), None)
+    reading = PrometheusMetrics(settings).read(CONFIG, {"v1": None})
     assert reading.tallies["v1"] == Tally(requests=3, errors=3)
     assert 'onnx_ops_counts{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}' in scraped.queries[0]
 
@@ -219,7 +220,7 @@ def test_another_servers_series(inbox: Inbox) -> None:
             "select": "job=triton",
         }
     )
-    reading = source.read(CONFIG, ("v1",), Thresholds(p50_s=0.1, p99_s=0.1, requests=1000))
+    reading = source.read(CONFIG, {"v1": Thresholds(p50_s=0.1, p99_s=0.1, requests=1000)})
     assert reading.at == 100.5
     assert reading.tallies == {"v1": Tally(requests=1007, errors=7, over_p50=107, over_p99=107)}
     assert source.capabilities() == {"exceedances"}
@@ -228,13 +229,13 @@ def test_another_servers_series(inbox: Inbox) -> None:
 def test_an_endpoint_that_is_not_scraped_is_no_healthy_one(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.instances = {}
     with pytest.raises(ServiceUnavailable, match="knows nothing"):
-        source.read(CONFIG, ("v1",), None)
+        source.read(CONFIG, {"v1": None})
 
 
 def test_an_answer_in_part_counts_for_nothing(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.more = {"warnings": ["a store is down"]}
     with pytest.raises(ServiceUnavailable, match="in part"):
-        source.read(CONFIG, ("v1",), None)
+        source.read(CONFIG, {"v1": None})
 
 
 @pytest.mark.parametrize(
@@ -254,15 +255,15 @@ def test_an_answer_in_part_counts_for_nothing(scraped: Scraped, source: Promethe
 def test_whatever_is_wrong_a_driver_waits(inbox: Inbox, source: PrometheusMetrics, reply: Reply) -> None:
     inbox.answer = lambda _: reply
     with pytest.raises(ServiceUnavailable):
-        source.read(CONFIG, ("v1",), None)
+        source.read(CONFIG, {"v1": None})
 
 
 def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNX_OPS_PROMETHEUS_TOKEN", "hidden")
-    source.read(CONFIG, ("v1",), None)
+    source.read(CONFIG, {"v1": None})
     assert scraped.letters[-1].headers["authorization"] == "Bearer hidden"
     with pytest.raises(UserError, match="https"):
-        PrometheusMetrics({"url": "http://prometheus.example"}).read(CONFIG, ("v1",), None)
+        PrometheusMetrics({"url": "http://prometheus.example"}).read(CONFIG, {"v1": None})
 
 
 @pytest.mark.parametrize(

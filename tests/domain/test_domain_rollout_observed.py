@@ -118,8 +118,10 @@ FROZEN = Frozen(candidate=V2.manifest, thresholds=LIMITS)
 
 
 def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
-    trial = folded(FROZEN, START).trial
-    assert trial == Observations(candidate=V2.manifest, began=3.0, split_at=3.0, thresholds=LIMITS)
+    raised = replace(LIMITS, p50_s=0.0011)
+    begun = Observations(candidate=V2.manifest, began=3.0, split_at=3.0, thresholds=LIMITS)
+    assert folded(replace(FROZEN, slower=raised), START).trial == replace(begun, slower=raised)
+    assert folded(FROZEN, START).trial == replace(begun, slower=LIMITS), "ledgers of before had one pair"
     assert folded(START).trial == Observations(candidate=V2.manifest, began=2.0, split_at=2.0)
     other = folded(FROZEN, NEXT).trial
     assert other is not None

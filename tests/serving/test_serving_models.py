@@ -13,6 +13,7 @@ from serving_process import deploy
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, UserError
+from onnx_ops.serving.http import Unfit
 from onnx_ops.serving.models import load_model
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
@@ -111,8 +112,8 @@ def test_a_model_that_fails_on_one_row_is_refused(build: Callable[..., Deploymen
         load_model(deployment)
 
 
-def test_inputs_that_the_runtime_refuses_are_the_clients_mistake(blue: Deployment) -> None:
-    with pytest.raises(UserError, match="refuses these inputs"):
+def test_inputs_that_the_runtime_refuses_are_unfit(blue: Deployment) -> None:
+    with pytest.raises(Unfit, match="refuses these inputs"):
         load_model(blue).run(("y",), {"x": np.zeros((1, 2), np.float64)})
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
-from onnx_ops.protocol.admin import Counts, DeploymentCounts
+from onnx_ops.protocol.admin import FAILURES, REFUSALS, Counts, DeploymentCounts
 
-_OWN_FAILURES = ("429", "500", "503", "504", "other")
-"""It failed, had no model, was too late, or had a full queue; every deployment has a queue of its own."""
-_REFUSED = ("400", "404", "413", "415", "422")
 _SAME = 1e-9
 
 
@@ -34,13 +31,13 @@ class ServerMetrics:
         counted = found.deployments.get(deployment)
         return None if counted is None else (found.bounds_s, counted.latency)
 
-    def read(self, config: EndpointConfig, deployments: Sequence[str], thresholds: Thresholds | None) -> Reading:
+    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
         found = self._counts(config)
-        ours = {name: found.deployments[name] for name in deployments if name in found.deployments}
+        ours = {name: counted for name, counted in found.deployments.items() if name in deployments}
         return Reading(
             origin=found.origin,
             at=found.at,
-            tallies={name: _tally(counted, found.bounds_s, thresholds) for name, counted in ours.items()},
+            tallies={name: _tally(counted, found.bounds_s, deployments[name]) for name, counted in ours.items()},
             shadow=ShadowTally(
                 compared=sum(counted.shadow_answered for counted in ours.values()),
                 differing=sum(counted.shadow_differing for counted in ours.values()),
@@ -60,8 +57,8 @@ def _tally(counted: DeploymentCounts, bounds_s: Sequence[float], thresholds: Thr
     p50, p99 = (None, None) if thresholds is None else (thresholds.p50_s, thresholds.p99_s)
     return Tally(
         requests=sum(counted.statuses.values()),
-        errors=sum(counted.statuses.get(status, 0) for status in _OWN_FAILURES),
-        refused=sum(counted.statuses.get(status, 0) for status in _REFUSED),
+        errors=sum(counted.statuses.get(status, 0) for status in FAILURES),
+        refused=sum(counted.statuses.get(status, 0) for status in REFUSALS),
         over_p50=over(p50),
         over_p99=over(p99),
         outcomes=counted.outcomes,

@@ -20,11 +20,9 @@ from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.errors import Refused, ServiceUnavailable, UserError
+from onnx_ops.protocol.admin import FAILURES, REFUSALS
 
 VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
-_OWN_FAILURES = frozenset({"429", "500", "503", "504", "other"})
-"""Statuses that are the server's doing: it failed, had no model, was too late, or had a full queue."""
-_REFUSED = frozenset({"400", "404", "413", "415", "422"})
 _SAME = 1e-4
 """Bounds are printed with six digits."""
 _SCRAPED = "onnx_ops_scraped"
@@ -77,13 +75,13 @@ class PrometheusMetrics:
         counts = [later - earlier for earlier, later in pairwise(below)]
         return [bound for bound in ordered if math.isfinite(bound)], counts
 
-    def read(self, config: EndpointConfig, deployments: Sequence[str], thresholds: Thresholds | None) -> Reading:
+    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
         page = self._page(config)
         copies = [sum(page.counters[name][deployment] for deployment in deployments) for name in _SHADOW]
         return Reading(
             origin=short(digest_bytes("\n".join(sorted(page.origins)).encode())),
             at=page.scraped_at,
-            tallies={name: _tally(page, name, thresholds) for name in deployments if name in page.statuses},
+            tallies={name: _tally(page, name, limits) for name, limits in deployments.items() if name in page.statuses},
             shadow=ShadowTally(compared=copies[0], differing=copies[1], failed=copies[2]),
         )
 
@@ -151,8 +149,8 @@ def _tally(page: _Page, deployment: str, thresholds: Thresholds | None) -> Tally
     statuses, buckets = page.statuses[deployment], page.buckets.get(deployment, {})
     return Tally(
         requests=sum(statuses.values()),
-        errors=sum(count for status, count in statuses.items() if status in _OWN_FAILURES),
-        refused=sum(count for status, count in statuses.items() if status in _REFUSED),
+        errors=sum(count for status, count in statuses.items() if status in FAILURES),
+        refused=sum(count for status, count in statuses.items() if status in REFUSALS),
         over_p50=_over(buckets, p50),
         over_p99=_over(buckets, p99),
         outcomes=page.counters[_OUTCOMES[0]][deployment],
