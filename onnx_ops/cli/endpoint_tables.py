@@ -13,6 +13,7 @@ from onnx_ops.cli.tables import console
 from onnx_ops.domain.artifact import short
 
 if TYPE_CHECKING:
+    from onnx_ops.operations.orphans import Survey
     from onnx_ops.operations.prune import PrunePlan
     from onnx_ops.operations.status import EndpointStatus, HistoryLine
 
@@ -72,6 +73,23 @@ def history_table(lines: Sequence[HistoryLine]) -> None:
     console().print(table)
 
 
+def orphan_report(survey: Survey) -> None:
+    """What providers hold that no release needs."""
+    out = console()
+    if survey.orphans:
+        table = Table()
+        for name in ("endpoint", "provider", "what", "name", "costs", "why nobody needs it"):
+            table.add_column(name, overflow="fold")
+        for one in survey.orphans:
+            left = one.leftover
+            cells = (one.endpoint, one.provider, left.kind, left.name, "yes" if left.paid else "", left.why)
+            table.add_row(*(escape(text) for text in cells))
+        out.print(table)
+    out.print(f"{len(survey.orphans)} orphans at providers.")
+    for endpoint in survey.silent:
+        out.print(f"[yellow]{escape(endpoint)}: its provider does not answer; there may be more.[/yellow]")
+
+
 def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     out, table = console(), Table()
     for name in ("model", "version", "variant", "release", "age", ""):
@@ -87,5 +105,6 @@ def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
     verb = "Removed" if removed else "Would remove"
     out.print(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB).")
+    orphan_report(plan.orphans)
     if leaving:
         out.print("`mlflow gc` frees their space in MLflow." if removed else "Add --yes to do it.")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import datetime
 import re
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported
 from onnx_ops.errors import UserError
+
+if TYPE_CHECKING:
+    from onnx_ops.ports import Ports
 
 Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
 OfModel = Annotated[str, typer.Option("--model", help="Only those of this registered model.", show_default=False)]
@@ -21,10 +25,18 @@ _AGO = re.compile(r"[0-9.]+ ?[a-z]+")
 
 
 @reported
-def status(endpoints: Endpoints = None, model: OfModel = "", target: OfTarget = "", as_json: AsJson = False) -> None:
+def status(
+    endpoints: Endpoints = None,
+    model: OfModel = "",
+    target: OfTarget = "",
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="Instead: what stands at providers and no release needs.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """What endpoints do now, as the ledger and the endpoints themselves say. Needs no MLflow.
 
-    Exit code 4 if an endpoint that should serve does not answer.
+    Exit code 4 if an endpoint that should serve, or a provider that is asked for orphans, does not answer.
 
     Example: onnx-ops status --target cpu-1t
     """
@@ -35,6 +47,9 @@ def status(endpoints: Endpoints = None, model: OfModel = "", target: OfTarget = 
 
     ports = open_project().ports
     names = wanted_endpoints(ports, Wanted(endpoints=tuple(endpoints or ()), model=model, target=target))
+    if orphans:
+        _orphans(ports, names, as_json=as_json)
+        return
     found = [read_status(ports, name) for name in names]
     if as_json:
         print_json([status_document(one) for one in found])
@@ -93,7 +108,7 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old versions from the registry, and their files from this machine.
+    """Remove old versions from the registry, their files from this machine, and what is left of them at providers.
 
     Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or is about to serve.
     MLflow marks what is removed as deleted; `mlflow gc` frees its space.
@@ -136,6 +151,21 @@ def delete(
         print_json({"endpoint": endpoint, "deleted": True})
     else:
         typer.echo(f"{endpoint}: deleted")
+
+
+def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
+    from onnx_ops.cli.endpoint_tables import orphan_report
+    from onnx_ops.operations.orphans import survey
+
+    found = survey(ports, names)
+    if as_json:
+        print_json(codec.to_json(found))
+    else:
+        orphan_report(found)
+        if found.orphans:
+            typer.echo("`onnx-ops prune MODEL --yes` removes them.")
+    if found.silent:
+        raise typer.Exit(4)
 
 
 def _duration(text: str, option: str) -> float:

@@ -12,6 +12,9 @@ from typing import NewType
 Digest = NewType("Digest", str)
 """`sha256:` and 64 lower-case hexadecimal digits."""
 
+MODEL_FILE = "model.onnx"
+"""Name of the model in the folder of a version's files."""
+
 _PREFIX = "sha256:"
 _BLOCK = 1 << 20
 

@@ -78,6 +78,16 @@ def _effect(state: EndpointState) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """Something that stands at a provider for an endpoint and that nothing needs. `paid`: it costs while it stands."""
+
+    kind: str
+    name: str
+    why: str
+    paid: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
     """What an endpoint is bound to, as the pipeline file that owns it says.
 

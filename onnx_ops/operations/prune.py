@@ -1,9 +1,9 @@
-"""Retention: which versions and model folders nobody needs any more, and their removal."""
+"""Retention: which versions, model folders and things at providers nobody needs any more, and their removal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment
@@ -11,6 +11,7 @@ from onnx_ops.domain.ledger import ReleaseState, fold
 from onnx_ops.domain.release import ListedVersion
 from onnx_ops.errors import Refused
 from onnx_ops.operations.journal import bound_endpoints
+from onnx_ops.operations.orphans import Survey, discard, needed, survey
 from onnx_ops.ports import Ports
 
 KEEP_RELEASES = 5
@@ -35,11 +36,12 @@ class Folder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What would go. `remove` maps a model to its versions, oldest first."""
+    """What would go. `remove` maps a model to its versions, oldest first; `orphans` stand at providers."""
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
     kept: tuple[Kept, ...]
     folders: tuple[Folder, ...]
+    orphans: Survey
 
 
 def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEASES, older_than_s: float) -> PrunePlan:
@@ -59,12 +61,12 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         ServiceUnavailable: the registry does not answer.
     """
     states = [fold(name, ports.ledger.read(name)) for name in bound_endpoints(ports)]
-    needed = [(state, deployment) for state in states for deployment in _needed(ports, state)]
+    in_use = [(state, deployment) for state in states for deployment in needed(ports, state)]
     now = ports.clock.now()
     remove: dict[str, tuple[ListedVersion, ...]] = {}
     kept: list[Kept] = []
     for model in models:
-        reasons = _reasons(ports, model, needed, states)
+        reasons = _reasons(ports, model, in_use, states)
         listed = ports.registry().versions(model)
         newest = _newest_releases(listed, keep)
         leaving: list[ListedVersion] = []
@@ -75,8 +77,14 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
             else:
                 leaving.append(entry)
         remove[model] = tuple(leaving)
-    wanted = {deployment.manifest for _, deployment in needed} | {entry.version.manifest for entry in kept}
-    return PrunePlan(remove=remove, kept=tuple(kept), folders=_idle_folders(ports, wanted, remove))
+    wanted = {deployment.manifest for _, deployment in in_use} | {entry.version.manifest for entry in kept}
+    endpoints = [s.endpoint for s in states if s.config is not None and s.config.model in models]
+    return PrunePlan(
+        remove=remove,
+        kept=tuple(kept),
+        folders=_idle_folders(ports, wanted, remove),
+        orphans=survey(ports, endpoints),
+    )
 
 
 def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
@@ -102,11 +110,12 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
     folders = tuple(folder for folder in plan.folders if folder.manifest not in left)
     for folder in folders:
         ports.files.forget(folder.manifest)
-    return PrunePlan(remove=removed, kept=plan.kept, folders=folders)
+    cleared = discard(ports, plan.orphans.orphans)
+    return PrunePlan(remove=removed, kept=plan.kept, folders=folders, orphans=replace(plan.orphans, orphans=cleared))
 
 
 def _reasons(
-    ports: Ports, model: str, needed: Iterable[tuple[ReleaseState, Deployment]], states: Iterable[ReleaseState]
+    ports: Ports, model: str, in_use: Iterable[tuple[ReleaseState, Deployment]], states: Iterable[ReleaseState]
 ) -> dict[str, str]:
     """Version to why it must stay."""
     reasons: dict[str, str] = {}
@@ -116,28 +125,16 @@ def _reasons(
                 version: f"alias {name} is owed to it" for name, version in state.pending_aliases.items() if version
             }
             reasons |= owed
-    for state, deployment in needed:
+    for state, deployment in in_use:
         if deployment.model == model:
             reasons[deployment.version] = f"endpoint {state.endpoint} needs it"
     return reasons | {version: f"alias {name}" for name, version in ports.registry().aliases(model).items()}
 
 
-def _needed(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
-    """What an endpoint serves, may go back to at once, or is about to serve."""
-    roles = state.roles
-    held = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
-    if state.open_intent is not None:
-        held += state.open_intent.action.state.deployments
-    if state.config is not None:
-        actual = ports.provider(state.config.provider).observe(state.config)
-        held += state.known.values() if actual is None else actual.deployments
-    return tuple(held)
-
-
 def _served(ports: Ports, model: str) -> frozenset[str]:
     states = (fold(name, ports.ledger.read(name)) for name in bound_endpoints(ports))
     mine = (state for state in states if state.config is not None and state.config.model == model)
-    return frozenset(deployment.version for state in mine for deployment in _needed(ports, state))
+    return frozenset(deployment.version for state in mine for deployment in needed(ports, state))
 
 
 def _newest_releases(listed: Sequence[ListedVersion], keep: int) -> frozenset[Digest]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observed import Reading, Thresholds
@@ -150,6 +150,24 @@ class EndpointProvider(Protocol):
 
     def metrics(self) -> MetricsSource:
         """Where this provider's endpoints are counted if nothing else is said."""
+        ...
+
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[Leftover]:
+        """What stands at the provider for this endpoint and is used neither by what it serves, nor by a deployment
+        whose manifest is `needed`.
+
+        Raises:
+            ServiceUnavailable: the provider does not answer.
+        """
+        ...
+
+    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+        """Remove a leftover. No error if it is gone.
+
+        Raises:
+            Conflict: it is in use by now.
+            ServiceUnavailable: it could not be removed.
+        """
         ...
 
     def remove(self, config: EndpointConfig) -> None:

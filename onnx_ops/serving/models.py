@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from onnx_ops.domain.artifact import Manifest, TensorSpec, digest_file, short
+from onnx_ops.domain.artifact import MODEL_FILE, TensorSpec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.structure import NAN_PROPERTY
-from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, UserError
+from onnx_ops.errors import EnvironmentFailure, NotFound, UserError
 from onnx_ops.ports.models import Array, Tensors
 from onnx_ops.protocol.tensors import DTYPE_OF_ONNX, numpy_dtype
 from onnx_ops.serving.bits import run_bits
 from onnx_ops.serving.http import Unfit
 from onnx_ops.serving.sessions import RUNTIME_ERRORS, Prepacked, first_line, open_session
+from onnx_ops.serving.verified import verify
 from onnx_ops.serving.wire import Signature
 
 _log = logging.getLogger(__name__)
 
-MODEL_FILE = "model.onnx"
 
 _WARM_UP_RUNS = 3
 
@@ -89,30 +89,6 @@ def load_model(deployment: Deployment, prepacked: Prepacked | None = None) -> Lo
     signature = _signature(session, deployment, path)
     model = LoadedModel(deployment=deployment, signature=signature, session=session, native=native)
     return replace(model, seconds=warm_up(model))
-
-
-def verify(folder: Path, deployment: Deployment) -> None:
-    """Compare every file below the folder with the deployment's manifest.
-
-    Raises:
-        NotFound: there is no such folder.
-        DigestMismatch: the files are not those of the manifest.
-        EnvironmentFailure: a file cannot be read.
-    """
-    if not folder.is_dir():
-        raise NotFound("the model folder is not there", where=str(folder))
-    try:
-        files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    except OSError as error:
-        raise EnvironmentFailure("the model's files cannot be read", where=str(folder), why=str(error)) from error
-    found = Manifest(files=files).digest()
-    if found != deployment.manifest:
-        raise DigestMismatch(
-            f"digest mismatch: the manifest of {deployment.name} is {short(deployment.manifest)}",
-            where=str(folder),
-            why=f"the files there have {short(found)}",
-            remedy="Fetch the version again; its files were changed after they were registered.",
-        )
 
 
 def warm_up(model: LoadedModel) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.analysis.scores import CANDIDATE
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.metric import MetricDefinition
@@ -23,7 +23,6 @@ from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Dataset, Ports, Runtime
 from onnx_ops.stages.champion import Champion, champion_of
 from onnx_ops.stages.coverage import measure_coverage
-from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
 from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.parity import measure_parity

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits
@@ -17,8 +17,6 @@ from onnx_ops.stages.asking import ask_source
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, scratch
 from onnx_ops.stages.reference import put_reference
 from onnx_ops.stages.usercode import importable
-
-MODEL_FILE = "model.onnx"
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.analysis.parity import weight_error
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import WeightMeasurement
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.graph.inspect import info
@@ -16,7 +16,6 @@ from onnx_ops.graph.metadata import write_lineage
 from onnx_ops.graph.weights import kept_weights, quantized_weights
 from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
 from onnx_ops.stages.activations import AS_WRITTEN, ROWS, measure_activations
-from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder, scratch
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.analysis.trees import compare_trees
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import Divergence
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.structure import TreeStructure
@@ -20,7 +20,6 @@ from onnx_ops.graph.check import full_check
 from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.stages.divergence import Look, locate, worst_of
-from onnx_ops.stages.export import MODEL_FILE
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, put_document, scratch
 from onnx_ops.stages.parity import measure_parity, mismatched
 from onnx_ops.stages.reference import get_reference

@@ -17,7 +17,7 @@ from onnx_ops.adapters.objects import FsspecObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.release import ListedVersion, Publication, VariantRecord, VersionRecord
@@ -247,12 +247,14 @@ class FakeProvider:
     """Endpoints that exist in memory and take effects in the order of their generations.
 
     While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change of every endpoint.
+    `left` are leftovers of endpoints, each named by the manifest that it is a part of.
     """
 
     def __init__(self) -> None:
         self.down = False
         self.applied: list[tuple[str, EndpointState]] = []
         self.counted = FakeMetrics()
+        self.left: dict[str, list[Leftover]] = {}
         self._states: dict[str, EndpointState] = {}
         self._generations: dict[str, int] = {}
 
@@ -288,6 +290,16 @@ class FakeProvider:
             raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
         self._states.pop(config.endpoint, None)
         self._generations.pop(config.endpoint, None)
+
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[Leftover]:
+        if self.down:
+            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+        return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
+
+    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+        if self.down:
+            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != leftover]
 
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
         """The endpoint becomes this, or is lost, and nobody told the ledger. Its generation stays."""

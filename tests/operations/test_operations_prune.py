@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from release_parts import CANARY, CHAMPION, MODEL, Scene
 
+from onnx_ops.domain.endpoint import Leftover
 from onnx_ops.domain.rollout import DAY
+from onnx_ops.operations.orphans import Orphan, Survey, survey
 from onnx_ops.operations.prune import PrunePlan, plan_pruning, prune
 
 
@@ -113,3 +115,23 @@ def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep:
     assert {name.removeprefix("v") for name in scene.traffic()} <= left
     if count:
         assert str(count) in left
+
+
+def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> None:
+    served = scene.state().roles.stable
+    assert served is not None
+    mine, theirs = (
+        Leftover(kind="model", name=name, why="no state names it", paid=True) for name in (served.manifest, "other")
+    )
+    scene.world.provider.left["digits"] = [mine, theirs]
+    before = plan(scene)
+    assert before.orphans == Survey(orphans=(Orphan(endpoint="digits", provider="fake", leftover=theirs),))
+    assert prune(scene.ports, before).orphans == before.orphans
+    assert scene.world.provider.left["digits"] == [mine]
+    assert survey(scene.ports, ["digits"]) == Survey()
+
+
+def test_a_provider_that_does_not_answer_is_not_taken_for_a_tidy_one(scene: Scene) -> None:
+    scene.world.provider.down = True
+    assert survey(scene.ports, ["digits"]).silent == ("digits",)
+    assert plan(scene).orphans.silent == ("digits",)

@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from onnx_ops import codec
 from onnx_ops.adapters.endpoints.server_metrics import ServerMetrics
 from onnx_ops.adapters.endpoints.server_process import APPLY_LOCK, LOG_FILE, ServerProcess
 from onnx_ops.adapters.objects import durable_file
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
 from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
 from onnx_ops.protocol.admin import (
     AUDIT_FILE,
@@ -138,6 +139,13 @@ class LocalEndpoints:
                     shutil.rmtree(path)
                 elif path.name not in _KEPT:
                     path.unlink()
+
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[Leftover]:
+        """Nothing: the server holds what its state names, and a folder that was removed is gone."""
+        return ()
+
+    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+        """There are none."""
 
     def _running(self, server: ServerProcess, config: EndpointConfig) -> ServerRecord:
         port = self._known_port(server, config) or self._choose_port(server)

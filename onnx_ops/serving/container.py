@@ -1,0 +1,132 @@
+"""The entrypoint of the image: `python -m onnx_ops.serving.container [serve]` serves the one model of its container.
+
+The model's folder is named by `ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR`; else it is `/opt/ml/model`. It, or the first
+folder below it that does, holds a `deployment.json` beside the version's files in `model/`, or just a `model.onnx`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes, digest_file
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError, UserError
+from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
+from onnx_ops.protocol.options import described
+from onnx_ops.protocol.table import follow
+from onnx_ops.serving import main as server
+from onnx_ops.serving.table import TableFile
+from onnx_ops.serving.verified import verify
+
+_FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")
+_SAGEMAKER_FOLDER = "/opt/ml/model"
+_PORTS = ("ONNX_OPS_PORT", "SAGEMAKER_BIND_TO_PORT")
+_PORT = "8080"
+_EVERYWHERE = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside of it)
+_DEPTH = 3
+"""Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder of its name or path."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Serve until the container is stopped. 0 then; else the exit code of the error, which is told in one line."""
+    try:
+        if list(arguments) not in ([], ["serve"]):
+            raise UserError(f"unknown argument: {' '.join(arguments)}", remedy="Say nothing, or `serve`.")
+        folder = _state_folder(environment)
+        deployment = find(Path(_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment)
+        verify(Path(deployment.location), deployment)
+        state = EndpointState(
+            deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100}), generation=1
+        )
+        TableFile(folder).write(follow(None, state))
+    except OnnxOpsError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    host, port = environment.get("ONNX_OPS_HOST", _EVERYWHERE), _first(environment, _PORTS) or _PORT
+    return server.main(["--state-dir", str(folder), "--host", host, "--port", port, *_options(environment)])
+
+
+def find(root: Path, environment: Mapping[str, str]) -> Deployment:
+    """The deployment in a model folder, at its real place.
+
+    Raises:
+        NotFound: there is none.
+        StateCorrupt: its record cannot be read.
+        EnvironmentFailure: a file cannot be read.
+    """
+    try:
+        return _found(root, environment)
+    except OSError as error:
+        raise EnvironmentFailure("the model's folder cannot be read", where=str(root), why=str(error)) from error
+
+
+def _found(root: Path, environment: Mapping[str, str]) -> Deployment:
+    level = [root]
+    for _ in range(_DEPTH + 1):
+        for folder in level:
+            record = folder / DEPLOYMENT_FILE
+            if record.is_file():
+                deployment = codec.loads(record.read_bytes(), Deployment, where=str(record))
+                return replace(deployment, location=str((folder / MODEL_FOLDER).resolve()))
+            if (folder / MODEL_FILE).is_file():
+                return _bare(folder, environment)
+        level = sorted(path for folder in level if folder.is_dir() for path in folder.iterdir() if path.is_dir())
+    raise NotFound(
+        f"there is neither {DEPLOYMENT_FILE} nor {MODEL_FILE}",
+        where=str(root),
+        remedy=f"Set {_FOLDERS[0]} to the folder of the model, or mount it at {_SAGEMAKER_FOLDER}.",
+    )
+
+
+def _bare(folder: Path, environment: Mapping[str, str]) -> Deployment:
+    """A model that no release brought here: what it is called is up to the container."""
+    files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    manifest = Manifest(files=files).digest()
+    name = environment.get("ONNX_OPS_DEPLOYMENT", "model")
+    return Deployment(
+        name=name,
+        model=environment.get("ONNX_OPS_MODEL", "model"),
+        version="1",
+        variant="",
+        release=digest_bytes(b""),
+        manifest=manifest,
+        location=str(folder.resolve()),
+    )
+
+
+def _state_folder(environment: Mapping[str, str]) -> Path:
+    """Table, token and log. Nothing of it has to outlive the container."""
+    given = environment.get("ONNX_OPS_STATE_DIR")
+    try:
+        folder = Path(given) if given else Path(tempfile.mkdtemp(prefix="onnx-ops-"))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFailure(
+            "there is no place for the server's state",
+            why=str(error),
+            remedy="Set ONNX_OPS_STATE_DIR to a folder that can be written, or mount one at /tmp.",
+        ) from error
+    return folder
+
+
+def _options(environment: Mapping[str, str]) -> list[str]:
+    """The server's options, each from its variable."""
+    named = {name: f"ONNX_OPS_SERVE_{name.upper()}" for name, _, _, _ in described()}
+    return [f"--{name.replace('_', '-')}={environment[key]}" for name, key in named.items() if key in environment]
+
+
+def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
+    return next((environment[name] for name in names if environment.get(name)), None)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:], os.environ)
+    logging.shutdown()
+    os._exit(code)  # nothing that is left may keep the process past the cloud's SIGKILL

@@ -1,0 +1,141 @@
+"""The image's entrypoint as each cloud starts it: its variables, its model folder, its first requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_process import wait_until
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
+from onnx_ops.testing.endpoints import scaling_deployment
+
+COMMAND = [sys.executable, "-P", "-m", "onnx_ops.serving.container"]
+BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Container:
+    """The entrypoint in an environment that holds nothing but what a cloud sets."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self.port = free_port()
+
+    def environment(self, **given: str) -> Mapping[str, str]:
+        own = {"PATH": os.environ["PATH"], "TMPDIR": str(self._folder), "ONNX_OPS_HOST": "127.0.0.1"}
+        return own | given
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], env=self.environment(**environment), stderr=subprocess.PIPE, text=True
+        )
+        self._stack.callback(self.stop, process)
+        wait_until(lambda: process.poll() is not None or self.alive())
+        return process
+
+    def stop(self, process: subprocess.Popen[str]) -> int:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        return process.returncode
+
+    def alive(self) -> bool:
+        try:
+            return self.ask("/ping")[0] == 200
+        except OSError:
+            return False
+
+    def ask(self, path: str, body: bytes | None = None) -> tuple[int, Any, Mapping[str, str]]:
+        headers = {} if body is None else {"content-type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body, headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            content = answer.read()
+            return answer.status, json.loads(content) if content else None, answer.headers
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Iterator[Container]:
+    with ExitStack() as stack:
+        yield Container(tmp_path, stack)
+
+
+def released(folder: Path) -> Deployment:
+    """A model folder as a release leaves it in a container, whose record names a place on another machine."""
+    deployment = scaling_deployment(folder / MODEL_FOLDER, name="v7", version="7", scale=2.0)
+    (folder / DEPLOYMENT_FILE).write_bytes(codec.dumps(deployment))
+    shutil.move(folder, moved := folder.with_name("moved"))
+    shutil.move(moved, folder)
+    return deployment
+
+
+def test_sagemaker(container: Container, tmp_path: Path) -> None:
+    released(tmp_path / "ml")
+    process = container.start(
+        "serve", ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"), SAGEMAKER_BIND_TO_PORT=str(container.port)
+    )
+    status, answer, headers = container.ask("/invocations", BODY)
+    assert (status, answer["predictions"]["y"]) == (200, [[2.0, 4.0]])
+    assert headers["x-onnx-ops-deployment"] == "v7"
+    assert container.stop(process) == 0
+
+
+def test_azure_mounts_the_model_below_the_folder(container: Container, tmp_path: Path) -> None:
+    released(tmp_path / "azureml-models" / "digits" / "7")
+    container.start(AZUREML_MODEL_DIR=str(tmp_path / "azureml-models"), ONNX_OPS_PORT=str(container.port))
+    assert container.ask("/invocations", BODY)[1]["predictions"]["y"] == [[2.0, 4.0]]
+
+
+def test_a_plain_model(container: Container, tmp_path: Path) -> None:
+    scaling_deployment(tmp_path / "plain", name="any", version="1", scale=3.0)
+    container.start(
+        ONNX_OPS_MODEL_DIR=str(tmp_path / "plain"),
+        ONNX_OPS_PORT=str(container.port),
+        ONNX_OPS_MODEL="scale",
+        ONNX_OPS_SERVE_WORKERS="2",
+    )
+    assert container.ask("/v2/models/scale")[1]["name"] == "scale"
+    assert container.ask("/invocations", BODY)[1]["predictions"]["y"] == [[3.0, 6.0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "said"),
+    [
+        (["train"], {}, 2, "unknown argument: train"),
+        ([], {"ONNX_OPS_MODEL_DIR": "/nowhere"}, 2, "there is neither deployment.json nor model.onnx"),
+        ([], {"ONNX_OPS_STATE_DIR": "/proc/state"}, 4, "there is no place for the server's state"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_one_line(
+    container: Container, arguments: list[str], environment: Mapping[str, str], code: int, said: str
+) -> None:
+    process = container.start(*arguments, **environment)
+    told = process.communicate(timeout=60)[1]
+    assert (process.returncode, said in told, "Traceback" in told) == (code, True, False)
+
+
+def test_files_that_are_not_those_of_the_release_are_never_served(container: Container, tmp_path: Path) -> None:
+    released(tmp_path / "ml")
+    record = tmp_path / "ml" / DEPLOYMENT_FILE
+    other = json.loads(record.read_bytes()) | {"manifest": digest_bytes(b"another")}
+    record.write_text(json.dumps(other))
+    process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"), ONNX_OPS_PORT=str(container.port))
+    assert (process.returncode, "digest mismatch" in process.communicate()[1]) == (5, True)
