@@ -50,7 +50,7 @@ def rollback(
 
     project = open_project()
     ports, names = project.ports, tuple(endpoints or ())
-    names = chosen(ports, names, every=every, model=model, target=target)
+    names = chosen(ports, names, every=every, model=model, target=target, to=to)
     if not reason and sys.stdin.isatty() and not as_json:
         reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
     moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=actor, force=force, pin=not every)

@@ -118,6 +118,10 @@ class RolloutPolicy:
     bake: Annotated[Seconds | None, doc("Shortest time at each step, however many requests come.")] = None
     step_timeout: Annotated[Seconds, doc("After this time a step that cannot be decided is held for a person.")] = DAY
     pause: Annotated[tuple[Fraction, ...], doc("Steps that are left on an operator's word only.")] = ()
+    after: Annotated[
+        tuple[str, ...], doc("Endpoints of this file that have to serve the release before this one begins.")
+    ] = ()
+    soak: Annotated[Seconds, doc("How long they have to have served it.")] = 0.0
     shadow: Annotated[ShadowTrial | None, doc("Compare answers first, on copies of requests.")] = None
     ab: Annotated[SplitTest | None, doc("Decide by a success metric, after the steps and before 100%.")] = None
 

@@ -14,19 +14,21 @@ from onnx_ops.errors import NotFound, Refused, ServiceUnavailable
 from onnx_ops.operations.approve import approve, materialise
 from onnx_ops.operations.decided import override_id, standing_override
 from onnx_ops.operations.journal import Journal, siblings
+from onnx_ops.operations.staging import waits_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
     """`refused` tells what the registry asked for and may not have; `unreachable` why it could not be asked.
 
-    `champion` is the version under the target's champion alias.
+    `champion` is the version under the target's champion alias; `waits` is why a version that may serve does not begin.
     """
 
     wanted: Deployment | None
     champion: str | None = None
     refused: RefusedVersion | None = None
     unreachable: str = ""
+    waits: str = ""
 
 
 def desired(journal: Journal) -> Desired:
@@ -98,7 +100,11 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
     ports, state, config = journal.ports, journal.state, journal.config
     try:
         record = ports.registry().version(config.model, version)
-        return Desired(wanted=materialise(ports, record, _decision(journal, record)))
+        decision = _decision(journal, record)
+        # Before its files are fetched: it may wait for days.
+        if why := waits_for(journal, record):
+            return Desired(wanted=None, waits=why)
+        return Desired(wanted=materialise(ports, record, decision))
     except (Refused, NotFound) as error:
         champion = alias("champion", config.target)
         restored = state.aliases.get(champion) if name == champion else None

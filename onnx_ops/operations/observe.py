@@ -47,7 +47,10 @@ def next_move(journal: Journal, wish: Desired, actual: EndpointState | None, see
         move = next_action(
             wanted=wish.wanted, actual=actual, roles=roles, policy=policy, target=target, word=word, now=now
         )
-        return replace(move, why=f"{move.why}: {seen.blind}") if seen.blind and isinstance(move, Wait) else move
+        if not isinstance(move, Wait):
+            return move
+        why = wish.waits if roles.candidate is None and wish.waits else move.why
+        return replace(move, why=f"{why}: {seen.blind}" if seen.blind else why)
     # The statistics take longer to import than a rollback takes, and most looks need none.
     from onnx_ops.analysis.rollout import decide
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import ReleaseState, Spoken
+from onnx_ops.domain.ledger import Intent, ReleaseState, Spoken, fold
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, abort, rollback
 from onnx_ops.errors import Conflict, NotFound, OnnxOpsError, Refused, UserError
 from onnx_ops.operations.journal import Journal, pinned
@@ -89,13 +90,22 @@ def roll_back_each(
 
 
 def chosen(
-    ports: Ports, endpoints: tuple[str, ...], *, every: bool, model: str = "", target: str = ""
+    ports: Ports,
+    endpoints: tuple[str, ...],
+    *,
+    every: bool,
+    model: str = "",
+    target: str = "",
+    to: str | None = None,
 ) -> tuple[str, ...]:
     """Names of the endpoints that a rollback is for: those that are named, or `every` one of a model and target.
 
+    Without `to`, every one means those that have the release which came last to any of them: an endpoint that it has
+    not reached yet has nothing to go back from.
+
     Raises:
         UserError: neither or both are given.
-        NotFound: no endpoint serves that model on that target.
+        NotFound: no endpoint serves that model on that target, or none has its last release any more.
     """
     if bool(endpoints) == every or (every and not model) or (not every and (model or target)):
         raise UserError(
@@ -105,7 +115,33 @@ def chosen(
     if not names:
         of_target = f" on {target}" if target else ""
         raise NotFound(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
-    return names
+    return _reached(ports, names, model) if every and to is None else names
+
+
+def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
+    came: list[tuple[float, Digest]] = []
+    have: dict[str, set[Digest]] = {}
+    for name in names:
+        entries = ports.ledger.read(name)
+        begun = [(e.at, e.body.action) for e in entries if isinstance(e.body, Intent)]
+        came += [(at, new.release) for at, action in begun if (new := _newcomer(action)) is not None]
+        state = fold(name, entries)
+        roles = (state.roles, *((state.open_intent.action.roles,) if state.open_intent is not None else ()))
+        have[name] = {d.release for one in roles for d in (one.candidate, one.stable) if d is not None}
+    last = max(came, default=(0.0, None), key=lambda item: item[0])[1]
+    found = tuple(name for name in names if last in have[name])
+    if not found:
+        raise NotFound(
+            f"no endpoint serves the last release of {model} any more",
+            remedy="See `onnx-ops history`; to go further back, name a version with --to.",
+        )
+    return found
+
+
+def _newcomer(action: Action) -> Deployment | None:
+    """What an action brings to its endpoint."""
+    arrives = action.kind in (ActionKind.FIRST, ActionKind.START, ActionKind.FINISH)
+    return (action.roles.candidate or action.roles.stable) if arrives else None
 
 
 def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str = "") -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from onnx_ops.domain.pipeline import Deploy
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
-from onnx_ops.spec.words import listing
+from onnx_ops.spec.words import did_you_mean, listing
 
 Capabilities = Callable[[str], frozenset[str]]
 """What the endpoint plugin of that name can do."""
@@ -41,6 +42,36 @@ def capability_findings(draft: Draft, providers: Sequence[str], capabilities: Ca
                     f"provider '{entry.provider}' cannot {_LACKS[need]}; it can: {listing(sorted(able)) or 'nothing'}"
                 )
                 yield Finding(loc=(*loc, "rollout", *key), message=message)
+
+
+def staging_findings(draft: Draft) -> Iterator[Finding]:
+    """Rollouts that wait for each other, for endpoints that are not there, or longer than can be told."""
+    entries = {entry.endpoint: entry for _, entry in draft.deploy}
+    for loc, entry in draft.deploy:
+        policy, where = entry.rollout, (*loc, "rollout")
+        if policy.soak and not policy.after:
+            yield Finding(loc=(*where, "soak"), message="'soak' needs 'after', e.g. after: [staging]")
+        for index, name in enumerate(policy.after):
+            message = ""
+            if name not in entries:
+                message = f"no endpoint '{name}' in this file{did_you_mean(name, sorted(entries))}"
+            elif entry.endpoint in _before(name, entries):
+                message = f"'{entry.endpoint}' and '{name}' would wait for each other"
+            elif policy.soak > entries[name].rollout.keep_previous:
+                message = f"'soak' is longer than '{name}' keeps its previous version; raise its 'keep_previous'"
+            if message:
+                yield Finding(loc=(*where, "after", index), message=message)
+
+
+def _before(name: str, entries: Mapping[str, Deploy]) -> set[str]:
+    """The endpoint and all that it waits for, however indirectly."""
+    found, rest = set[str](), [name]
+    while rest:
+        one = rest.pop()
+        if one in entries and one not in found:
+            found.add(one)
+            rest += entries[one].rollout.after
+    return found
 
 
 def _shares(where: Loc, policy: RolloutPolicy) -> Iterator[Finding]:

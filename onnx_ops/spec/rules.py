@@ -9,7 +9,7 @@ from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.metrics import label_findings, metric_findings
-from onnx_ops.spec.rollouts import rollout_findings
+from onnx_ops.spec.rollouts import rollout_findings, staging_findings
 from onnx_ops.spec.words import did_you_mean, listing
 
 Rule = Callable[[Draft], Iterator[Finding]]
@@ -135,4 +135,5 @@ RULES: tuple[Rule, ...] = (
     _registration,
     _endpoints,
     rollout_findings,
+    staging_findings,
 )
