@@ -119,8 +119,9 @@ class Ledger(Protocol):
 class EndpointProvider(Protocol):
     """Makes an endpoint be what a state says."""
 
-    def capabilities(self) -> frozenset[str]:
-        """What this provider can do: `split`, `sticky`, `shadow`, `guarded`, `exceedances`, `outcomes`."""
+    def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
+        """What this provider can do for an endpoint with these settings: `split`, `sticky`, `shadow`, `guarded`, and
+        what its own source of metrics can tell."""
         ...
 
     def check(self, settings: Mapping[str, str | int | float | bool]) -> None:

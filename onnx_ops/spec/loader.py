@@ -67,7 +67,7 @@ def check_pipeline(
         plugins: installed names by kind (`onnx_ops.plugins.GROUPS`); a kind that is left out is not checked.
         settings: raises UserError for settings that an installed endpoint plugin does not take.
         metrics: raises UserError for settings that an installed source of metrics does not take.
-        capabilities: of an installed endpoint plugin; without it policies are not held against providers.
+        capabilities: of an entry whose endpoint plugin is installed; without it policies are not held against it.
 
     Raises:
         NotFound: there is no such file.

@@ -11,10 +11,12 @@ from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.words import did_you_mean, listing
 
-Capabilities = Callable[[str], frozenset[str]]
-"""What the endpoint plugin of that name can do."""
+Capabilities = Callable[[Deploy], frozenset[str]]
+"""What the endpoint plugin of an entry, and the source that counts its requests, can do for it."""
 
 _WHOLE = 1e-9
+_COUNTED = ("shadow", "outcomes")
+"""What may fail for the source of metrics."""
 _LACKS = {
     "split": "divide traffic",
     "sticky": "keep a user on one version",
@@ -35,12 +37,12 @@ def capability_findings(draft: Draft, providers: Sequence[str], capabilities: Ca
     for loc, entry in draft.deploy:
         if entry.provider not in providers:
             continue
-        able = capabilities(entry.provider)
+        able = capabilities(entry)
         for need, key in entry.rollout.needs().items():
             if need not in able:
-                message = (
-                    f"provider '{entry.provider}' cannot {_LACKS[need]}; it can: {listing(sorted(able)) or 'nothing'}"
-                )
+                counted = "source" in entry.metrics and need in _COUNTED
+                who = f"source '{entry.metrics['source']}'" if counted else f"provider '{entry.provider}'"
+                message = f"{who} cannot {_LACKS[need]}; it can: {listing(sorted(able)) or 'nothing'}"
                 yield Finding(loc=(*loc, "rollout", *key), message=message)
 
 

@@ -258,7 +258,7 @@ class FakeProvider:
         self._states: dict[str, EndpointState] = {}
         self._generations: dict[str, int] = {}
 
-    def capabilities(self) -> frozenset[str]:
+    def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
         return frozenset({"split"})
 
     def check(self, settings: Mapping[str, str | int | float | bool]) -> None:

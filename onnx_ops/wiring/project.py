@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.domain.pipeline import Pipeline, Plan, StageKind, StageOutcome
+from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, StageKind, StageOutcome
 from onnx_ops.domain.target import Target
 from onnx_ops.engine import InlineExecutor, RunResult, Silent, plan, preview, run
+from onnx_ops.errors import UserError
 from onnx_ops.ports import Executor, Observer, Ports
 from onnx_ops.settings import Settings, load_settings
 from onnx_ops.spec import check_pipeline, load_target
@@ -57,10 +58,26 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
         plugins=known,
         settings=lambda provider, settings: project.ports.provider(provider).check(settings),
         metrics=_check_source,
-        capabilities=lambda provider: project.ports.provider(provider).capabilities(),
+        capabilities=lambda entry: abilities(project, entry),
         overrides=tuple(overrides),
         environ=os.environ,
     )
+
+
+def abilities(project: Project, entry: Deploy) -> frozenset[str]:
+    """What can be done for an endpoint, by its provider and by whatever counts its requests."""
+    provider = project.ports.provider(entry.provider)
+    able = provider.capabilities(entry.settings)
+    settings = dict(entry.metrics)
+    source = settings.pop("source", None)
+    if source not in plugins.names("metrics"):
+        return able
+    try:
+        told: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
+    except UserError:  # its settings are a problem of their own
+        return able
+    others = told - {"shadow"} if "shadow" not in able else told
+    return (able - provider.metrics().capabilities()) | others
 
 
 def _check_source(source: str, settings: Mapping[str, str | int | float | bool]) -> None:
@@ -77,7 +94,7 @@ def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:
     return [
         f"{entry.endpoint}: {note}"
         for entry in pipeline.deploy
-        for note in notes(entry.rollout, project.ports.provider(entry.provider).capabilities())
+        for note in notes(entry.rollout, abilities(project, entry))
     ]
 
 

@@ -54,7 +54,7 @@ class LocalEndpoints:
         self._folder = folder
         self._python = python
 
-    def capabilities(self) -> frozenset[str]:
+    def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
         return frozenset({"split", "sticky"}) | self.metrics().capabilities()
 
     def metrics(self) -> ServerMetrics:

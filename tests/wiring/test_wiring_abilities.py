@@ -1,0 +1,29 @@
+"""What can be done for an endpoint follows from its provider and from what counts its requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.domain.pipeline import Deploy
+from onnx_ops.wiring.project import abilities, open_project
+
+PROMETHEUS = {"source": "prometheus", "url": "http://127.0.0.1:9090"}
+FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_seconds"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "able"),
+    [
+        ({}, {"split", "sticky", "exceedances", "shadow", "outcomes"}),
+        (PROMETHEUS, {"split", "sticky", "exceedances", "shadow", "outcomes"}),
+        (FOREIGN, {"split", "sticky", "exceedances"}),
+        ({"source": "unheard-of"}, {"split", "sticky", "exceedances", "shadow", "outcomes"}),
+        (PROMETHEUS | {"colour": "red"}, {"split", "sticky", "exceedances", "shadow", "outcomes"}),
+    ],
+    ids=["its own", "ours by prometheus", "others by prometheus", "no such source", "wrong settings"],
+)
+def test_abilities(tmp_path: Path, metrics: dict[str, str], able: set[str]) -> None:
+    entry = Deploy(endpoint="digits", target="cpu", metrics=metrics)
+    assert abilities(open_project(tmp_path), entry) == able
