@@ -34,7 +34,7 @@ WIDTH = 48
 EXTRA = {"A/A": 0, "+2 %": 2, "+10 %": 10}
 """Layers more than the baseline's, by the slow-down that they stand for."""
 
-TRIALS, QUICK_TRIALS = 300, 6
+TRIALS, QUICK_TRIALS = 300, 2
 DECISION_LIMIT_S = 1.0
 TARGET = Target(name="truth")
 _BUSY_S, _IDLE_S = (0.005, 0.1), (0.02, 0.4)
