@@ -12,7 +12,14 @@ KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", 
 """Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
 
 
-_EXTRAS = {"sklearn": "sklearn", "skl2onnx": "sklearn", "torch": "torch", "onnxscript": "torch", "uvicorn": "serve"}
+_EXTRAS = {
+    "sklearn": "sklearn",
+    "skl2onnx": "sklearn",
+    "torch": "torch",
+    "onnxscript": "torch",
+    "uvicorn": "serve",
+    "azure": "azure",
+}
 """Extras that bring a package, by the name it is imported under."""
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,22 +14,13 @@ from packaging.version import Version
 
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import short
+from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.ledger import fold
 from onnx_ops.errors import NotFound, OnnxOpsError
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.operations.status import status
 from onnx_ops.settings import Settings
-from onnx_ops.wiring.project import Project
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line: what was looked at, what was found, and what to do if that is wrong."""
-
-    check: str
-    ok: bool
-    found: str
-    remedy: str = ""
-
+from onnx_ops.wiring.project import Project, check
 
 PINS = {
     "fastapi": (">=0.139,<0.151", "newer ones break the Prefect server or `prefect deploy`"),
@@ -56,11 +46,30 @@ def diagnose(project: Project) -> list[Finding]:
         lambda: _endpoints(project),
     ]
     findings: list[Finding] = []
-    for check in checks:
+    for looked in checks:
         try:
-            findings.extend(check())
+            findings.extend(looked())
         except OnnxOpsError as error:
             findings.append(Finding(check=error.where or "check", ok=False, found=str(error), remedy=error.remedy))
+    return findings
+
+
+def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Finding]:
+    """What a provider finds about its surroundings: for the endpoints of these pipeline files, and for those that are.
+
+    Raises:
+        UserError: there is no such provider, or a file is wrong.
+    """
+    deploys = [entry for file in files for entry in check(project, file).deploy if entry.provider == name]
+    settings = [entry.settings for entry in deploys]
+    for endpoint in bound_endpoints(project.ports):
+        config = fold(endpoint, project.ports.ledger.read(endpoint)).config
+        if config is not None and config.provider == name:
+            settings.append(config.settings)
+    look = getattr(project.ports.provider(name), "diagnose", None)
+    findings = list(look(settings)) if look is not None else []
+    if not settings:
+        findings.append(Finding(check=f"endpoints of {name}", ok=True, found="none yet; name a pipeline file to look"))
     return findings
 
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from onnx_ops.cli.common import AsJson, print_json, reported
 
 
 @reported
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider looks at.")
+    ] = None,
+    provider: Annotated[str, typer.Option(help="Look at one endpoint provider only: azureml, sagemaker.")] = "",
+    as_json: AsJson = False,
+) -> None:
     """Check packages, providers, services, keys and pins; every problem comes with a remedy.
 
     Exit code 4 if something is broken.
 
-    Example: onnx-ops doctor
+    Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
-    from onnx_ops.cli.diagnosis import diagnose
+    from onnx_ops.cli.diagnosis import diagnose, diagnose_provider
     from onnx_ops.cli.tables import doctor_table
     from onnx_ops.wiring.project import open_project
 
-    findings = diagnose(open_project())
+    project = open_project()
+    findings = diagnose_provider(project, provider, files or ()) if provider else diagnose(project)
     if as_json:
         print_json([{"check": f.check, "ok": f.ok, "found": f.found, "remedy": f.remedy} for f in findings])
     else:

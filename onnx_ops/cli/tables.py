@@ -15,7 +15,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
 
 if TYPE_CHECKING:
-    from onnx_ops.cli.diagnosis import Finding
+    from onnx_ops.domain.finding import Finding
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.operations.explain import Explanation
     from onnx_ops.wiring.project import Project

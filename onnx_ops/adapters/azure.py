@@ -1,0 +1,146 @@
+"""What everything that speaks to Azure shares: whose workspace it is, at which cloud, and a token for it.
+
+Which cloud, and who we are, come from the environment alone, as for every Azure tool: `AZUREML_CURRENT_CLOUD` or
+`ARM_CLOUD_METADATA_URL`, and what `DefaultAzureCredential` of azure-identity looks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from onnx_ops.adapters.exchange import exchange, host_of
+from onnx_ops.errors import EnvironmentFailure, Refused, UserError
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
+
+Scalar = str | int | float | bool
+
+_MANAGEMENT = {
+    "AzureCloud": "https://management.azure.com",
+    "AzureChinaCloud": "https://management.chinacloudapi.cn",
+    "AzureUSGovernment": "https://management.usgovcloudapi.net",
+}
+_PLACE = re.compile(r"[\w.()-]{1,90}", re.ASCII)
+ENDPOINT_NAME = re.compile(r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
+"""Azure takes capitals too, but lowers them in the traffic; so they are not used."""
+
+LOGIN_REMEDY = (
+    "Run `az login`, or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET (or a federated token), or give "
+    "the machine a managed identity."
+)
+ROLE_REMEDY = "Give the identity the role AzureML Data Scientist on the workspace; see docs/azureml.md."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """An Azure ML workspace."""
+
+    subscription: str
+    resource_group: str
+    workspace: str
+
+    @property
+    def path(self) -> str:
+        """Its resource id."""
+        return (
+            f"/subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
+            f"/providers/Microsoft.MachineLearningServices/workspaces/{self.workspace}"
+        )
+
+
+def workspace_of(settings: Mapping[str, Scalar], *, where: str = "") -> Workspace:
+    """The workspace that an endpoint's settings name.
+
+    Raises:
+        UserError: one of `subscription`, `resource_group` and `workspace` is missing or no name.
+    """
+    given = {name: settings.get(name) for name in ("subscription", "resource_group", "workspace")}
+    for name, value in given.items():
+        if not (isinstance(value, str) and _PLACE.fullmatch(value)):
+            told = "is missing" if value is None else f"is {value!r}"
+            raise UserError(
+                f"azureml needs {name}, which {told}", where=where, remedy=f"Write {name}: NAME into its settings."
+            )
+    return Workspace(**{name: str(value) for name, value in given.items()})
+
+
+def endpoint_name(endpoint: str, settings: Mapping[str, Scalar]) -> str:
+    """What the endpoint is called in Azure: its setting `name`, else its own name.
+
+    Raises:
+        UserError: Azure takes no such name.
+    """
+    name = settings.get("name", endpoint)
+    if isinstance(name, str) and ENDPOINT_NAME.fullmatch(name):
+        return name
+    raise UserError(
+        f"Azure takes no endpoint of the name {name!r}",
+        where=endpoint,
+        remedy="Set `name`: 3 to 32 lower-case letters, digits and hyphens, first a letter; unique in the region.",
+    )
+
+
+def management_url() -> str:
+    """Where Azure Resource Manager answers."""
+    if told := os.environ.get("ARM_CLOUD_METADATA_URL"):
+        parts = urlsplit(told)
+        return f"{parts.scheme}://{parts.netloc}"
+    cloud = os.environ.get("AZUREML_CURRENT_CLOUD", "AzureCloud")
+    return _MANAGEMENT.get(cloud, _MANAGEMENT["AzureCloud"])
+
+
+@functools.cache
+def credential() -> TokenCredential:
+    """Who we are. Made once, since it keeps its tokens.
+
+    Raises:
+        ModuleNotFoundError: the extra `azure` is not installed.
+    """
+    from azure.identity import DefaultAzureCredential
+
+    return DefaultAzureCredential()
+
+
+def bearer() -> str:
+    """A token for Azure Resource Manager.
+
+    Raises:
+        Refused: nobody says who we are.
+        EnvironmentFailure: that could not be found out.
+    """
+    from azure.core.exceptions import AzureError, ClientAuthenticationError
+
+    try:
+        return str(credential().get_token(f"{management_url()}/.default").token)
+    except ClientAuthenticationError as error:
+        raise Refused("Azure does not know who we are", why=first_line(error), remedy=LOGIN_REMEDY) from error
+    except AzureError as error:
+        raise EnvironmentFailure("no token for Azure", why=first_line(error), remedy=LOGIN_REMEDY) from error
+
+
+def ask(path: str, *, document: object = None, method: str = "GET") -> Any:
+    """One exchange with Azure Resource Manager.
+
+    Args:
+        path: of the resource, with the query.
+
+    Raises:
+        ServiceUnavailable: it does not answer, or asks to try again later.
+        Refused: it says no.
+    """
+    base = management_url()
+    host = host_of(base, "the address of Azure Resource Manager")
+    return exchange(method, f"{base}{path}", document, host=host, headers={"Authorization": f"Bearer {bearer()}"})
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of the SDK says, without its pages of advice."""
+    text = str(getattr(error, "message", "") or error).strip()
+    return " ".join(text.splitlines()[0].split())[:300] if text else type(error).__name__

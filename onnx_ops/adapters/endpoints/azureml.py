@@ -1,0 +1,193 @@
+"""Managed online endpoints of Azure Machine Learning."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from onnx_ops import plugins
+from onnx_ops.adapters.azure import Scalar, endpoint_name, first_line
+from onnx_ops.adapters.endpoints.azureml_change import Change
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, Pace, succeeded
+from onnx_ops.adapters.endpoints.azureml_doctor import diagnose
+from onnx_ops.adapters.endpoints.azureml_memory import Memory
+from onnx_ops.adapters.endpoints.azureml_models import AzureModels
+from onnx_ops.adapters.endpoints.azureml_plan import OWNER, azure_name, manifest_of, planned, record_of, state_of
+from onnx_ops.adapters.endpoints.azureml_settings import read_settings
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
+from onnx_ops.domain.finding import Finding
+from onnx_ops.errors import NotFound, ServiceUnavailable
+from onnx_ops.ports.release import MetricsSource
+
+_INVOKE_S = 90.0
+_PIN = "azureml-model-deployment"
+
+
+class AzureEndpoints:
+    """Keeps in `folder/<endpoint>/` a lock and the last generation sent; all else stands in Azure.
+
+    Args:
+        folder: for what this machine remembers.
+        pace: how long to wait for Azure.
+    """
+
+    def __init__(self, folder: Path, *, pace: Pace | None = None) -> None:
+        self._folder = folder
+        self._pace = pace or Pace()
+
+    def capabilities(self, settings: Mapping[str, Scalar] | None = None) -> frozenset[str]:
+        """Azure mirrors requests, but nobody compares the answers, so there is no `shadow`."""
+        return frozenset({"split"}) | self.metrics().capabilities()
+
+    def metrics(self) -> MetricsSource:
+        source: MetricsSource = plugins.load("metrics", "azuremonitor", {})
+        return source
+
+    def check(self, settings: Mapping[str, Scalar]) -> None:
+        read_settings(settings)
+
+    def diagnose(self, endpoints: Sequence[Mapping[str, Scalar]]) -> Iterator[Finding]:
+        """What stands in the way of endpoints with these settings, each with the remedy."""
+        return diagnose(endpoints)
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        """None also where a deployment is lost, traffic is not what any state says, or Azure does not answer."""
+        try:
+            return self._observed(config)
+        except ServiceUnavailable:
+            return None
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Returns when Azure routes by it and what it does not need is gone.
+
+        Raises:
+            Conflict: a later generation, or another state of this one, was applied already.
+            DigestMismatch: a deployment's files are not those of its manifest.
+            NotFound: a deployment's files are not there.
+            UserError: the endpoint's name or settings, or the state's shadow traffic, are not for Azure.
+            Refused: Azure does not let us, or a thing of that name is somebody else's.
+            EnvironmentFailure: a deployment does not start, or there is no quota for it.
+            ServiceUnavailable: Azure does not answer.
+        """
+        plan = planned(state, generation=generation, where=config.endpoint)
+        change, _, _ = self._parts(config)
+        change.to(plan)
+
+    def address(self, config: EndpointConfig) -> str | None:
+        """The scoring address; requests need a key or token (see `authorization`)."""
+        change, _, _ = self._parts(config)
+        found = change.present()
+        return None if found is None else found.scoring_uri
+
+    def remove(self, config: EndpointConfig) -> None:
+        change, _, _ = self._parts(config)
+        change.removed()
+
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[Leftover, ...]:
+        """Deployments without traffic that the endpoint's state does not list, and uploaded models that nobody needs.
+
+        Raises:
+            ServiceUnavailable: Azure does not answer.
+        """
+        change, client, name = self._parts(config)
+        state = self._observed(config)
+        listed = {azure_name(d) for d in state.deployments} if state is not None else set()
+        endpoint = change.present()
+        used = {n for n, percent in (endpoint.traffic or {}).items() if percent} if endpoint is not None else set()
+        there = {n: d for n, d in client.deployments(name).items() if (d.tags or {}).get(OWNER) == config.endpoint}
+        spare = sorted(
+            n for n, d in there.items() if n not in listed | used and manifest_of(d.tags or {}) not in needed
+        )
+        found = [
+            Leftover(kind="deployment", name=n, why="it has no traffic, and no state needs it", paid=True)
+            for n in spare
+        ]
+        for model in self._models(config).kept():
+            if model.manifest not in needed and model.name not in there:
+                why = "no deployment serves it" if model.manifest else "its upload was cut off"
+                found.append(Leftover(kind="model", name=model.name, why=why, paid=True))
+        return tuple(found)
+
+    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+        """Raises Conflict for a deployment that has traffic by now."""
+        change, _, _ = self._parts(config)
+        if leftover.kind == "deployment":
+            change.deployments.deleted(leftover.name)
+        else:
+            self._models(config).discard(leftover.name)
+
+    def authorization(self, config: EndpointConfig) -> str:
+        """What clients send in the header `Authorization`: the endpoint's first key, or a token.
+
+        Raises:
+            NotFound: there is no such endpoint.
+        """
+        _, client, name = self._parts(config)
+        found = client.read(f"endpoint {name}", lambda: client.ml.online_endpoints.get_keys(name))
+        if found is None:
+            raise NotFound("there is no such endpoint", where=config.endpoint)
+        return f"Bearer {getattr(found, 'primary_key', None) or getattr(found, 'access_token', '')}"
+
+    def invoke(self, config: EndpointConfig, document: object, *, deployment: str | None = None) -> object:
+        """One request, as a client sends it. The SDK's own `invoke` is not used: it names the deployment in a header
+        that it then sends with every later request of the process.
+
+        Args:
+            document: the body, as JSON.
+            deployment: name of a deployment here; whichever has traffic without it.
+
+        Raises:
+            NotFound: there is no such endpoint or deployment.
+            ServiceUnavailable: it does not answer, or fails.
+        """
+        address = self.address(config)
+        if address is None:
+            raise NotFound("there is no such endpoint", where=config.endpoint)
+        headers = {"Content-Type": "application/json", "Authorization": self.authorization(config)}
+        if deployment is not None:
+            headers[_PIN] = self._azure_name(config, deployment)
+        request = urllib.request.Request(address, json.dumps(document).encode(), headers)  # noqa: S310 (Azure's own)
+        try:
+            with urllib.request.urlopen(  # noqa: S310
+                request, timeout=_INVOKE_S, context=ssl.create_default_context()
+            ) as answer:
+                return json.load(answer)
+        except (OSError, ValueError) as error:
+            raise ServiceUnavailable(
+                "the endpoint does not answer", where=config.endpoint, why=first_line(error)
+            ) from error
+
+    def _observed(self, config: EndpointConfig) -> EndpointState | None:
+        change, client, name = self._parts(config)
+        found = change.present()
+        if found is None:
+            return None
+        there = client.deployments(name).values()
+        records = {d.name: record for d in there if succeeded(d) and (record := record_of(d.tags or {})) is not None}
+        return state_of(found.tags or {}, found.traffic or {}, found.mirror_traffic or {}, records)
+
+    def _azure_name(self, config: EndpointConfig, deployment: str) -> str:
+        state = self.observe(config)
+        for found in state.deployments if state is not None else ():
+            if found.name == deployment:
+                return azure_name(found)
+        raise NotFound(f"there is no deployment {deployment}", where=config.endpoint)
+
+    def _parts(self, config: EndpointConfig) -> tuple[Change, AzureClient, str]:
+        settings = read_settings(config.settings, where=config.endpoint)
+        name = endpoint_name(config.endpoint, config.settings)
+        client = AzureClient(settings.place, self._pace)
+        memory = Memory(self._folder / config.endpoint)
+        client.connect(config.endpoint)
+        models = AzureModels(client, settings, name)
+        return Change(client, settings, models, memory, name, config.endpoint), client, name
+
+    def _models(self, config: EndpointConfig) -> AzureModels:
+        settings = read_settings(config.settings, where=config.endpoint)
+        name = endpoint_name(config.endpoint, config.settings)
+        return AzureModels(AzureClient(settings.place, self._pace), settings, name)

@@ -1,0 +1,180 @@
+"""One workspace through the SDK's MLClient: reads that are tried again, writes that are tried once.
+
+The SDK's own retries are off. It would send a write again after a newer one of somebody else; here a write is only
+repeated after looking whether it is still wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from onnx_ops.adapters.azure import Workspace, credential
+from onnx_ops.adapters.endpoints.azureml_errors import Gone, explaining, missing
+from onnx_ops.errors import EnvironmentFailure, ServiceUnavailable
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+    from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
+
+T = TypeVar("T")
+
+_SETTLED = frozenset({"succeeded", "failed", "canceled"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long we wait for Azure, in seconds.
+
+    `patience` for an operation (a new deployment takes 5 to 20 minutes), `answers` for a service that fails, `lag`
+    until a read shows what was written, between reads from `pause` on and up to `longest`. What is not there is asked
+    for `sure` times before that is believed.
+    """
+
+    patience: float = 2700.0
+    answers: float = 60.0
+    lag: float = 60.0
+    pause: float = 0.5
+    longest: float = 10.0
+    sure: int = 3
+
+    def tries(self, within: float) -> Iterator[int]:
+        """Counts tries, with growing pauses between them, until time is over; there are at least two."""
+        deadline, pause, count = time.monotonic() + within, self.pause, 0
+        while count < 2 or time.monotonic() < deadline:
+            yield count
+            count += 1
+            time.sleep(pause)
+            pause = min(pause * 1.5, self.longest)
+
+
+class AzureClient:
+    """Endpoints and deployments of a workspace."""
+
+    def __init__(self, place: Workspace, pace: Pace) -> None:
+        self.place = place
+        self.pace = pace
+
+    @functools.cached_property
+    def ml(self) -> MLClient:
+        """Raises ModuleNotFoundError if the extra `azure` is not installed."""
+        return _ml_client(self.place)
+
+    def connect(self, where: str) -> None:
+        """Raises MissingPackage without the extra `azure`; ServiceUnavailable if the cloud does not say what it is."""
+        try:
+            with explaining(where):
+                _ = self.ml
+        except ModuleNotFoundError as error:
+            raise missing(error) from error
+
+    def endpoint(self, name: str) -> ManagedOnlineEndpoint | None:
+        """The endpoint as a read shows it now, which may be as it was a moment ago."""
+        found: Any = self.read(f"endpoint {name}", lambda: self.ml.online_endpoints.get(name))
+        return found
+
+    def deployments(self, endpoint: str) -> dict[str, ManagedOnlineDeployment]:
+        """By name; none if there is no such endpoint."""
+        found: Any = self.read(f"endpoint {endpoint}", lambda: list(self.ml.online_deployments.list(endpoint)))
+        return {d.name: d for d in found or ()}
+
+    def settled_endpoint(self, name: str) -> ManagedOnlineEndpoint | None:
+        """The endpoint once Azure does not change it any more.
+
+        Raises:
+            ServiceUnavailable: Azure is at it for too long.
+        """
+        return self._settled(f"endpoint {name}", lambda: self.endpoint(name))
+
+    def settled_deployment(self, endpoint: str, name: str) -> ManagedOnlineDeployment | None:
+        """Likewise of a deployment."""
+        return self._settled(
+            f"deployment {name}",
+            lambda: self.read(f"deployment {name}", lambda: self.ml.online_deployments.get(name, endpoint)),
+        )
+
+    def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
+        """Begin an operation and wait for its end, as far as Azure tells it: callers look at what came of it.
+
+        Raises:
+            Busy: something else changes it; nothing was done.
+            Gone: what it needs is not there; nothing was done.
+            ServiceUnavailable: Azure does not answer; the operation may be under way.
+            EnvironmentFailure: it failed.
+        """
+        with explaining(where, instances=instances):
+            poller = begin()
+        # It is under way; a look at it that fails says nothing about it.
+        with contextlib.suppress(Gone, ServiceUnavailable), explaining(where, instances=instances):
+            poller.wait(self.pace.patience)
+            if poller.done():
+                poller.result()
+
+    def read(self, where: str, get: Callable[[], T]) -> T | None:
+        """What a read finds; None if it is not there.
+
+        Raises:
+            ServiceUnavailable: Azure does not answer for `pace.answers` seconds.
+        """
+        last = ServiceUnavailable("Azure does not answer", where=where)
+        for _ in self.pace.tries(self.pace.answers):
+            try:
+                with explaining(where):
+                    return get()
+            except Gone:
+                return None
+            except ServiceUnavailable as error:
+                last = error
+        raise last
+
+    def _settled(self, where: str, get: Callable[[], T | None]) -> T | None:
+        for _ in self.pace.tries(self.pace.patience):
+            found = get()
+            if found is None or _state(found) in _SETTLED:
+                return found
+        raise ServiceUnavailable("Azure is busy with it for too long", where=where, remedy="Look at it in the portal.")
+
+
+def succeeded(found: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:
+    return _state(found) == "succeeded"
+
+
+def _state(found: Any) -> str:
+    """The SDK has it as text or as an enumeration, whose text is another."""
+    value = found.provisioning_state
+    return str(getattr(value, "value", value)).lower()
+
+
+@functools.cache
+def _ml_client(place: Workspace) -> MLClient:
+    from azure.ai.ml import MLClient
+
+    try:
+        client = MLClient(
+            credential(),
+            place.subscription,
+            place.resource_group,
+            place.workspace,
+            enable_telemetry=False,
+            show_progress=False,
+            retry_total=0,
+        )
+    except LookupError as error:
+        raise EnvironmentFailure("no such cloud", where=place.workspace, why=str(error)) from error
+    _quieten()
+    return client
+
+
+def _quieten() -> None:
+    """The SDK writes dots and remarks to the terminal while it waits, which would stand in the middle of our JSON."""
+    from azure.ai.ml._utils import _azureml_polling
+
+    _azureml_polling.print = lambda *_, **__: None
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in ("azure", "msrest", "msal"):
+            logging.getLogger(name).setLevel(logging.ERROR)

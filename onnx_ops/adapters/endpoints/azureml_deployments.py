@@ -1,0 +1,153 @@
+"""The deployments of one endpoint in Azure: made once, never changed, deleted when they have no traffic."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, succeeded
+from onnx_ops.adapters.endpoints.azureml_errors import Busy, Gone
+from onnx_ops.adapters.endpoints.azureml_models import AzureModels
+from onnx_ops.adapters.endpoints.azureml_plan import OWNER, record_of, record_tags
+from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
+from onnx_ops.domain.artifact import digest_bytes, short
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
+
+_PORT = 8080
+
+
+class Deployments:
+    """Fulfils what a state asks of an endpoint's deployments.
+
+    Args:
+        name: the endpoint's name in Azure.
+        owner: its name here, which stands in the tags.
+    """
+
+    def __init__(
+        self, client: AzureClient, settings: AzureSettings, models: AzureModels, name: str, owner: str
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._models = models
+        self._name = name
+        self._owner = owner
+
+    def runs(self, name: str, deployment: Deployment) -> None:
+        """Make the deployment if it is not there. What a deployment was made with it keeps: it is never changed."""
+        last: OnnxOpsError = ServiceUnavailable("it could not be made", where=f"deployment {name}")
+        for _ in self._client.pace.tries(self._client.pace.patience):
+            try:
+                found = self._client.settled_deployment(self._name, name)
+                if found is not None and succeeded(found):
+                    self._check_ours(found)
+                    return
+                if found is not None:
+                    self.deleted(name)
+                asset = self._models.asset(name, deployment)
+                environment = self._environment()
+                self._client.write(
+                    f"deployment {name}",
+                    lambda: self._making(name, deployment, asset, environment),  # noqa: B023 (called at once)
+                    instances=self._settings.instances,
+                )
+                self._seen(name)
+            except (Busy, ServiceUnavailable) as error:
+                last = error
+        raise last
+
+    def _seen(self, name: str) -> None:
+        for _ in self._client.pace.tries(self._client.pace.lag):
+            if self._client.settled_deployment(self._name, name) is not None:
+                return
+
+    def _making(self, name: str, deployment: Deployment, asset: str, environment: str) -> Any:
+        from azure.ai.ml.entities import ManagedOnlineDeployment, OnlineRequestSettings
+
+        return self._client.ml.online_deployments.begin_create_or_update(
+            ManagedOnlineDeployment(
+                name=name,
+                endpoint_name=self._name,
+                model=asset,
+                environment=environment,
+                environment_variables=self._settings.variables(),
+                instance_type=self._settings.instance_type,
+                instance_count=self._settings.instances,
+                request_settings=OnlineRequestSettings(request_timeout_ms=round(self._settings.request_timeout * 1e3)),
+                tags={OWNER: self._owner, **record_tags(deployment)},
+            )
+        )
+
+    def _environment(self) -> str:
+        """Resource id of the environment that is our image, with its routes."""
+        name = f"onnx-ops-{short(digest_bytes(self._settings.image.encode()))}"
+        ml, where = self._client.ml, f"environment {name}"
+        if self._client.read(where, lambda: ml.environments.get(name, "1")) is None:
+            self._client.write(where, lambda: _Done(ml.environments.create_or_update(_container(name, self._settings))))
+        return f"{self._client.place.path}/environments/{name}/versions/1"
+
+    def deleted(self, name: str) -> None:
+        """Delete a deployment that has no traffic. No error if it is not there.
+
+        Raises:
+            Conflict: it has traffic.
+        """
+        last: OnnxOpsError = ServiceUnavailable("it could not be deleted", where=f"deployment {name}")
+        for _ in self._client.pace.tries(self._client.pace.patience):
+            endpoint = self._client.endpoint(self._name)
+            if endpoint is None or self._client.settled_deployment(self._name, name) is None:
+                return
+            if _used(endpoint, name):
+                raise Conflict("it has traffic", where=f"deployment {name}", remedy="Move the traffic first.")
+            try:
+                self._client.write(
+                    f"deployment {name}", lambda: self._client.ml.online_deployments.begin_delete(name, self._name)
+                )
+            except (Busy, ServiceUnavailable) as error:
+                last = error
+            except Gone:
+                return
+        raise last
+
+    def _check_ours(self, found: ManagedOnlineDeployment) -> None:
+        if (found.tags or {}).get(OWNER) != self._owner or record_of(found.tags or {}) is None:
+            raise Refused(
+                f"a deployment {found.name} stands there that is not ours",
+                where=self._owner,
+                remedy="Delete it, or choose another `name` for the endpoint.",
+            )
+
+
+class _Done:
+    """An operation that was over when it was answered."""
+
+    def __init__(self, found: object) -> None:
+        self._found = found
+
+    def wait(self, timeout: float | None = None) -> None:
+        del timeout
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> object:
+        return self._found
+
+
+def _container(name: str, settings: AzureSettings) -> Any:
+    from azure.ai.ml.entities import Environment
+
+    alive, scoring = {"port": _PORT, "path": "/ping"}, {"port": _PORT, "path": "/invocations"}
+    return Environment(
+        name=name,
+        version="1",
+        image=settings.image,
+        inference_config={"liveness_route": alive, "readiness_route": alive, "scoring_route": scoring},
+    )
+
+
+def _used(endpoint: ManagedOnlineEndpoint, name: str) -> bool:
+    return bool((endpoint.traffic or {}).get(name) or (endpoint.mirror_traffic or {}).get(name))

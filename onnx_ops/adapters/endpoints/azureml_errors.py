@@ -1,0 +1,84 @@
+"""What Azure's errors mean, and what to do about them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, first_line
+from onnx_ops.errors import Conflict, EnvironmentFailure, MissingPackage, OnnxOpsError, Refused, ServiceUnavailable
+
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_QUOTA = re.compile(r"quota|OutOfCapacity|not enough (cores|capacity)", re.IGNORECASE)
+_BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IGNORECASE)
+
+SPARE = 1.2
+"""Azure keeps a fifth of a deployment's instances in reserve for its upgrades, and counts them."""
+
+
+class Busy(Conflict):
+    """Azure changes the same thing just now."""
+
+
+class Gone(EnvironmentFailure):
+    """What was asked about is not there."""
+
+
+def explained(error: BaseException, *, where: str, instances: int = 1) -> OnnxOpsError:
+    """An error of the SDK as one of ours.
+
+    Args:
+        where: what was asked about.
+        instances: how many were asked for, should there be no quota for them.
+    """
+    from azure.core.exceptions import ClientAuthenticationError, HttpResponseError, ServiceRequestError
+
+    status = getattr(error, "status_code", None)
+    text = first_line(error)
+    if isinstance(error, ClientAuthenticationError) or status == 401:
+        return Refused("Azure does not know who we are", where=where, why=text, remedy=LOGIN_REMEDY)
+    if status == 403:
+        return Refused("Azure does not let us do that", where=where, why=text, remedy=ROLE_REMEDY)
+    if _QUOTA.search(f"{getattr(getattr(error, 'error', None), 'code', '')} {text}"):
+        return _no_quota(text, where, instances)
+    if status == 409 or (status == 400 and _BUSY.search(text)):
+        return Busy("Azure is busy with it", where=where, why=text, remedy="Try again when that is done.")
+    if status == 404:
+        return Gone("it is not there", where=where, why=text)
+    if status in _TRANSIENT or not isinstance(error, HttpResponseError) or isinstance(error, ServiceRequestError):
+        return ServiceUnavailable("Azure does not answer", where=where, why=text, remedy="Try again.")
+    remedy = f"See its log: az ml online-deployment get-logs (or the portal), under {where}."
+    return EnvironmentFailure("Azure could not do it", where=where, why=text, remedy=remedy)
+
+
+@contextmanager
+def explaining(where: str, *, instances: int = 1) -> Iterator[None]:
+    """Raise what the SDK raises inside as one of our errors."""
+    from azure.ai.ml.exceptions import MlException
+    from azure.core.exceptions import AzureError
+
+    try:
+        yield
+    except (AzureError, MlException, OSError) as error:
+        raise explained(error, where=where, instances=instances) from error
+
+
+def missing(error: ModuleNotFoundError) -> MissingPackage:
+    return MissingPackage(
+        f"package {error.name} is not installed",
+        where="endpoints plugin azureml",
+        remedy="Install it with: pip install 'onnx-ops[azure]'",
+    )
+
+
+def _no_quota(text: str, where: str, instances: int) -> EnvironmentFailure:
+    needed = math.ceil(instances * SPARE)
+    return EnvironmentFailure(
+        "there is not enough quota",
+        where=where,
+        why=text,
+        remedy=f"{instances} of its instances need quota for {needed}, as Azure keeps 20% in reserve. Ask for more in "
+        "the portal (Quotas, Machine learning), delete a deployment that nobody needs, or take a smaller size.",
+    )

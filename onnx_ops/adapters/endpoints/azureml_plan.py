@@ -1,0 +1,147 @@
+"""A state in Azure's terms: names, tags and traffic of an endpoint. Pure.
+
+The endpoint's tags say which state was applied, the deployments' tags what they hold. Tags and traffic go into the same
+request, so there is no moment at which one is old and the other new.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, digest_json, short
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.errors import OnnxOpsError, UserError
+
+OWNER = "onnx-ops-endpoint"
+GENERATION = "onnx-ops-generation"
+STATE = "onnx-ops-state"
+_NAMES = "onnx-ops-deployments"
+_TOLERANCE = "onnx-ops-shadow-tolerance"
+_RECORD = "onnx-ops-record"
+MANIFEST = "onnx-ops-manifest"
+
+_TAG_CHARACTERS = 250
+"""A tag's value has at most 256."""
+_SLUG = 18
+MIRROR_PERCENT = 50
+"""The most that Azure mirrors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the endpoint shall be: deployments by their names in Azure, percentages of traffic and of copies by name."""
+
+    generation: int
+    deployments: Mapping[str, Deployment]
+    traffic: Mapping[str, int]
+    mirror: Mapping[str, int]
+    tags: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        return self.tags[STATE]
+
+
+def planned(state: EndpointState, *, generation: int, where: str = "") -> Plan:
+    """Raises UserError if Azure cannot mirror traffic as the state wants."""
+    names = {d.name: azure_name(d) for d in state.deployments}
+    split = state.split
+    copies = {name: percent for name, percent in split.shadow.items() if percent}
+    _check_mirror(copies, split.weights, where)
+    traffic = {names[name]: weight for name, weight in split.weights.items() if weight}
+    mirror = {names[name]: percent for name, percent in copies.items()}
+    deployments = {names[d.name]: d for d in state.deployments}
+    tags = {
+        GENERATION: str(generation),
+        STATE: short(digest_json([sorted(deployments), traffic, mirror, split.shadow_tolerance if mirror else None])),
+        _TOLERANCE: repr(split.shadow_tolerance),
+        **_cut(_NAMES, json.dumps(sorted(deployments))),
+    }
+    return Plan(generation=generation, deployments=deployments, traffic=traffic, mirror=mirror, tags=tags)
+
+
+def azure_name(deployment: Deployment) -> str:
+    """One name for one content: what stands under it never changes. Lower case, at most 32 characters."""
+    slug = re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG].strip("-")
+    slug = slug if slug[:1].isalpha() and slug[:1].isascii() else f"d{slug}"
+    what = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
+    return f"{slug}-{short(digest_json(what))}"
+
+
+def record_tags(deployment: Deployment) -> dict[str, str]:
+    """Tags of a deployment, from which `record_of` reads it back. Where its files stand here is nobody's business."""
+    text = codec.dumps(replace(deployment, location="")).decode()
+    return {MANIFEST: deployment.manifest, **_cut(_RECORD, text)}
+
+
+def record_of(tags: Mapping[str, str]) -> Deployment | None:
+    """None if these are not the tags of one of our deployments."""
+    try:
+        return codec.loads(_joined(_RECORD, tags).encode(), Deployment)
+    except OnnxOpsError:
+        return None
+
+
+def manifest_of(tags: Mapping[str, str]) -> Digest | None:
+    return Digest(tags[MANIFEST]) if MANIFEST in tags else None
+
+
+def generation_of(tags: Mapping[str, str]) -> int:
+    """0 where nothing was applied yet."""
+    text = tags.get(GENERATION, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def without_ours(tags: Mapping[str, str]) -> dict[str, str]:
+    """What others have tagged stays."""
+    return {key: value for key, value in tags.items() if not key.startswith("onnx-ops-")}
+
+
+def state_of(
+    tags: Mapping[str, str], traffic: Mapping[str, int], mirror: Mapping[str, int], records: Mapping[str, Deployment]
+) -> EndpointState | None:
+    """What an endpoint does, or None if that is no state: a deployment is lost, or traffic goes elsewhere or nowhere.
+
+    Args:
+        tags: the endpoint's.
+        traffic: percentages by the deployments' names in Azure; names without traffic may be missing.
+        mirror: likewise of copies.
+        records: what every deployment that can answer holds, by its name in Azure.
+    """
+    try:
+        listed: list[str] = json.loads(_joined(_NAMES, tags))
+        ours = {name: records[name] for name in listed}
+        weights = {ours[name].name: traffic.get(name, 0) for name in listed}
+        if {name for name, weight in {**traffic, **mirror}.items() if weight} - set(listed):
+            return None
+        shadow = {ours[name].name: percent for name, percent in mirror.items() if percent}
+        split = TrafficSplit(weights=weights, shadow=shadow, shadow_tolerance=float(tags[_TOLERANCE]))
+        return EndpointState(deployments=tuple(ours.values()), split=split, generation=generation_of(tags))
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def _check_mirror(copies: Mapping[str, int], weights: Mapping[str, int], where: str) -> None:
+    for name, percent in copies.items():
+        if len(copies) > 1 or weights.get(name, 0) or percent > MIRROR_PERCENT:
+            raise UserError(
+                f"Azure cannot copy {percent}% of the traffic to {name}",
+                where=where,
+                remedy=f"It copies at most {MIRROR_PERCENT}%, to one deployment, which has no traffic of its own.",
+            )
+
+
+def _cut(name: str, text: str) -> dict[str, str]:
+    pieces = range(0, len(text), _TAG_CHARACTERS)
+    return {f"{name}-{number}": text[start : start + _TAG_CHARACTERS] for number, start in enumerate(pieces)}
+
+
+def _joined(name: str, tags: Mapping[str, str]) -> str:
+    pieces: list[str] = []
+    while (piece := tags.get(f"{name}-{len(pieces)}")) is not None:
+        pieces.append(piece)
+    return "".join(pieces)

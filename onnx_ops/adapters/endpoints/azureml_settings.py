@@ -1,0 +1,123 @@
+"""Settings of an endpoint in Azure ML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnx_ops.adapters.azure import ENDPOINT_NAME, Scalar, Workspace, workspace_of
+from onnx_ops.errors import UserError
+from onnx_ops.protocol.options import options_of
+
+_DATASTORE = re.compile(r"azureml://datastores/(?P<datastore>\w+)/paths/(?P<folder>[\w./-]+?)/?", re.ASCII)
+_IMAGE = re.compile(r"[\w.-]+(:\d+)?(/[\w.-]+)+(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
+_SIZE = re.compile(r"[A-Z][A-Za-z]+_\w+", re.ASCII)
+_AUTH = ("key", "aml_token", "aad_token")
+_UNUSED = frozenset({"access_log", "admin_socket", "endpoint"})
+"""Options of the server that a container decides itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AzureSettings:
+    """What an endpoint's settings say.
+
+    `image` is the serving image in a registry that the endpoint's identity may pull from, best with its digest.
+    `instance_type` and `instances` are what every deployment runs on. `models` is the folder of a datastore that gets
+    the models. `auth` is how clients show who they are, `identity` the resource id of a user-assigned identity (a
+    system-assigned one without it), `name` the endpoint's name in Azure, `request_timeout` in seconds. `blob_url` is
+    the address of the datastore's storage account where it has another one than usual. `server` are options of the
+    endpoint server.
+    """
+
+    place: Workspace
+    image: str
+    instance_type: str
+    instances: int = 1
+    models: str = "azureml://datastores/workspaceblobstore/paths/onnx-ops"
+    auth: str = "key"
+    identity: str = ""
+    request_timeout: float = 60.0
+    blob_url: str = ""
+    server: Mapping[str, Scalar]
+
+    @property
+    def datastore(self) -> str:
+        return str(_parts(self.models)["datastore"])
+
+    @property
+    def folder(self) -> str:
+        """Path inside the datastore."""
+        return str(_parts(self.models)["folder"])
+
+    def variables(self) -> dict[str, str]:
+        """Environment of the container."""
+        return {f"ONNX_OPS_SERVE_{name.upper()}": _text(value) for name, value in sorted(self.server.items())}
+
+
+_OWN = ("subscription", "resource_group", "workspace", "name")
+_KNOWN = (
+    "image",
+    "instance_type",
+    "instances",
+    "models",
+    "auth",
+    "identity",
+    "request_timeout",
+    "blob_url",
+)
+
+
+def read_settings(settings: Mapping[str, Scalar], *, where: str = "") -> AzureSettings:
+    """Raises UserError if a setting is not known, missing or wrong."""
+    place = workspace_of(settings, where=where)
+    name = settings.get("name")
+    if name is not None and not (isinstance(name, str) and ENDPOINT_NAME.fullmatch(name)):
+        raise _wrong("name", name, "3 to 32 lower-case letters, digits and hyphens, first a letter", where)
+    known = (*_OWN, *_KNOWN)
+    given = {key: value for key, value in settings.items() if key in _KNOWN}
+    server = {key: value for key, value in settings.items() if key not in known}
+    options_of(server, where=where, others=known)
+    if refused := sorted(_UNUSED & set(server)):
+        raise UserError(f"{refused[0]} is the container's own business", where=where, remedy="Leave it out.")
+    for key in ("image", "instance_type"):
+        if key not in given:
+            raise UserError(f"azureml needs {key}", where=where, remedy="See docs/azureml.md for an example.")
+    _check(given, where)
+    return AzureSettings(place=place, server=server, **given)  # type: ignore[arg-type] # _check has seen to it
+
+
+def _check(given: Mapping[str, Scalar], where: str) -> None:
+    texts = {"image": (_IMAGE, "REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:DIGEST"), "instance_type": (_SIZE, "a size")}
+    for key, (pattern, told) in texts.items():
+        if not (isinstance(given[key], str) and pattern.fullmatch(str(given[key]))):
+            raise _wrong(key, given[key], told, where)
+    instances, timeout = given.get("instances", 1), given.get("request_timeout", 1.0)
+    if type(instances) is not int or not 1 <= instances <= 500:
+        raise _wrong("instances", instances, "a number from 1 to 500", where)
+    if type(timeout) not in (int, float) or not 0.001 <= float(timeout) <= 180:
+        raise _wrong("request_timeout", timeout, "seconds, at most 180", where)
+    if "models" in given and not _DATASTORE.fullmatch(str(given["models"])):
+        raise _wrong("models", given["models"], "azureml://datastores/NAME/paths/FOLDER", where)
+    if given.get("auth", "key") not in _AUTH:
+        raise _wrong("auth", given["auth"], f"one of {', '.join(_AUTH)}", where)
+    identity, blob_url = given.get("identity", ""), given.get("blob_url", "")
+    if identity and not str(identity).startswith("/subscriptions/"):
+        raise _wrong("identity", identity, "the resource id of a user-assigned identity", where)
+    if blob_url and not str(blob_url).startswith("https://"):
+        raise _wrong("blob_url", blob_url, "an https address", where)
+
+
+def _parts(models: str) -> re.Match[str]:
+    found = _DATASTORE.fullmatch(models)
+    if found is None:
+        raise _wrong("models", models, "azureml://datastores/NAME/paths/FOLDER", "")
+    return found
+
+
+def _wrong(key: str, value: object, wanted: str, where: str) -> UserError:
+    return UserError(f"{key} is {value!r}", where=where, remedy=f"It must be {wanted}.")
+
+
+def _text(value: Scalar) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,152 @@
+"""What Azure Monitor has counted of a managed online endpoint.
+
+It keeps averages of a minute. That of `RequestsPerMinute` is the minute's number of requests, so sums of whole minutes
+are counts. It has percentiles of latencies, but no exceedances: the weaker rule of docs/rollouts.md judges those.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from onnx_ops.adapters.azure import Scalar, ask, endpoint_name, workspace_of
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
+from onnx_ops.errors import MissingPackage, Refused, ServiceUnavailable, UserError
+from onnx_ops.ports import Clock
+
+_VERSION = "2023-10-01"
+_MINUTE = 60.0
+_DAY = 86_400.0
+_SETTLED = 3 * _MINUTE
+"""A minute's numbers still grow for about this long after its end."""
+_WINDOW = 10 * _MINUTE
+"""Percentiles of so many last minutes stand for the requests since the last reading."""
+_OWN_FAILURES = frozenset({"429"})
+_P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
+
+
+class AzureMonitorMetrics:
+    """Fulfils `ports.MetricsSource`. It needs nothing but the endpoint's own settings.
+
+    Counts begin anew with each day (UTC), which is their origin. `Reading.at` is the end of the last minute whose
+    numbers do not change any more, about three minutes ago.
+
+    Args:
+        settings: none are known.
+        clock: for the present moment.
+
+    Raises:
+        UserError: a setting is given.
+    """
+
+    def __init__(self, settings: Mapping[str, Scalar], clock: Clock | None = None) -> None:
+        if settings:
+            raise UserError(f"azuremonitor has no setting {sorted(settings)[0]!r}", remedy="It takes none.")
+        self._clock = clock or SystemClock()
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({"quantiles"})
+
+    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+        """Azure Monitor has no histogram."""
+        del config, deployment
+        return None
+
+    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+        """Deployments are told apart by the names that they have in Azure, which begin with their names here."""
+        until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
+        day = until // _DAY * _DAY
+        counts = self._series(config, "RequestsPerMinute", "statusCode", day, until)
+        tallies = {name: _tally(_of(counts, name)) for name in deployments}
+        recent = max(day, until - _WINDOW)
+        slow = self._series(config, f"{_P50},{_P99}", "", recent, until)
+        return Reading(
+            origin=_text(day),
+            at=until,
+            tallies=tallies,
+            quantiles={name: found for name in deployments if (found := _quantiles(_of(slow, name))) is not None},
+        )
+
+    def _series(
+        self, config: EndpointConfig, metrics: str, dimension: str, first: float, until: float
+    ) -> list[tuple[str, str, str, list[float]]]:
+        """Metric, deployment, status and the values of all minutes."""
+        if until <= first:
+            return []
+        place = workspace_of(config.settings, where=config.endpoint)
+        name = endpoint_name(config.endpoint, config.settings)
+        chosen = " and ".join(f"{key} eq '*'" for key in ("deployment", dimension) if key)
+        query = {
+            "api-version": _VERSION,
+            "metricnames": metrics,
+            "timespan": f"{_text(first)}/{_text(until)}",
+            "interval": "PT1M",
+            "aggregation": "Average",
+            "$filter": chosen,
+            "top": "1000",
+        }
+        path = f"{place.path}/onlineEndpoints/{name}/providers/Microsoft.Insights/metrics"
+        try:
+            found = ask(f"{path}?{urlencode(query, quote_via=quote)}")
+        except Refused as error:
+            raise ServiceUnavailable(
+                "Azure Monitor tells nothing",
+                where=config.endpoint,
+                why=str(error),
+                remedy="Give the identity the role Monitoring Reader on the workspace.",
+            ) from error
+        except ModuleNotFoundError as error:
+            remedy = "Install it with: pip install 'onnx-ops[azure]'"
+            raise MissingPackage(
+                f"package {error.name} is not installed", where="azuremonitor", remedy=remedy
+            ) from error
+        try:
+            return list(_rows(found))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = "that is no answer of Azure Monitor's"
+            raise ServiceUnavailable(what, where=config.endpoint, why=repr(found)[:200]) from error
+
+
+def _rows(found: Any) -> Iterator[tuple[str, str, str, list[float]]]:
+    for metric in found["value"]:
+        for series in metric["timeseries"]:
+            labels = {m["name"]["value"].lower(): str(m["value"]) for m in series.get("metadatavalues", ())}
+            values = [float(point["average"]) for point in series["data"] if point.get("average") is not None]
+            yield metric["name"]["value"], labels.get("deployment", ""), labels.get("statuscode", ""), values
+
+
+def _of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> list[tuple[str, str, list[float]]]:
+    """The rows of a deployment, whose name in Azure is its own and a digest."""
+    prefix = f"{deployment.lower()}-"
+    return [
+        (metric, status, values) for metric, name, status, values in rows if name.rpartition("-")[0] + "-" == prefix
+    ]
+
+
+def _tally(rows: Sequence[tuple[str, str, list[float]]]) -> Tally:
+    counts = [(status, round(sum(values))) for _, status, values in rows]
+    return Tally(
+        requests=sum(count for _, count in counts),
+        errors=sum(count for status, count in counts if status >= "500" or status in _OWN_FAILURES),
+        refused=sum(count for status, count in counts if "400" <= status < "500" and status not in _OWN_FAILURES),
+    )
+
+
+def _quantiles(rows: Sequence[tuple[str, str, list[float]]]) -> Quantiles | None:
+    """Medians of the minutes' percentiles, in seconds; Azure tells milliseconds."""
+    values = {metric: minutes for metric, _, minutes in rows if minutes}
+    if _P50 not in values or _P99 not in values:
+        return None
+    return Quantiles(
+        p50_s=statistics.median(values[_P50]) / 1e3,
+        p99_s=statistics.median(values[_P99]) / 1e3,
+    )
+
+
+def _text(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,121 @@
+"""What the tests of Azure ML share."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from onnx_ops.adapters import azure
+from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
+from onnx_ops.adapters.endpoints.azureml_client import Pace, _ml_client
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
+from onnx_ops.testing.clouds.azureml import AzureCloud, Trouble
+from onnx_ops.testing.clouds.azureml_web import Call
+
+PACE = Pace(patience=30, answers=5, lag=1, pause=0.01, longest=0.1)
+_CLOUD = "AZUREML_CURRENT_CLOUD"
+
+
+def config_of(cloud: AzureCloud, **settings: str | int) -> EndpointConfig:
+    return EndpointConfig(
+        endpoint="scaling",
+        provider="azureml",
+        model="scale",
+        target="cpu",
+        target_digest=Digest("sha256:" + "0" * 64),
+        pipeline="test",
+        settings={**cloud.settings, **settings},
+    )
+
+
+def enter(environment: Mapping[str, str]) -> None:
+    """Take the fake for Azure, and forget any other."""
+    os.environ.update(environment)
+    os.environ.pop(_CLOUD, None)
+    azure.credential.cache_clear()
+    _ml_client.cache_clear()
+
+
+@contextmanager
+def inside(cloud: AzureCloud) -> Iterator[AzureCloud]:
+    before = {name: os.environ.get(name) for name in (*cloud.environment, _CLOUD)}
+    enter(cloud.environment)
+    try:
+        yield cloud
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@dataclass
+class World:
+    """A cloud with two models that nothing serves yet."""
+
+    cloud: AzureCloud
+    folder: Path
+    blue: Deployment
+    green: Deployment
+
+    @property
+    def config(self) -> EndpointConfig:
+        return config_of(self.cloud)
+
+    @property
+    def provider(self) -> AzureEndpoints:
+        return AzureEndpoints(self.folder, pace=PACE)
+
+    def scale(self, deployment: str | None = None) -> float:
+        answer = self.provider.invoke(self.config, {"inputs": {"x": [[1.0, 1.0]]}}, deployment=deployment)
+        assert isinstance(answer, dict)
+        return float(answer["predictions"]["y"][0][0])
+
+    def mischief(self, at: int, trouble: Trouble | None, also: Callable[[], None] = lambda: None) -> None:
+        """Trouble with the request of that number from now on, once."""
+        first = len(self.cloud.calls)
+
+        def decide(number: int, call: Call) -> Trouble | None:
+            del call
+            if number - first != at or trouble is None:
+                return None
+            also()
+            return trouble
+
+        self.cloud.trouble = decide
+
+    def dies(self, at: int, state: EndpointState, generation: int, *, after: bool) -> bool:
+        """Apply in another process, which is killed at that request. Whether it came that far."""
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["azureml_parts", "azure.ai.ml", "azure.identity"])
+        child: BaseProcess = context.Process(
+            target=_apply, args=(dict(self.cloud.environment), self.folder, self.config, state, generation)
+        )
+        killed = []
+
+        def kill() -> None:
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+            killed.append(at)
+
+        self.mischief(at, Trouble(fault="drop", after=after), kill)
+        child.start()
+        child.join(60)
+        self.cloud.trouble = lambda *_: None
+        assert child.exitcode == (-signal.SIGKILL if killed else 0)
+        return bool(killed)
+
+
+def _apply(
+    environment: Mapping[str, str], folder: Path, config: EndpointConfig, state: EndpointState, generation: int
+) -> None:
+    enter(environment)
+    AzureEndpoints(folder, pace=PACE).apply(config, state, generation=generation)

@@ -1,0 +1,102 @@
+"""What `doctor --provider azureml` finds, for each thing that may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+
+from azureml_parts import PACE, enter, inside
+
+from onnx_ops.adapters.endpoints import azureml_doctor
+from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
+from onnx_ops.adapters.endpoints.azureml_doctor import ACTIONS, allowed
+from onnx_ops.domain.finding import Finding
+from onnx_ops.testing.clouds.azureml import AzureCloud
+
+_ML = "Microsoft.MachineLearningServices/workspaces"
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[AzureCloud]:
+    with AzureCloud(tmp_path / "cloud") as cloud, inside(cloud):
+        yield cloud
+
+
+def look(cloud: AzureCloud, folder: Path, **settings: str | int) -> Mapping[str, Finding]:
+    found = AzureEndpoints(folder, pace=PACE).diagnose([{**cloud.settings, **settings}])
+    return {finding.check: finding for finding in found}
+
+
+def broken(findings: Mapping[str, Finding]) -> tuple[str, ...]:
+    bad = [finding for finding in findings.values() if not finding.ok]
+    assert all(finding.remedy for finding in bad)
+    return tuple(finding.check for finding in bad)
+
+
+def test_all_is_well(cloud: AzureCloud, tmp_path: Path) -> None:
+    findings = look(cloud, tmp_path)
+    assert broken(findings) == ()
+    assert len(findings) == 5
+
+
+def test_no_package(cloud: AzureCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(azureml_doctor, "PACKAGES", ("azure-ai-ml", "no-such-distribution"))
+    findings = look(cloud, tmp_path)
+    assert broken(findings) == ("azure packages",)
+    assert "onnx-ops[azure]" in findings["azure packages"].remedy
+    assert cloud.calls == []
+
+
+def test_no_credentials(cloud: AzureCloud, tmp_path: Path) -> None:
+    enter({"IDENTITY_HEADER": "nobody"})
+    findings = look(cloud, tmp_path)
+    assert broken(findings) == ("azure credentials",)
+    assert "az login" in findings["azure credentials"].remedy
+
+
+def test_no_workspace(cloud: AzureCloud, tmp_path: Path) -> None:
+    findings = look(cloud, tmp_path, workspace="elsewhere")
+    assert broken(findings) == ("azure workspace elsewhere",)
+
+
+def test_no_role_at_all(cloud: AzureCloud, tmp_path: Path) -> None:
+    cloud.conditions.forbidden = True
+    findings = look(cloud, tmp_path)
+    assert broken(findings) == ("azure workspace workspace",)
+    assert "AzureML Data Scientist" in findings["azure workspace workspace"].remedy
+
+
+def test_too_small_a_role(cloud: AzureCloud, tmp_path: Path) -> None:
+    taken = [f"{_ML}/onlineEndpoints/delete"]
+    cloud.conditions.roles = [{"actions": [f"{_ML}/*", "Microsoft.Insights/metrics/read"], "notActions": taken}]
+    findings = look(cloud, tmp_path)
+    assert broken(findings) == ("azure role on workspace",)
+    assert findings["azure role on workspace"].found == f"it may not {_ML}/onlineEndpoints/delete"
+
+
+def test_no_quota_for_two_versions_at_once(cloud: AzureCloud, tmp_path: Path) -> None:
+    cloud.conditions.quota = 23
+    findings = look(cloud, tmp_path, instances=10)
+    assert broken(findings) == ("azure quota for Standard_DS3_v2",)
+    assert "92 of 92 cores" in findings["azure quota for Standard_DS3_v2"].found
+    assert "needs 96" in findings["azure quota for Standard_DS3_v2"].found
+    cloud.conditions.quota = 24
+    assert broken(look(cloud, tmp_path, instances=10)) == ()
+
+
+def test_no_such_size(cloud: AzureCloud, tmp_path: Path) -> None:
+    assert broken(look(cloud, tmp_path, instance_type="Standard_X1")) == ("azure quota for Standard_X1",)
+
+
+@given(st.sampled_from(ACTIONS), st.integers(0, 60))
+def test_a_wildcard_grants_what_begins_so(action: str, cut: int) -> None:
+    assert allowed(action, [{"actions": [f"{action[:cut]}*"], "notActions": []}])
+    assert allowed(action.upper(), [{"actions": [action], "notActions": []}])
+    assert not allowed(action, [{"actions": ["*"], "notActions": [f"{action[:cut]}*"]}])
+    assert not allowed(action, [{"actions": [f"{action}/more", "Other/*"], "notActions": []}])

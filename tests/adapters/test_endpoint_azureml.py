@@ -1,0 +1,248 @@
+"""The Azure ML provider, through the real SDK, against the fake with real servers behind it."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+
+from azureml_parts import PACE, World, config_of, inside
+
+from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
+from onnx_ops.adapters.endpoints.azureml_plan import azure_name
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, Refused, UserError
+from onnx_ops.testing.clouds.azureml import AzureCloud
+from onnx_ops.testing.clouds.azureml_nodes import Nodes
+from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, nodes: Nodes) -> Iterator[AzureCloud]:
+    with AzureCloud(tmp_path / "cloud", nodes=nodes) as cloud, inside(cloud):
+        yield cloud
+
+
+@pytest.fixture
+def world(tmp_path: Path, cloud: AzureCloud) -> World:
+    return World(
+        cloud=cloud,
+        folder=tmp_path / "endpoints",
+        blue=scaling_deployment(tmp_path / "models" / "blue", name="blue", version="1", scale=2.0),
+        green=scaling_deployment(tmp_path / "models" / "green", name="green", version="2", scale=3.0),
+    )
+
+
+class TestAzureEndpoints(EndpointProviderSuite):
+    @pytest.fixture
+    def provider(self, tmp_path: Path) -> AzureEndpoints:
+        return AzureEndpoints(tmp_path / "endpoints", pace=PACE)
+
+    @pytest.fixture
+    def config(self, cloud: AzureCloud) -> EndpointConfig:
+        return config_of(cloud)
+
+    def scale(self, address: str, *, user: str | None = None) -> float:
+        """Azure's address is the whole one, and wants a key."""
+        del user
+        body = json.dumps({"inputs": {"x": [[1.0, 1.0]]}}).encode()
+        headers = {"content-type": "application/json", "authorization": "Bearer key-of-scaling"}
+        request = urllib.request.Request(address, body, headers)
+        with urllib.request.urlopen(request, timeout=30, context=ssl.create_default_context()) as response:
+            return float(json.load(response)["predictions"]["y"][0][0])
+
+
+def test_capabilities_are_what_azure_does(world: World) -> None:
+    assert world.provider.capabilities() == {"split", "quantiles"}
+
+
+def test_reads_that_are_behind_are_waited_for(world: World) -> None:
+    world.cloud.conditions.lag = 4
+    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    state = state_of(world.blue, world.green, blue=70, green=30)
+    world.provider.apply(world.config, state, generation=2)
+    observed = world.provider.observe(world.config)
+    assert observed is not None
+    assert observed.same_as(state)
+    assert observed.generation == 2
+    assert all(sum(split.values()) == 100 for split in world.cloud.routes("scaling")[1:])
+
+
+def test_an_endpoint_that_a_late_read_does_not_show_is_not_made_again(world: World) -> None:
+    """Creating it again would take all of its traffic away."""
+    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    world.cloud.control.resources["onlineEndpoints/scaling"].lags(5, None)
+    state = state_of(world.blue, world.green, blue=100, green=0)
+    world.provider.apply(world.config, state, generation=2)
+    assert [sum(split.values()) for split in world.cloud.routes("scaling")] == [0, 100, 100]
+
+
+def test_an_update_under_way_is_waited_for(world: World) -> None:
+    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    endpoint = world.cloud.control.resources["onlineEndpoints/scaling"]
+
+    def over() -> None:
+        endpoint.state = "Succeeded"
+
+    endpoint.begin("Updating", 7, over)
+    world.provider.apply(world.config, state_of(world.blue, world.green, blue=50, green=50), generation=2)
+    assert sum(world.cloud.routes("scaling")[-1].values()) == 100
+    assert len(world.cloud.routes("scaling")[-1]) == 2
+
+
+def test_no_quota_is_explained_and_changes_nothing(world: World) -> None:
+    state = state_of(world.blue, blue=100)
+    world.provider.apply(world.config, state, generation=1)
+    world.cloud.conditions.quota = 13
+    many = config_of(world.cloud, instances=10)
+    with pytest.raises(EnvironmentFailure, match="10 of its instances need quota for 12"):
+        world.provider.apply(many, state_of(world.blue, world.green, blue=90, green=10), generation=2)
+    assert world.scale() == 2.0
+    observed = world.provider.observe(world.config)
+    assert observed is not None
+    assert observed.same_as(state)
+
+
+def test_a_container_that_crashes_takes_no_traffic_and_is_made_again(world: World) -> None:
+    name = azure_name(world.green)
+    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    world.cloud.conditions.broken.add(name)
+    state = state_of(world.blue, world.green, blue=0, green=100)
+    with pytest.raises(EnvironmentFailure, match="has crashed"):
+        world.provider.apply(world.config, state, generation=2)
+    assert world.scale() == 2.0
+    left = world.provider.leftovers(world.config, frozenset({world.blue.manifest}))
+    assert {(one.kind, one.name) for one in left} == {("deployment", name)}
+    world.cloud.conditions.broken.clear()
+    world.provider.apply(world.config, state, generation=2)
+    assert world.scale() == 3.0
+
+
+def test_traffic_that_somebody_zeroed_is_no_state_and_comes_back(world: World) -> None:
+    """As re-creating the endpoint does, which others' tools do."""
+    from azure.ai.ml.entities import ManagedOnlineEndpoint
+
+    from onnx_ops.adapters.azure import workspace_of
+    from onnx_ops.adapters.endpoints.azureml_client import AzureClient
+
+    state = state_of(world.blue, blue=100)
+    world.provider.apply(world.config, state, generation=1)
+    ml = AzureClient(workspace_of(world.config.settings), PACE).ml
+    found = ml.online_endpoints.get("scaling")
+    ml.online_endpoints.begin_create_or_update(
+        ManagedOnlineEndpoint(name="scaling", auth_mode="key", tags=found.tags)
+    ).result()
+    assert world.cloud.routes("scaling")[-1] == {}
+    assert world.provider.observe(world.config) is None
+    world.provider.apply(world.config, state, generation=2)
+    assert world.scale() == 2.0
+
+
+def test_a_request_to_one_deployment_does_not_pin_the_next(world: World) -> None:
+    """The SDK's own `invoke` does."""
+    world.provider.apply(world.config, state_of(world.blue, world.green, blue=100, green=0), generation=1)
+    assert [world.scale("green"), world.scale(), world.scale("blue")] == [3.0, 2.0, 2.0]
+    with pytest.raises(NotFound):
+        world.scale("red")
+
+
+def test_copies_go_to_one_deployment_without_traffic(world: World) -> None:
+    copied = EndpointState(
+        deployments=(world.blue, world.green), split=TrafficSplit(weights={"blue": 100}, shadow={"green": 50})
+    )
+    world.provider.apply(world.config, copied, generation=1)
+    observed = world.provider.observe(world.config)
+    assert observed is not None
+    assert observed.same_as(copied)
+    assert world.cloud.control.mirrors["scaling"] == {azure_name(world.green): 50}
+    too_much = replace(copied, split=TrafficSplit(weights={"blue": 100}, shadow={"green": 51}))
+    with pytest.raises(UserError, match="at most 50%"):
+        world.provider.apply(world.config, too_much, generation=2)
+
+
+def test_another_state_of_the_same_generation_is_refused(world: World) -> None:
+    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=3)
+    with pytest.raises(Conflict, match="another state of generation 3"):
+        world.provider.apply(world.config, state_of(world.blue, world.green, blue=50, green=50), generation=3)
+
+
+def test_somebody_elses_endpoint_is_left_alone(world: World) -> None:
+    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
+    with pytest.raises(Refused, match="not ours"):
+        world.provider.apply(other, state_of(world.green, green=100), generation=1)
+    with pytest.raises(Refused, match="not ours"):
+        world.provider.remove(other)
+    assert world.scale() == 2.0
+
+
+def test_files_that_were_changed_are_not_uploaded(world: World, tmp_path: Path) -> None:
+    (tmp_path / "models" / "blue" / "model.onnx").write_bytes(b"something else")
+    with pytest.raises(DigestMismatch):
+        world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    assert world.cloud.blobs.data == {}
+
+
+def test_leftovers_are_listed_and_discarded(world: World) -> None:
+    provider, config = world.provider, world.config
+    provider.apply(config, state_of(world.blue, world.green, blue=50, green=50), generation=1)
+    provider.apply(config, state_of(world.green, green=100), generation=2)
+    assert [one.kind for one in provider.leftovers(config, frozenset({world.blue.manifest}))] == []
+    left = provider.leftovers(config, frozenset())
+    assert [(one.kind, one.name, one.paid) for one in left] == [("model", azure_name(world.blue), True)]
+    for one in (*left, *left):
+        provider.discard(config, one)
+    assert provider.leftovers(config, frozenset()) == ()
+    used = replace(left[0], kind="deployment", name=azure_name(world.green))
+    with pytest.raises(Conflict, match="traffic"):
+        provider.discard(config, used)
+    assert world.scale() == 3.0
+    provider.apply(config, state_of(world.blue, world.green, blue=100, green=0), generation=3)
+    assert world.scale() == 2.0
+
+
+def test_what_is_missing_is_said(world: World) -> None:
+    world.cloud.conditions.forbidden = True
+    with pytest.raises(Refused, match="AzureML Data Scientist"):
+        world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"imagee": "a/b"}, "imagee"),
+        ({"image": ""}, "image"),
+        ({"instance_type": 3}, "instance_type"),
+        ({"instances": 0}, "instances"),
+        ({"name": "UPPER"}, "name"),
+        ({"name": "ab"}, "name"),
+        ({"models": "s3://somewhere"}, "models"),
+        ({"auth": "none"}, "auth"),
+        ({"identity": "me"}, "identity"),
+        ({"request_timeout": 181}, "request_timeout"),
+        ({"workers": "two"}, "workers"),
+        ({"endpoint": "x"}, "endpoint"),
+        ({"subscription": ""}, "subscription"),
+    ],
+)
+def test_wrong_settings_are_refused(world: World, settings: dict[str, str | int], said: str) -> None:
+    world.provider.check({**world.cloud.settings, "name": "good-name", "workers": 2})
+    with pytest.raises(UserError, match=said):
+        world.provider.check({**world.cloud.settings, **settings})
+    assert world.cloud.calls == []

@@ -1,0 +1,99 @@
+"""Azure Monitor as a source of counts, against the fake's metrics of requests that were really answered."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure Monitor is not tested")
+
+from azureml_parts import config_of, inside
+
+from onnx_ops.adapters.endpoints.azureml_plan import azure_name
+from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
+from onnx_ops.domain.rollout_observed import Quantiles
+from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.testing.clouds.azureml import AzureCloud, Trouble
+from onnx_ops.testing.endpoints import scaling_deployment
+
+NOON = datetime.datetime(2026, 11, 20, 12, tzinfo=datetime.UTC).timestamp()
+
+
+class Wound:
+    """A clock that a test winds."""
+
+    def __init__(self, now: float) -> None:
+        self.at = now
+
+    def now(self) -> float:
+        return self.at
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def clock() -> Wound:
+    return Wound(NOON)
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, clock: Wound) -> Iterator[AzureCloud]:
+    with AzureCloud(tmp_path / "cloud", clock=clock) as cloud, inside(cloud):
+        yield cloud
+
+
+def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: Wound, tmp_path: Path) -> None:
+    name = azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
+    source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
+    for minute, status in ((0, 200), (0, 200), (1, 500), (1, 429), (2, 404), (2, 200), (30, 200)):
+        clock.at = NOON + 60 * minute
+        cloud.monitor.count("scaling", name, status, 0.010 if status == 200 else 0.050)
+    cloud.monitor.count("scaling", "v12-" + name[3:], 200, 1.0)
+    clock.at = NOON + 6 * 60 + 17
+    reading = source.read(config, {"v1": None, "v2": None})
+    assert reading.at == NOON + 3 * 60
+    assert reading.origin == "2026-11-20T00:00:00Z"
+    tally = reading.tallies["v1"]
+    assert (tally.requests, tally.errors, tally.refused) == (6, 2, 1)
+    assert (tally.over_p50, tally.over_p99) == (None, None)
+    assert reading.tallies["v2"].requests == 0
+    assert reading.quantiles == {"v1": Quantiles(p50_s=0.010, p99_s=0.050)}
+    clock.at = NOON + 40 * 60
+    later = source.read(config, {"v1": None})
+    assert later.origin == reading.origin
+    assert later.tallies["v1"].requests == 7
+    since = later.tallies["v1"].minus(tally)
+    assert since is not None
+    assert since.requests == 1
+
+
+def test_counts_begin_anew_with_the_day(cloud: AzureCloud, clock: Wound, tmp_path: Path) -> None:
+    name = azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
+    midnight = NOON + 12 * 3600
+    clock.at = midnight - 60
+    cloud.monitor.count("scaling", name, 200, 0.01)
+    source = AzureMonitorMetrics({}, clock)
+    clock.at = midnight + 179
+    assert source.read(config_of(cloud), {"v1": None}).origin == "2026-11-20T00:00:00Z"
+    clock.at = midnight + 180
+    fresh = source.read(config_of(cloud), {"v1": None})
+    assert (fresh.origin, fresh.at, fresh.tallies["v1"].requests) == ("2026-11-21T00:00:00Z", midnight, 0)
+
+
+def test_what_cannot_be_read_is_said(cloud: AzureCloud, clock: Wound) -> None:
+    source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
+    assert source.capabilities() == {"quantiles"}
+    assert source.latencies(config, "v1") is None
+    cloud.trouble = lambda *_: Trouble(fault="throttle")
+    with pytest.raises(ServiceUnavailable):
+        source.read(config, {"v1": None})
+    cloud.trouble = lambda *_: None
+    with pytest.raises(UserError, match="subscription"):
+        source.read(replace(config, settings={}), {"v1": None})
+    with pytest.raises(UserError, match="no setting"):
+        AzureMonitorMetrics({"window": 3})
