@@ -13,6 +13,8 @@ KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", 
 
 
 _EXTRAS = {
+    "boto3": "aws",
+    "botocore": "aws",
     "sklearn": "sklearn",
     "skl2onnx": "sklearn",
     "torch": "torch",

@@ -19,6 +19,7 @@ from onnx_ops.domain.ledger import fold
 from onnx_ops.errors import NotFound, OnnxOpsError
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.operations.status import status
+from onnx_ops.ports import Diagnosing
 from onnx_ops.settings import Settings
 from onnx_ops.wiring.project import Project, check
 
@@ -61,13 +62,15 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
         UserError: there is no such provider, or a file is wrong.
     """
     deploys = [entry for file in files for entry in check(project, file).deploy if entry.provider == name]
-    settings = [entry.settings for entry in deploys]
+    settings = {entry.endpoint: entry.settings for entry in deploys}
     for endpoint in bound_endpoints(project.ports):
         config = fold(endpoint, project.ports.ledger.read(endpoint)).config
         if config is not None and config.provider == name:
-            settings.append(config.settings)
-    look = getattr(project.ports.provider(name), "diagnose", None)
-    findings = list(look(settings)) if look is not None else []
+            settings.setdefault(endpoint, config.settings)
+    provider = project.ports.provider(name)
+    if not isinstance(provider, Diagnosing):
+        return [Finding(check=name, ok=True, found="has nothing to look at")]
+    findings = list(provider.diagnose(settings))
     if not settings:
         findings.append(Finding(check=f"endpoints of {name}", ok=True, found="none yet; name a pipeline file to look"))
     return findings

@@ -15,11 +15,14 @@ def doctor(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider looks at.")
     ] = None,
-    provider: Annotated[str, typer.Option(help="Look at one endpoint provider only: azureml, sagemaker.")] = "",
+    provider: Annotated[
+        str, typer.Option(help="Look at what this provider of endpoints needs: azureml, sagemaker.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check packages, providers, services, keys and pins; every problem comes with a remedy.
 
+    With --provider, only what that provider of endpoints needs is looked at: package, credentials, region, role, quota.
     Exit code 4 if something is broken.
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml

@@ -25,7 +25,7 @@ from onnx_ops.ports.models import (
     TreeExporter,
 )
 from onnx_ops.ports.notify import Notifier
-from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
+from onnx_ops.ports.release import Diagnosing, EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
 from onnx_ops.ports.store import Signer, Store, Verifier
 from onnx_ops.ports.toolbox import Ports
@@ -34,6 +34,7 @@ __all__ = [
     "Clock",
     "DataSource",
     "Dataset",
+    "Diagnosing",
     "EndpointProvider",
     "Executor",
     "ExportRequest",

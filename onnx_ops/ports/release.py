@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
+from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observed import Reading, Thresholds
@@ -177,6 +178,16 @@ class EndpointProvider(Protocol):
         Raises:
             ServiceUnavailable: it could not be ended.
         """
+        ...
+
+
+@runtime_checkable
+class Diagnosing(Protocol):
+    """An endpoint provider that can look into its surroundings: packages, credentials, permissions, quotas."""
+
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, str | int | float | bool]]) -> Iterable[Finding]:
+        """What was found for endpoints with these settings, by their names; without any, what every endpoint needs.
+        Changes nothing."""
         ...
 
 

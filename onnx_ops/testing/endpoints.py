@@ -165,3 +165,20 @@ class EndpointProviderSuite:
         again = provider.address(config)
         assert again is not None
         assert self.scale(again) == 3.0
+
+    def test_what_no_release_needs_is_told_and_removed_and_what_serves_stays(
+        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+    ) -> None:
+        blue, green = deployments
+        provider.apply(config, state_of(blue, green, blue=100, green=0), generation=1)
+        provider.apply(config, state_of(blue, blue=100), generation=2)
+        assert not provider.leftovers(config, frozenset({blue.manifest, green.manifest}))
+        for leftover in provider.leftovers(config, frozenset({blue.manifest})):
+            provider.discard(config, leftover)
+            provider.discard(config, leftover)
+        assert not provider.leftovers(config, frozenset())
+        address = provider.address(config)
+        assert address is not None
+        assert self.scale(address) == 2.0
+        provider.apply(config, state_of(green, green=100), generation=3)
+        assert self.scale(address) == 3.0

@@ -29,7 +29,7 @@ def cloud(tmp_path: Path) -> Iterator[AzureCloud]:
 
 
 def look(cloud: AzureCloud, folder: Path, **settings: str | int) -> Mapping[str, Finding]:
-    found = AzureEndpoints(folder, pace=PACE).diagnose([{**cloud.settings, **settings}])
+    found = AzureEndpoints(folder, pace=PACE).diagnose({"digits": {**cloud.settings, **settings}})
     return {finding.check: finding for finding in found}
 
 

@@ -6,7 +6,7 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from onnx_ops import plugins
@@ -51,9 +51,9 @@ class AzureEndpoints:
     def check(self, settings: Mapping[str, Scalar]) -> None:
         read_settings(settings)
 
-    def diagnose(self, endpoints: Sequence[Mapping[str, Scalar]]) -> Iterator[Finding]:
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Finding]:
         """What stands in the way of endpoints with these settings, each with the remedy."""
-        return diagnose(endpoints)
+        return diagnose(tuple(endpoints.values()))
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """None also where a deployment is lost, traffic is not what any state says, or Azure does not answer."""

@@ -1,1 +1,1 @@
-"""Clouds on this machine, for the tests of providers: control planes that answer the real SDKs over sockets."""
+"""Clouds on loopback that the real SDKs talk to, with real inference behind them."""

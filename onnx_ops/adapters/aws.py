@@ -1,0 +1,162 @@
+"""What the adapters for Amazon's services share: clients, what their errors mean, and how variants are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, ServiceUnavailable, UserError
+
+Scalar = str | int | float | bool
+Clients = Callable[[str], Any]
+"""A client of boto3 by the name of its service; always the same one."""
+
+GUARDED_VARIANT = "main"
+"""A guarded update keeps the variant's name: with another one SageMaker would not guard it."""
+SHADOW_VARIANT = "shadow"
+
+_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+_ATTEMPTS = 6
+_CONNECT_S = 10
+_READ_S = 60
+_UNAVAILABLE = frozenset(
+    {
+        "InternalFailure",
+        "InternalServerError",
+        "RequestLimitExceeded",
+        "RequestTimeout",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequestsException",
+    }
+)
+_DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403"})
+_STRANGER = frozenset(
+    {
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidClientTokenId",
+        "UnrecognizedClientException",
+        "SignatureDoesNotMatch",
+    }
+)
+_FULL = frozenset({"LimitExceededException", "ResourceLimitExceeded"})
+
+
+def clients(settings: Mapping[str, Scalar]) -> Clients:
+    """Clients for an endpoint's settings `region` and `profile`; what is not said there, boto3 finds by itself.
+
+    They retry what may be tried again: throttling, 5xx, connections that break.
+
+    Raises:
+        UserError: there is no such profile.
+    """
+    import boto3
+    from botocore.config import Config
+
+    with translated(""):
+        session = boto3.session.Session(
+            region_name=str(settings["region"]) if settings.get("region") else None,
+            profile_name=str(settings["profile"]) if settings.get("profile") else None,
+        )
+    how = Config(
+        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        connect_timeout=_CONNECT_S,
+        read_timeout=_READ_S,
+        user_agent_extra="onnx-ops",
+    )
+    made: dict[str, Any] = {}
+
+    def client(service: str) -> Any:
+        if service not in made:
+            with translated(""):
+                made[service] = session.client(service, config=how)
+        return made[service]
+
+    return client
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Errors of boto3 as errors of ours, each with its remedy."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        raise _of_service(error, where) from error
+    except BotoCoreError as error:
+        raise _of_client(error, where) from error
+
+
+def code_of(error: Any) -> str:
+    """The service's code of a `ClientError`."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def message_of(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Message", ""))
+
+
+def says(error: Any, *texts: str) -> bool:
+    """Whether a `ClientError` is about one of these, in whatever case its message is written."""
+    return any(text.lower() in message_of(error).lower() for text in texts)
+
+
+def variant_of(deployment: str) -> str:
+    """Name of a deployment's variant: its own where the service allows that."""
+    if _NAME.fullmatch(deployment):
+        return deployment
+    plain = re.sub(r"[^a-zA-Z0-9]+", "-", deployment).strip("-")[:40].strip("-")
+    return f"{plain or 'd'}-{hex_of(digest_bytes(deployment.encode()))[:8]}"
+
+
+def is_name(text: str) -> bool:
+    """Whether SageMaker takes it as the name of an endpoint or a variant."""
+    return _NAME.fullmatch(text) is not None
+
+
+def _of_service(error: Any, where: str) -> OnnxOpsError:
+    code, operation = code_of(error), str(getattr(error, "operation_name", "the call"))
+    why = f"{operation}: {code}: {message_of(error)}"
+    if code in _STRANGER:
+        return ServiceUnavailable(
+            "AWS does not accept the credentials", where=where, why=why, remedy="Sign in again: `aws sso login`."
+        )
+    if code in _DENIED:
+        return Refused(
+            f"AWS does not permit {operation}",
+            where=where,
+            why=why,
+            remedy="docs/sagemaker.md lists the permissions that the caller needs.",
+        )
+    if code in _FULL:
+        return EnvironmentFailure(
+            "a quota of the account is used up",
+            where=where,
+            why=why,
+            remedy="Ask for more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
+        )
+    if code in _UNAVAILABLE or error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
+        return ServiceUnavailable("AWS does not answer as it should", where=where, why=why, remedy="Try again later.")
+    return EnvironmentFailure(f"AWS refused {operation}", where=where, why=why)
+
+
+def _of_client(error: Any, where: str) -> OnnxOpsError:
+    from botocore import exceptions as of
+
+    if isinstance(error, of.NoCredentialsError | of.PartialCredentialsError):
+        remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where a role is given."
+        return UserError("there are no AWS credentials", where=where, why=str(error), remedy=remedy)
+    if isinstance(error, of.NoRegionError):
+        return UserError(
+            "no AWS region is chosen", where=where, remedy="Set `region` in the endpoint's settings, or AWS_REGION."
+        )
+    if isinstance(error, of.ProfileNotFound | of.ParamValidationError | of.InvalidRegionError):
+        return UserError("AWS cannot be asked like that", where=where, why=str(error))
+    return ServiceUnavailable("AWS does not answer", where=where, why=str(error), remedy="Try again later.")

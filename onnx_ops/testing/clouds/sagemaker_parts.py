@@ -1,0 +1,173 @@
+"""What the fake control plane is made of: variants, fleets, endpoints, and how they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+ACCOUNT, REGION = "123456789012", "us-east-1"
+
+
+class Invalid(Exception):
+    """A ValidationException with SageMaker's text, or another error of the service by its code."""
+
+    def __init__(self, message: str, *, code: str = "ValidationException", status: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+class Surroundings(Protocol):
+    """The other services, and the machines."""
+
+    def has_object(self, url: str) -> bool: ...
+
+    def trusts(self, role: str) -> bool: ...
+
+    def firing(self, alarms: list[str]) -> list[str]: ...
+
+    def scaled(self, resource: str) -> bool: ...
+
+    def start(self, model: Mapping[str, Any]) -> Any:
+        """A container of the model; raises an error whose text says why it does not answer."""
+        ...
+
+
+@dataclass(slots=True)
+class Variant:
+    name: str
+    model: str
+    weight: float
+    desired_weight: float
+    count: int
+    instance_type: str | None
+    serverless: dict[str, Any] | None
+    container: Any = None
+
+
+@dataclass(slots=True)
+class Fleet:
+    config: str
+    production: list[Variant]
+    shadow: list[Variant]
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """`left` counts reads until the present status ends. `stale` reads more tell `seen`, which was before."""
+
+    name: str
+    fleet: Fleet
+    status: str
+    created: float
+    modified: float
+    left: int
+    pending: Fleet | None = None
+    request: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    seen: dict[str, Any] | None = None
+    stale: int = 0
+
+
+@dataclass(slots=True)
+class Behaviour:
+    """What tests may choose. `reads`: how many a change takes; `lag`: for how many the past is told.
+
+    `taken_back`, `stuck`: the next updates are rolled back, or end as UpdateRollbackFailed, with this text as reason.
+    `quota` refuses new instances with that text; `limits` are what Service Quotas tells, by instance type.
+    """
+
+    reads: int = 2
+    lag: int = 0
+    taken_back: str = ""
+    stuck: str = ""
+    quota: str = ""
+    limits: dict[str, float] = field(default_factory=lambda: {"ml.c6i.large": 4.0})
+
+
+def check_config(request: Mapping[str, Any]) -> None:
+    """What the service model cannot say of an endpoint config."""
+    production, shadow = request["ProductionVariants"], request.get("ShadowProductionVariants", [])
+    if shadow and (len(production), len(shadow)) != (1, 1):
+        raise Invalid("A shadow variant needs exactly one production variant, and is the only one.")
+    names = [variant["VariantName"] for variant in [*production, *shadow]]
+    if len(set(names)) != len(names):
+        raise Invalid("Variant names must be unique.")
+    serverless = [variant for variant in [*production, *shadow] if "ServerlessConfig" in variant]
+    if serverless and len(names) > 1:
+        raise Invalid("A serverless endpoint has one variant.")
+    if serverless and ("DataCaptureConfig" in request or "InstanceType" in serverless[0]):
+        raise Invalid("A serverless endpoint has neither instances nor data capture.")
+    if any("ServerlessConfig" not in v and not {"InstanceType", "InitialInstanceCount"} <= set(v) for v in production):
+        raise Invalid("A variant needs an instance type and count, or a serverless config.")
+
+
+def shown(endpoint: Endpoint) -> dict[str, Any]:
+    """What DescribeEndpoint answers."""
+    answer: dict[str, Any] = {
+        "EndpointName": endpoint.name,
+        "EndpointArn": arn_of("endpoint", endpoint.name),
+        "EndpointConfigName": endpoint.fleet.config,
+        "EndpointStatus": endpoint.status,
+        "CreationTime": endpoint.created,
+        "LastModifiedTime": endpoint.modified,
+    }
+    if endpoint.status not in ("Creating", "Failed"):
+        answer["ProductionVariants"] = [_summary(variant) for variant in endpoint.fleet.production]
+        if endpoint.fleet.shadow:
+            answer["ShadowProductionVariants"] = [_summary(variant) for variant in endpoint.fleet.shadow]
+    if endpoint.reason:
+        answer["FailureReason"] = endpoint.reason[:1024]
+    if endpoint.pending is not None and endpoint.status == "Updating":
+        answer["PendingDeploymentSummary"] = {"EndpointConfigName": endpoint.pending.config}
+    return answer
+
+
+def variant_of(one: Mapping[str, Any]) -> Variant:
+    weight = float(one.get("InitialVariantWeight", 1.0))
+    return Variant(
+        name=one["VariantName"],
+        model=one["ModelName"],
+        weight=weight,
+        desired_weight=weight,
+        count=one.get("InitialInstanceCount", 0),
+        instance_type=one.get("InstanceType"),
+        serverless=one.get("ServerlessConfig"),
+    )
+
+
+def _summary(variant: Variant) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "VariantName": variant.name,
+        "CurrentWeight": variant.weight,
+        "DesiredWeight": variant.desired_weight,
+    }
+    if variant.serverless is not None:
+        return {**summary, "CurrentServerlessConfig": variant.serverless}
+    return {**summary, "CurrentInstanceCount": variant.count, "DesiredInstanceCount": variant.count}
+
+
+def retain(old: Fleet, new: Fleet, but: list[str]) -> None:
+    before = {variant.name: variant for variant in old.production}
+    for variant in new.production:
+        if (kept := before.get(variant.name)) is not None:
+            if "DesiredInstanceCount" not in but:
+                variant.count = kept.count
+            if "DesiredWeight" not in but:
+                variant.weight = variant.desired_weight = kept.weight
+
+
+def page(
+    there: Mapping[str, dict[str, Any]], key: str, fields: tuple[str, ...], request: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Ten at a time, so that whoever does not page misses some."""
+    names = sorted(there)
+    begin = int(request.get("NextToken") or 0)
+    items = [{field: there[name][field] for field in fields} for name in names[begin : begin + 10]]
+    more = {"NextToken": str(begin + 10)} if begin + 10 < len(names) else {}
+    return {key: items, **more}
+
+
+def arn_of(noun: str, name: str) -> str:
+    return f"arn:aws:sagemaker:{REGION}:{ACCOUNT}:{noun}/{name}"

@@ -1,0 +1,321 @@
+"""The SageMaker provider, through real boto3 clients, against the fake with real inference behind it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import ClientError
+from sagemaker_cloud import cloud, config_of, fake, invoke
+
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.errors import Conflict, DigestMismatch, NotFound, Refused, UserError
+from onnx_ops.testing.clouds.sagemaker import BUCKET, FakeSageMaker, client
+from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
+
+__all__ = ["cloud", "fake"]
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture
+def provider(fake: FakeSageMaker) -> SageMakerEndpoints:
+    return SageMakerEndpoints()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Deployment]:
+    folder = tmp_path_factory.mktemp("models")
+    return (
+        scaling_deployment(folder / "blue", name="blue", version="1", scale=2.0),
+        scaling_deployment(folder / "green", name="green", version="2", scale=3.0),
+    )
+
+
+class TestSageMakerEndpoints(EndpointProviderSuite):
+    @pytest.fixture
+    def provider(self, provider: SageMakerEndpoints, fake: FakeSageMaker) -> SageMakerEndpoints:
+        self.fake = fake
+        return provider
+
+    @pytest.fixture
+    def deployments(self, pair: tuple[Deployment, Deployment]) -> tuple[Deployment, Deployment]:
+        return pair
+
+    @pytest.fixture
+    def config(self, request: pytest.FixtureRequest) -> EndpointConfig:
+        return config_of(f"suite-{hex_of(digest_bytes(request.node.name.encode()))[:8]}")
+
+    def scale(self, address: str, *, user: str | None = None) -> float:
+        return invoke(self.fake, address.rpartition("/")[2])[1]
+
+
+class TestSlowReads(TestSageMakerEndpoints):
+    """The same where reads are behind: the suite must not notice."""
+
+    @pytest.fixture
+    def provider(self, provider: SageMakerEndpoints, fake: FakeSageMaker) -> SageMakerEndpoints:
+        self.fake = fake
+        fake.behave(lag=2, reads=3)
+        return provider
+
+    @pytest.fixture
+    def config(self, request: pytest.FixtureRequest) -> EndpointConfig:
+        return config_of(f"lag-{hex_of(digest_bytes(request.node.name.encode()))[:8]}")
+
+
+def test_traffic_follows_the_weights_and_a_new_split_makes_nothing_new(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    blue, green = pair
+    config = config_of("weights")
+    provider.apply(config, state_of(blue, green, blue=90, green=10), generation=1)
+    assert Counter(invoke(fake, "weights")[0] for _ in range(50)) == {"blue": 45, "green": 5}
+    assert invoke(fake, "weights", "green") == ("green", 3.0)
+    fake.fault()
+    provider.apply(config, state_of(blue, green, blue=40, green=60), generation=2)
+    calls = [call.removeprefix("SageMaker.") for call in fake.calls() if call.startswith("SageMaker.")]
+    assert "UpdateEndpointWeightsAndCapacities" in calls
+    assert "UpdateEndpoint" not in calls
+    assert Counter(invoke(fake, "weights")[0] for _ in range(50)) == {"blue": 20, "green": 30}
+
+
+def test_the_config_before_stays_and_counts_that_autoscaling_has_set_stay(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    blue, green = pair
+    config, sagemaker = config_of("keeps"), client(fake, "sagemaker")
+    provider.apply(config, state_of(blue, blue=100), generation=1)
+    first = sagemaker.describe_endpoint(EndpointName="keeps")["EndpointConfigName"]
+    fake.scale("keeps", "blue", 7)
+    provider.apply(config, state_of(blue, green, blue=90, green=10), generation=2)
+    found = sagemaker.describe_endpoint(EndpointName="keeps")
+    assert {v["VariantName"]: v["CurrentInstanceCount"] for v in found["ProductionVariants"]} == {"blue": 7, "green": 1}
+    assert {v["VariantName"]: v["CurrentWeight"] for v in found["ProductionVariants"]} == {"blue": 90, "green": 10}
+    assert sagemaker.describe_endpoint_config(EndpointConfigName=first)["EndpointConfigName"] == first
+
+
+def test_everything_is_tagged_and_the_archive_has_its_checksum(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    config = config_of("tagged", tags="team=vision, cost centre=42")
+    provider.apply(config, state_of(pair[0], blue=100), generation=1)
+    sagemaker, s3 = client(fake, "sagemaker"), client(fake, "s3")
+    arn = sagemaker.describe_endpoint(EndpointName="tagged")["EndpointArn"]
+    tags = {tag["Key"]: tag["Value"] for tag in sagemaker.list_tags(ResourceArn=arn)["Tags"]}
+    assert tags == {"team": "vision", "cost centre": "42", "onnx-ops.endpoint": "tagged"}
+    (key,) = [o["Key"] for o in s3.list_objects_v2(Bucket=BUCKET, Prefix="onnx-ops/tagged/archives")["Contents"]]
+    assert hex_of(pair[0].manifest) in key
+    found = s3.get_object(Bucket=BUCKET, Key=key, ChecksumMode="ENABLED")
+    body = found["Body"].read()
+    assert found["ChecksumSHA256"] == base64.b64encode(hashlib.sha256(body).digest()).decode()
+
+
+def test_a_large_archive_goes_in_parts(
+    fake: FakeSageMaker, pair: tuple[Deployment, Deployment], tmp_path: Path
+) -> None:
+    folder = tmp_path / "large"
+    deployment = scaling_deployment(folder, name="large", version="3", scale=4.0)
+    state = hashlib.sha256(b"seed").digest()
+    blocks = []
+    while len(blocks) < (6 << 20) // 32:
+        state = hashlib.sha256(state).digest()
+        blocks.append(state)
+    (folder / "notes.bin").write_bytes(b"".join(blocks))
+    from onnx_ops.adapters.store.models import manifest_of
+
+    deployment = replace(deployment, manifest=manifest_of(folder).digest())
+    provider = SageMakerEndpoints(part_bytes=5 << 20)
+    provider.apply(config_of("large"), state_of(deployment, large=100), generation=1)
+    assert sum("partNumber=" in call for call in fake.calls()) == 2
+    assert invoke(fake, "large")[1] == 4.0
+    assert provider.leftovers(config_of("large"), frozenset()) == ()
+
+
+def test_files_that_were_changed_go_nowhere(provider: SageMakerEndpoints, tmp_path: Path, fake: FakeSageMaker) -> None:
+    deployment = scaling_deployment(tmp_path / "m", name="m", version="1", scale=5.0)
+    (tmp_path / "m" / "model.onnx").write_bytes(b"something else")
+    with pytest.raises(DigestMismatch, match="not those of its manifest"):
+        provider.apply(config_of("changed"), state_of(deployment, m=100), generation=1)
+    gone = replace(deployment, location=str(tmp_path / "nowhere"))
+    with pytest.raises(NotFound, match="not there"):
+        provider.apply(config_of("changed"), state_of(gone, m=100), generation=2)
+    assert provider.observe(config_of("changed")) is None
+
+
+def test_the_way_back_needs_no_files(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    blue, green = pair
+    config = config_of("no-files")
+    provider.apply(config, state_of(blue, blue=100), generation=1)
+    provider.apply(config, state_of(green, green=100), generation=2)
+    provider.apply(config, state_of(replace(blue, location="gone"), blue=100), generation=3)
+    assert invoke(fake, "no-files") == ("blue", 2.0)
+
+
+def test_a_shadow_gets_copies_and_no_client_sees_it(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    blue, green = pair
+    config = config_of("shadowed")
+    split = TrafficSplit(weights={"blue": 100, "green": 0}, shadow={"green": 50}, shadow_tolerance=0.01)
+    state = EndpointState(deployments=(blue, green), split=split)
+    provider.apply(config, state_of(blue, blue=100), generation=1)
+    provider.apply(config, state, generation=2)
+    observed = provider.observe(config)
+    assert observed is not None
+    assert observed.same_as(state)
+    assert {invoke(fake, "shadowed") for _ in range(10)} == {("blue", 2.0)}
+    counted = client(fake, "cloudwatch").list_metrics(
+        Namespace="AWS/SageMaker", Dimensions=[{"Name": "EndpointName", "Value": "shadowed"}]
+    )
+    assert {d["Value"] for m in counted["Metrics"] for d in m["Dimensions"] if d["Name"] == "VariantName"} == {
+        "blue",
+        "shadow",
+    }
+    provider.apply(config, state_of(blue, green, blue=90, green=10), generation=3)
+    assert invoke(fake, "shadowed", "green") == ("green", 3.0)
+    both = TrafficSplit(weights={"blue": 50, "green": 50}, shadow={"green": 50})
+    with pytest.raises(UserError, match="exactly one deployment with traffic"):
+        provider.apply(config, EndpointState(deployments=(blue, green), split=both), generation=4)
+
+
+@pytest.mark.parametrize("serverless", [False, True])
+def test_guarded_and_serverless_endpoints_have_one_variant(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], serverless: bool
+) -> None:
+    blue, green = pair
+    name = "serverless" if serverless else "guarded"
+    config = config_of(name, strategy="guarded", **({"memory_mb": 2048} if serverless else {"canary_percent": 10}))
+    provider.apply(config, state_of(blue, blue=100), generation=1)
+    kept = state_of(green, blue, green=100, blue=0)
+    provider.apply(config, kept, generation=2)
+    observed = provider.observe(config)
+    assert observed is not None
+    assert observed.same_as(kept)
+    assert invoke(fake, name) == ("main", 3.0)
+    provider.apply(config, state_of(blue, green, blue=100, green=0), generation=3)
+    assert invoke(fake, name) == ("main", 2.0)
+    with pytest.raises(UserError, match="SageMaker itself shifts it"):
+        provider.apply(config, state_of(blue, green, blue=50, green=50), generation=4)
+
+
+def test_scaled_variants_step_aside_for_other_instances(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    blue, green = pair
+    scaling = client(fake, "application-autoscaling")
+    config = config_of("scaled", min_instances=1, max_instances=4)
+
+    def targets() -> list[str]:
+        found = scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]
+        return sorted(t["ResourceId"] for t in found if t["ResourceId"].startswith("endpoint/scaled/"))
+
+    provider.apply(config, state_of(blue, green, blue=50, green=50), generation=1)
+    assert targets() == ["endpoint/scaled/variant/blue", "endpoint/scaled/variant/green"]
+    larger = config_of("scaled", min_instances=1, max_instances=4, instance_type="ml.c6i.xlarge")
+    provider.apply(larger, state_of(green, green=100), generation=2)
+    assert targets() == ["endpoint/scaled/variant/green"]
+    provider.remove(larger)
+    assert targets() == []
+
+
+def test_data_capture_and_keys_arrive(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    config = config_of(
+        "captured", capture_percent=20, capture_uri=f"s3://{BUCKET}/captured", kms_key="alias/models",
+        subnets="subnet-1,subnet-2", security_groups="sg-1", isolated=True,
+    )  # fmt: skip
+    provider.apply(config, state_of(pair[0], blue=100), generation=1)
+    sagemaker = client(fake, "sagemaker")
+    name = sagemaker.describe_endpoint(EndpointName="captured")["EndpointConfigName"]
+    found = sagemaker.describe_endpoint_config(EndpointConfigName=name)
+    assert found["DataCaptureConfig"]["InitialSamplingPercentage"] == 20
+    assert found["KmsKeyId"] == "alias/models"
+    model = sagemaker.describe_model(ModelName=found["ProductionVariants"][0]["ModelName"])
+    assert model["VpcConfig"] == {"Subnets": ["subnet-1", "subnet-2"], "SecurityGroupIds": ["sg-1"]}
+    assert model["EnableNetworkIsolation"] is True
+
+
+def test_an_endpoint_of_somebody_else_is_left_alone(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    provider.apply(config_of("mine"), state_of(pair[0], blue=100), generation=1)
+    sagemaker = client(fake, "sagemaker")
+    name = sagemaker.describe_endpoint(EndpointName="mine")["EndpointConfigName"]
+    sagemaker.create_endpoint(EndpointName="theirs", EndpointConfigName=name)
+    while sagemaker.describe_endpoint(EndpointName="theirs")["EndpointStatus"] != "InService":
+        pass
+    theirs = config_of("theirs")
+    assert provider.observe(theirs) is None
+    assert provider.address(theirs) is None
+    with pytest.raises(Refused, match="did not make"):
+        provider.apply(theirs, state_of(pair[0], blue=100), generation=1)
+    provider.remove(theirs)
+    assert sagemaker.describe_endpoint(EndpointName="theirs")["EndpointStatus"] == "InService"
+
+
+def test_what_a_hand_has_changed_is_seen(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    blue, green = pair
+    config, sagemaker = config_of("by-hand"), client(fake, "sagemaker")
+    state = state_of(blue, green, blue=90, green=10)
+    provider.apply(config, state, generation=1)
+    weights = [{"VariantName": "blue", "DesiredWeight": 1}, {"VariantName": "green", "DesiredWeight": 2}]
+    sagemaker.update_endpoint_weights_and_capacities(EndpointName="by-hand", DesiredWeightsAndCapacities=weights)
+    while sagemaker.describe_endpoint(EndpointName="by-hand")["EndpointStatus"] != "InService":
+        pass
+    observed = provider.observe(config)
+    assert observed is not None
+    assert observed.split.weights == {"blue": 33, "green": 67}
+    provider.apply(config, state, generation=2)
+    assert Counter(invoke(fake, "by-hand")[0] for _ in range(20)) == {"blue": 18, "green": 2}
+
+
+def test_another_state_of_the_same_generation_is_refused(
+    provider: SageMakerEndpoints, pair: tuple[Deployment, Deployment]
+) -> None:
+    blue, green = pair
+    config = config_of("twice")
+    provider.apply(config, state_of(blue, blue=100), generation=3)
+    with pytest.raises(Conflict):
+        provider.apply(config, state_of(green, green=100), generation=3)
+    assert provider.observe(config) == replace(state_of(blue, blue=100), generation=3)
+
+
+def test_leftovers_are_told_and_removed_and_what_is_in_use_stays(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    blue, green = pair
+    config = config_of("leaves")
+    provider.apply(config, state_of(blue, blue=100), generation=1)
+    provider.apply(config, state_of(green, green=100), generation=2)
+    s3 = client(fake, "s3")
+    s3.create_multipart_upload(Bucket=BUCKET, Key="onnx-ops/leaves/archives/broken/model.tar.gz")
+    both = frozenset({blue.manifest, green.manifest})
+    assert [one.kind for one in provider.leftovers(config, both)] == ["upload"]
+    found = provider.leftovers(config, frozenset({green.manifest}))
+    assert sorted((one.kind, one.paid) for one in found) == [
+        ("archive", True), ("endpoint-config", False), ("model", False), ("upload", True),
+    ]  # fmt: skip
+    for one in [*found, *found]:
+        provider.discard(config, one)
+    assert provider.leftovers(config, frozenset()) == ()
+    assert invoke(fake, "leaves")[1] == 3.0
+    provider.apply(config, state_of(blue, blue=100), generation=3)
+    (model,) = [one for one in found if one.kind == "model"]
+    with pytest.raises(Conflict, match="in use"):
+        provider.discard(config, model)
+    provider.remove(config)
+    left = s3.list_objects_v2(Bucket=BUCKET, Prefix="onnx-ops/leaves/").get("Contents", [])
+    assert left == []
+    with pytest.raises(ClientError):
+        client(fake, "sagemaker").describe_model(ModelName=model.name)

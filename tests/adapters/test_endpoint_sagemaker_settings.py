@@ -1,0 +1,140 @@
+"""Settings and layouts of SageMaker endpoints; nobody is asked."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from onnx_ops.adapters.aws import is_name, variant_of
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.adapters.endpoints.sagemaker_archive import pack
+from onnx_ops.adapters.endpoints.sagemaker_layout import deployment_in, is_own, lay_out
+from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.errors import UserError
+from onnx_ops.testing.clouds.sagemaker import SETTINGS
+from onnx_ops.testing.clouds.sagemaker_parts import check_config
+from onnx_ops.testing.clouds.sagemaker_wire import Wire
+from onnx_ops.testing.endpoints import scaling_deployment
+
+NAMES = some.from_regex(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", fullmatch=True)
+
+
+def deployment(name: str) -> Deployment:
+    digest = digest_bytes(name.encode())
+    return Deployment(
+        name=name, model="m", version="1", variant="fp32", release=digest, manifest=digest, location="somewhere"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"instnce_type": "ml.c6i.large"}, "instance_type"),
+        ({"instance_type": "c6i.large"}, "ml.c6i.large"),
+        ({"instance_count": "2"}, "must be of type int"),
+        ({"instance_count": True}, "must be of type int"),
+        ({"instance_count": 0}, "from 1 to 1000"),
+        ({"role": "admin"}, "not the ARN of a role"),
+        ({"image": ""}, "needs the settings image"),
+        ({"strategy": "canary"}, "ab or guarded"),
+        ({"memory_mb": 2048}, "must be guarded"),
+        ({"memory_mb": 1500, "strategy": "guarded"}, "multiple of 1024"),
+        ({"memory_mb": 2048, "strategy": "guarded", "subnets": "a", "security_groups": "b"}, "no VPC"),
+        ({"alarms": "errors"}, "need strategy guarded"),
+        ({"strategy": "guarded", "canary_percent": 60}, "from 0 to 50"),
+        ({"strategy": "guarded", "linear_percent": 5}, "from 10 to 50"),
+        ({"strategy": "guarded", "linear_percent": 10, "canary_percent": 10}, "exclude each other"),
+        ({"max_instances": 3}, "min_instances must be"),
+        ({"min_instances": 2, "max_instances": 3}, "instance_count must lie"),
+        ({"capture_percent": 5}, "capture_uri"),
+        ({"subnets": "subnet-1"}, "belong together"),
+        ({"tags": "team"}, "team=vision"),
+        ({"tags": "onnx-ops.endpoint=mine"}, "our own"),
+        ({"wait_s": 4000}, "from 0 to 3600"),
+    ],
+)
+def test_wrong_settings_are_refused_at_check(wrong: dict[str, str | int | float | bool], said: str) -> None:
+    with pytest.raises(UserError) as told:
+        SageMakerEndpoints().check({**SETTINGS, **wrong})
+    assert said in str(told.value)
+
+
+def test_right_settings_pass() -> None:
+    provider = SageMakerEndpoints()
+    provider.check(SETTINGS)
+    provider.check({**SETTINGS, "min_instances": 1, "max_instances": 3, "invocations_per_instance": 500})
+    provider.check({**SETTINGS, "strategy": "guarded", "memory_mb": 3072, "max_concurrency": 20})
+
+
+def test_capabilities_follow_the_strategy() -> None:
+    provider = SageMakerEndpoints()
+    assert provider.capabilities() == {"split", "quantiles"}
+    assert provider.capabilities({"strategy": "guarded"}) == {"guarded", "quantiles"}
+
+
+@given(some.text(min_size=1, max_size=80))
+def test_every_deployment_has_a_variant_of_its_own(name: str) -> None:
+    assert is_name(variant_of(name))
+    assert (variant_of(name) == name) == is_name(name)
+
+
+@given(endpoint=NAMES, cut=some.integers(min_value=0, max_value=100), guarded=some.booleans())
+def test_layouts_are_what_the_service_model_allows(endpoint: str, cut: int, guarded: bool) -> None:
+    blue, green = deployment("v1"), deployment("v2")
+    share = 100 if guarded else cut
+    split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
+    settings = settings_of({**SETTINGS, "strategy": "guarded" if guarded else "ab", "alarms": "x" if guarded else ""})
+    layout = lay_out(endpoint, EndpointState(deployments=(blue, green), split=split), settings)
+    wire, codec = WIRE, json
+    for request in layout.models.values():
+        wire.read("SageMaker.CreateModel", codec.dumps(request).encode())
+        found = deployment_in(request["PrimaryContainer"]["Environment"])
+        assert found in (replace(blue, location=""), replace(green, location=""))
+    wire.read("SageMaker.CreateEndpointConfig", codec.dumps(layout.config).encode())
+    check_config(layout.config)
+    assert is_own(layout.config_name, endpoint)
+    assert all(is_own(name, endpoint) for name in layout.models)
+    assert not is_own(layout.config_name, f"{endpoint[:40]}-x")
+    assert sum(layout.weights.values()) == 100
+
+
+WIRE = Wire()
+
+
+@given(first=some.integers(1, 99), second=some.integers(1, 99))
+def test_weights_change_no_layout_and_another_image_does(first: int, second: int) -> None:
+    settings = settings_of(SETTINGS)
+
+    def state(share: int) -> EndpointState:
+        split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
+        return EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split)
+
+    one, other = lay_out("e", state(first), settings), lay_out("e", state(second), settings)
+    assert one.holds(other.config_name)
+    assert (one.config_name == other.config_name) == (first == second)
+    assert not one.holds(lay_out("e", state(first), replace(settings, image="another:2")).config_name)
+
+
+def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
+    one = scaling_deployment(tmp_path / "one", name="v1", version="1", scale=2.0)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "model.onnx").write_bytes((tmp_path / "one" / "model.onnx").read_bytes())
+    (tmp_path / "two" / "model.onnx").chmod(0o600)
+    packed = [io.BytesIO(), io.BytesIO()]
+    pack(one, packed[0])
+    pack(replace(one, location=str(tmp_path / "two")), packed[1])
+    assert packed[0].getvalue() == packed[1].getvalue()
+
+
+def test_a_name_that_sagemaker_does_not_take_is_refused() -> None:
+    split = TrafficSplit(weights={"v1": 100})
+    with pytest.raises(UserError, match="cannot be the name"):
+        lay_out("my_endpoint", EndpointState(deployments=(deployment("v1"),), split=split), settings_of(SETTINGS))

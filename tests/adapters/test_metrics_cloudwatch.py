@@ -1,0 +1,96 @@
+"""CloudWatch's counts of an endpoint's variants, as the fake has written them of real invocations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import ClientError
+from sagemaker_cloud import cloud, config_of, fake, invoke
+
+from onnx_ops import plugins
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.adapters.metrics.cloudwatch import CloudWatchMetrics
+from onnx_ops.domain.rollout_observed import interval
+from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.testing.clouds.sagemaker import FakeSageMaker, client
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
+
+__all__ = ["cloud", "fake"]
+pytestmark = pytest.mark.services
+
+BOTH = {"blue": None, "green": None}
+
+
+def test_requests_errors_and_percentiles_are_told_once_a_minute_is_over(fake: FakeSageMaker, tmp_path: Path) -> None:
+    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
+    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
+    provider, config = SageMakerEndpoints(), config_of("counted")
+    provider.apply(config, state_of(blue, green, blue=80, green=20), generation=1)
+    source = provider.metrics()
+    assert isinstance(source, CloudWatchMetrics)
+    assert source.capabilities() == {"quantiles"}
+    assert source.latencies(config, "blue") is None
+    fake.shift(240)
+    first = source.read(config, BOTH)
+    assert {name: tally.requests for name, tally in first.tallies.items()} == {"blue": 0, "green": 0}
+    for _ in range(50):
+        invoke(fake, "counted")
+    with pytest.raises(ClientError, match=r"422|400"):
+        client(fake, "sagemaker-runtime").invoke_endpoint(
+            EndpointName="counted", ContentType="application/json", Body=json.dumps({"inputs": {}}).encode(),
+            TargetVariant="green",
+        )  # fmt: skip
+    assert source.read(config, BOTH).tallies["blue"].requests == 0
+    fake.shift(180)
+    second = source.read(config, BOTH)
+    assert {name: tally.requests for name, tally in second.tallies.items()} == {"blue": 40, "green": 11}
+    assert (second.tallies["green"].refused, second.tallies["green"].errors) == (1, 0)
+    assert second.tallies["green"].over_p50 is None
+    between = interval(first, second, step=0, stable="blue", candidate="green")
+    assert between is not None
+    assert (between.stable.requests, between.canary.requests) == (40, 11)
+    provider.apply(config, state_of(blue, green, blue=50, green=50), generation=2)
+    assert source.read(config, BOTH).origin != second.origin
+
+
+def test_percentiles_are_those_of_the_last_whole_minute(fake: FakeSageMaker, tmp_path: Path) -> None:
+    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
+    provider, config = SageMakerEndpoints(), config_of("percentiles")
+    provider.apply(config, state_of(blue, blue=100), generation=1)
+    source = plugins.load("metrics", "cloudwatch", {"delay_s": 0})
+    fake.shift(180)
+    for _ in range(30):
+        invoke(fake, "percentiles")
+    fake.shift(60)
+    reading = source.read(config, {"blue": None})
+    assert reading.tallies["blue"].requests == 30
+    assert 0 < reading.quantiles["blue"].p50_s <= reading.quantiles["blue"].p99_s < 60
+    fake.shift(60)
+    later = source.read(config, {"blue": None})
+    assert later.tallies == reading.tallies
+    assert later.quantiles == {}
+
+
+def test_while_it_is_changed_or_not_there_nothing_is_told(fake: FakeSageMaker, tmp_path: Path) -> None:
+    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
+    provider, config = SageMakerEndpoints(), config_of("changing")
+    provider.apply(config, state_of(blue, blue=100), generation=1)
+    fake.behave(reads=9)
+    client(fake, "sagemaker").delete_endpoint(EndpointName="changing")
+    with pytest.raises(ServiceUnavailable, match="being changed"):
+        provider.metrics().read(config, {"blue": None})
+
+
+def test_a_guarded_endpoint_tells_no_versions_apart(fake: FakeSageMaker, tmp_path: Path) -> None:
+    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
+    provider, config = SageMakerEndpoints(), config_of("one-variant", strategy="guarded")
+    provider.apply(config, state_of(blue, blue=100), generation=1)
+    assert provider.metrics().read(config, {"blue": None}).tallies == {}
+
+
+@pytest.mark.parametrize("settings", [{"dealy_s": 1}, {"delay_s": "soon"}, {"delay_s": -1}])
+def test_wrong_settings_are_refused(settings: dict[str, str | int]) -> None:
+    with pytest.raises(UserError, match="delay_s"):
+        CloudWatchMetrics(settings)

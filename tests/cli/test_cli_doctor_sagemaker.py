@@ -1,0 +1,98 @@
+"""`doctor --provider sagemaker` and the findings behind it, against the fake account."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from onnx_ops.adapters.endpoints import sagemaker_diagnosis
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.cli.main import app
+from onnx_ops.domain.finding import Finding
+from onnx_ops.ports import Diagnosing
+from onnx_ops.testing.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSageMaker]:
+    with fake_sagemaker(tmp_path_factory.mktemp("sagemaker")) as fake:
+        yield fake
+
+
+@pytest.fixture(autouse=True)
+def account(cloud: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> FakeSageMaker:
+    for name, value in cloud.environment.items():
+        monkeypatch.setenv(name, value)
+    return cloud
+
+
+def found(**settings: str | float | bool) -> dict[str, Finding]:
+    return {finding.check: finding for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **settings}})}
+
+
+def test_all_is_well() -> None:
+    assert isinstance(SageMakerEndpoints(), Diagnosing)
+    findings = found()
+    assert list(findings) == ["boto3", "credentials", "role", "bucket", "quota"]
+    assert [finding for finding in findings.values() if not finding.ok] == []
+
+
+def test_each_trouble_has_its_remedy(account: FakeSageMaker) -> None:
+    trust = {"Version": "2012-10-17", "Statement": []}
+    client(account, "iam").create_role(RoleName="stranger", AssumeRolePolicyDocument=json.dumps(trust))
+    role = str(SETTINGS["role"])
+    findings = found(role=role.replace("onnx-ops-sagemaker", "stranger"), bucket="nowhere")
+    assert "does not trust" in findings["role"].found
+    assert "sagemaker.amazonaws.com" in findings["role"].remedy
+    assert "aws s3 mb s3://nowhere" in findings["bucket"].remedy
+    findings = found(role=role.replace("onnx-ops-sagemaker", "nobody"), strategy="guarded", alarms="none")
+    assert "does not exist" in findings["role"].found
+    assert "none: does not exist" in findings["alarms"].found
+    findings = found(instance_count=2)
+    assert (findings["quota"].ok, "Service Quotas" in findings["quota"].remedy) == (False, True)
+    assert found(instance_type="ml.g5.xlarge")["quota"].found.startswith("no quota is called")
+    assert found(instance_typ="x")["settings"].remedy == "Did you mean 'instance_type'?"
+    assert "quota" not in found(memory_mb=2048, strategy="guarded")
+
+
+def test_without_credentials_region_or_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.delenv("AWS_ACCESS_KEY_ID")
+        patched.delenv("AWS_SECRET_ACCESS_KEY")
+        finding = found()["credentials"]
+        assert (finding.ok, "AWS_PROFILE" in finding.remedy) == (False, True)
+    with monkeypatch.context() as patched:
+        patched.delenv("AWS_DEFAULT_REGION", raising=False)
+        finding = found(region="")["credentials"]
+        assert (finding.ok, "AWS_REGION" in finding.remedy) == (False, True)
+    monkeypatch.setattr(sagemaker_diagnosis, "version", _missing)
+    (finding,) = found().values()
+    assert finding.remedy == "Install it with: pip install 'onnx-ops[aws]'"
+
+
+def _missing(_: str) -> str:
+    raise sagemaker_diagnosis.PackageNotFoundError
+
+
+def test_the_command_looks_at_the_provider_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", str(SETTINGS["region"]))
+    result = CliRunner().invoke(app, ["doctor", "--provider", "sagemaker", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [line["check"] for line in json.loads(capfd.readouterr().out)] == [
+        "boto3",
+        "credentials",
+        "endpoints of sagemaker",
+    ]
+    assert CliRunner().invoke(app, ["doctor", "--provider", "sagemakr"]).exit_code == 2
+    capfd.readouterr()
+    CliRunner().invoke(app, ["doctor", "--provider", "local", "--json"])
+    assert json.loads(capfd.readouterr().out)[0]["found"] == "has nothing to look at"
