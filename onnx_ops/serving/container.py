@@ -50,7 +50,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     host, port = environment.get("ONNX_OPS_HOST", _EVERYWHERE), _first(environment, _PORTS) or _PORT
-    return server.main(["--state-dir", str(folder), "--host", host, "--port", port, *_options(environment)])
+    return server.main(
+        ["--state-dir", str(folder), "--host", host, "--port", port, "--must-load", *_options(environment)]
+    )
 
 
 def find(root: Path, environment: Mapping[str, str]) -> Deployment:

@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = vars(_parser().parse_args(arguments))
     folder, host = given.pop("state_dir"), given.pop("host")
     port, admin_port = given.pop("port"), given.pop("admin_port")
+    must_load = given.pop("must_load")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # Before numpy is loaded: it would start threads, of which a process that forks must have none.
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         _allow_files(options.max_connections + _SPARE_FILES)
         from onnx_ops.serving.supervisor import serve
 
-        serve(folder, host, port, admin_port, options)
+        serve(folder, host, port, admin_port, options, must_load=must_load)
     except OnnxOpsError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
     parser.add_argument("--port", type=int, required=True, help="port of the public listener")
     parser.add_argument("--admin-port", type=int, default=0, help="port of the admin listener on loopback")
+    parser.add_argument("--must-load", action="store_true", help="end if what the table names cannot be loaded")
     for name, kind, default, text in described():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=default, help=text.replace("%", "%%"))

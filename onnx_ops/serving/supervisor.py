@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -45,7 +45,9 @@ _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
 
 
-def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOptions) -> None:
+def serve(
+    folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool = False
+) -> None:
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
     Args:
@@ -53,12 +55,13 @@ def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOp
         host, port: the public listener; port 0 lets the system choose.
         admin_port: the admin listener on loopback; 0 lets the system choose.
         options: everything else.
+        must_load: end at once if a deployment of the table cannot be loaded, as nobody will publish another one.
 
     Raises:
         Conflict: another server runs on the folder.
         ServiceUnavailable: a port is taken.
         Refused: the token's file is open to others.
-        EnvironmentFailure: the folder cannot be read or written.
+        EnvironmentFailure: the folder cannot be read or written, or what must be loaded cannot be.
     """
     with ExitStack() as stack:
         try:
@@ -75,20 +78,29 @@ def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOp
             raise EnvironmentFailure("the server's folder cannot be used", where=str(folder), why=str(error)) from error
         gc.collect()
         gc.freeze()  # else every worker's first collection would copy what all of them share
-        supervisor = Supervisor(folder, options, listeners, endpoint, shared)
+        supervisor = Supervisor(folder, options, listeners, endpoint, shared, must_load=must_load)
         asyncio.run(supervisor.run([(AdminApp(supervisor, t, who).asgi(), s) for s, t, who in admin]))
         with contextlib.suppress(OSError):
             (folder / SERVER_FILE).unlink(missing_ok=True)
             (folder / HANDOVER_SOCKET).unlink(missing_ok=True)
             if options.admin_socket:
                 Path(options.admin_socket).unlink(missing_ok=True)
+        for name, why in supervisor.unloaded.items():
+            raise EnvironmentFailure("the model cannot be loaded", where=name, why=why)
 
 
 class Supervisor:
     """Publishes one endpoint to a crew of workers."""
 
     def __init__(
-        self, folder: Path, options: ServerOptions, listeners: Listeners, endpoint: Endpoint, shared: Shared
+        self,
+        folder: Path,
+        options: ServerOptions,
+        listeners: Listeners,
+        endpoint: Endpoint,
+        shared: Shared,
+        *,
+        must_load: bool = False,
     ) -> None:
         self._folder = folder
         self._options = options
@@ -100,6 +112,9 @@ class Supervisor:
         self._changing = asyncio.Lock()
         self._alone = asyncio.Event()
         self._stop = asyncio.Event()
+        self._must_load = must_load
+        self.unloaded: Mapping[str, str] = {}
+        """By deployment, why it is not loaded although it must be."""
 
     def shown(self) -> AdminState:
         current = self._endpoint.state
@@ -162,6 +177,10 @@ class Supervisor:
 
     async def _begin(self, servers: list[tuple[_Server, socket.socket]], group: asyncio.TaskGroup) -> None:
         await self._crew.start()
+        if self._must_load and (failed := self.shown().failed):
+            self.unloaded = failed
+            self._stop.set()
+            return
         for server, listener in servers:
             group.create_task(server.serve(sockets=[listener]))
         record = ServerRecord(

@@ -49,5 +49,5 @@ def test_a_provider_that_has_nothing_to_say_or_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert list(look(capfd, "local")[1]) == ["endpoints of local"]
+    assert list(look(capfd, "local")[1]) == ["local"]
     assert look(capfd, "azure")[0] == 2

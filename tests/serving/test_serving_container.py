@@ -139,3 +139,11 @@ def test_files_that_are_not_those_of_the_release_are_never_served(container: Con
     record.write_text(json.dumps(other))
     process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"), ONNX_OPS_PORT=str(container.port))
     assert (process.returncode, "digest mismatch" in process.communicate()[1]) == (5, True)
+
+
+def test_a_model_that_the_runtime_cannot_load_ends_the_container(container: Container, tmp_path: Path) -> None:
+    (tmp_path / "ml").mkdir()
+    (tmp_path / "ml" / "model.onnx").write_bytes(b"no model")
+    process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"), ONNX_OPS_PORT=str(container.port))
+    told = process.communicate()[1].splitlines()[-1]
+    assert (process.returncode, told.startswith("model: the model cannot be loaded")) == (4, True), told
