@@ -13,14 +13,19 @@ KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", 
 
 
 _EXTRAS = {
+    "azure": "azure",
     "boto3": "aws",
     "botocore": "aws",
-    "sklearn": "sklearn",
-    "skl2onnx": "sklearn",
-    "torch": "torch",
+    "keras": "keras",
+    "lightgbm": "lightgbm",
+    "onnxmltools": "xgboost",
     "onnxscript": "torch",
+    "skl2onnx": "sklearn",
+    "sklearn": "sklearn",
+    "torch": "torch",
+    "transformers": "huggingface",
     "uvicorn": "serve",
-    "azure": "azure",
+    "xgboost": "xgboost",
 }
 """Extras that bring a package, by the name it is imported under."""
 

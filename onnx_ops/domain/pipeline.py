@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.gate import Gate, ParityGate
-from onnx_ops.domain.quantities import Fraction, Json, Seconds
+from onnx_ops.domain.quantities import Bytes, Fraction, Json, Seconds
 from onnx_ops.domain.rollout import RolloutPolicy
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9-]*"
@@ -66,17 +66,33 @@ DataSection: TypeAlias = FileData | SklearnData | PluginData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where a framework runs whose packages this installation does not hold. The host's own is never changed."""
+
+    requirements: Annotated[tuple[str, ...], doc("Packages, as pip takes them; those of the exporter if empty.")] = ()
+    python: Annotated[str | None, doc("Python version, such as '3.12'; that of this installation if left out.")] = None
+    memory: Annotated[Bytes | None, doc("Most memory of its process; what the machine has if left out.")] = None
+    timeout: Annotated[Seconds | None, doc("Longest single answer of its process.")] = None
+    isolated: Annotated[bool, doc("false: in this installation, whatever the exporter brings.")] = True
+
+    def content(self) -> dict[str, Json]:
+        """What shapes a result: how much memory and time there is does not."""
+        return {"requirements": list(self.requirements), "python": self.python, "isolated": self.isolated}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Attempts):
     run: Annotated[str, doc("Training function, `package.module:function`.")]
     with_: Annotated[Mapping[str, Json], doc("Its parameters, recorded with the version.")] = field(
         default_factory=dict
     )
     depends: Annotated[tuple[str, ...], doc("Further files whose content the training depends on.")] = ()
+    env: Annotated[Environment | None, doc("Environment to train in; that of `export` if left out.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export(Attempts):
-    framework: Annotated[str, doc("Exporter plugin: sklearn, torch, onnx (bring your own).")]
+    framework: Annotated[str, doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, onnx (bring your own).")]
     opset: Annotated[int, Ge(7), Le(28), doc("Opset of the default domain.")] = 18
     ir_version: Annotated[int, Ge(3), Le(14), doc("IR version of the file.")] = 10
     dynamic: Annotated[
@@ -84,6 +100,7 @@ class Export(Attempts):
         doc("Free axes: input -> {axis: name}; {0: batch} where an input is not named."),
     ] = field(default_factory=dict)
     options: Annotated[Mapping[str, Json], doc("Options of this exporter.")] = field(default_factory=dict)
+    env: Annotated[Environment | None, doc("Environment of its own; the exporter's default if left out.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +171,7 @@ class Pipeline:
     description: str = ""
     data: Annotated[Mapping[str, DataSection], doc("Named data sets.")] = field(default_factory=dict)
     train: Annotated[Train | None, doc("How the model is trained; else give `model`.")] = None
-    model: Annotated[str | None, doc("A trained model to bring: a path.")] = None
+    model: Annotated[str | None, doc("A trained model to bring: a path, models:/NAME/VERSION, or a URL.")] = None
     export: Export
     validate: Validate = field(default_factory=Validate)
     quantize: tuple[Quantize, ...] = ()

@@ -11,7 +11,17 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.metric import ACCURACY
-from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Plan, Quantize, Stage, StageKind
+from onnx_ops.domain.pipeline import (
+    EXPORT,
+    Attempts,
+    DataSection,
+    Environment,
+    Pipeline,
+    Plan,
+    Quantize,
+    Stage,
+    StageKind,
+)
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 
@@ -107,9 +117,16 @@ def _stage(
 
 
 def _section(section: Attempts) -> dict[str, Json]:
-    """A section without what only concerns its attempts."""
+    """A section without what only concerns its attempts, and without its environment, which `_env` tells."""
     document = codec.to_json(section)
-    return {key: value for key, value in document.items() if key not in ("retries", "timeout")}
+    return {key: value for key, value in document.items() if key not in ("retries", "timeout", "env")}
+
+
+def _env(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Settings and hints of a stage that runs in an environment of its own; none where the exporter decides."""
+    if env is None:
+        return {}, {}
+    return {"env": env.content()}, {"env": codec.to_json(env)}
 
 
 def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
@@ -124,6 +141,7 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     ]
     scored = pipeline.validate.samples.data
     framework = pipeline.export.framework
+    env, hints = _env((pipeline.train.env if pipeline.train else None) or pipeline.export.env)
     if pipeline.train is not None:
         code = probe.code(pipeline.train.run, pipeline.train.depends)
         settings: dict[str, Json] = {**_section(pipeline.train), "code": code, "framework": framework}
@@ -135,7 +153,18 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     tools = probe.tools("exporters", framework)
     # A user's code may crash, or be edited while this process lives: it runs in a process of its own.
     own = pipeline.train is not None
-    stages.append(_stage(StageKind.TRAIN, "train", pipeline.train, settings, needs=needs, tools=tools, own_process=own))
+    stages.append(
+        _stage(
+            StageKind.TRAIN,
+            "train",
+            pipeline.train,
+            settings | env,
+            needs=needs,
+            tools=tools,
+            own_process=own,
+            hints=hints,
+        )
+    )
     return stages
 
 
@@ -143,11 +172,13 @@ def _models(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
     tools = probe.tools("exporters", pipeline.export.framework)
+    env, hints = _env(pipeline.export.env)
     export: dict[str, Json] = {
         "section": _section(pipeline.export),
         "limit": samples.limit,
         "data": samples.data,
         "pipeline": pipeline.pipeline,
+        **env,
     }
     validate: dict[str, Json] = {"section": _section(pipeline.validate), "export": _section(pipeline.export)}
     return [
@@ -159,6 +190,7 @@ def _models(pipeline: Pipeline, probe: Probe) -> list[Stage]:
             needs=["train", scored],
             tools=tools,
             variant=EXPORT,
+            hints=hints,
         ),
         _stage(
             StageKind.VALIDATE,
@@ -168,6 +200,7 @@ def _models(pipeline: Pipeline, probe: Probe) -> list[Stage]:
             needs=["export", "train"],
             tools=probe.tools("runtimes", "onnxruntime"),
             variant=EXPORT,
+            hints=hints,
         ),
         *(_quantize(entry, probe) for entry in pipeline.quantize),
     ]

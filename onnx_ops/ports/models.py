@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.pipeline import DataSection, Export, Quantize
+from onnx_ops.domain.pipeline import DataSection, Environment, Export, Quantize
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
 if TYPE_CHECKING:
@@ -60,6 +62,23 @@ class DataSource(Protocol):
         ...
 
 
+class ModelSource(Protocol):
+    """Brings a trained model: a path of the project, `models:/NAME/VERSION`, or a URL."""
+
+    def digest(self, place: str) -> Digest:
+        """What changes when the model changes, found without fetching it.
+
+        Raises:
+            NotFound: there is no such model.
+            ServiceUnavailable: its place does not answer.
+        """
+        ...
+
+    def path(self, place: str, scratch: Path) -> Path:
+        """The model as a local file or folder; `scratch`, which does not exist yet, takes what is fetched."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
     """What an exporter is asked for. `samples` holds real inputs by ONNX name, at least two rows."""
@@ -98,6 +117,32 @@ class Exporter(Protocol):
         """The source model's outputs under the ONNX output names, computed in that precision.
 
         None if the source cannot be run in that precision; parity then falls back on fixed tolerances.
+        """
+        ...
+
+
+@runtime_checkable
+class TrainingExporter(Exporter, Protocol):
+    """An exporter that trains where its framework is, which is not here."""
+
+    def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
+        """Call the training function `package.module:function` and save its model into an empty folder.
+
+        Raises:
+            StageFailure: it failed, or its process crashed.
+        """
+        ...
+
+
+class Exporters(Protocol):
+    """Exporters by the name of their framework."""
+
+    def __call__(self, name: str, env: Environment | None = None, /) -> Exporter:
+        """The exporter, in the environment asked for, else in its own default or here.
+
+        Raises:
+            NotFound: there is no such exporter.
+            MissingPackage: a package that it needs is not installed.
         """
         ...
 

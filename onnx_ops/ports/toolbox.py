@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.ports.models import DataSource, Exporter, Optimizer, Runtime
+from onnx_ops.ports.models import DataSource, Exporters, ModelSource, Optimizer, Runtime
 from onnx_ops.ports.notify import Notifier
 from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Host
@@ -27,6 +27,7 @@ class Ports:
     store: Store
     ledger: Ledger
     files: ModelFiles
+    models: ModelSource
     clock: Clock
     host: Host
     registry: Callable[[], Registry]
@@ -34,7 +35,7 @@ class Ports:
     signer: Callable[[], Signer | None]
     provider: Callable[[str], EndpointProvider]
     metrics: Callable[[EndpointConfig], MetricsSource]
-    exporter: Callable[[str], Exporter]
+    exporter: Exporters
     optimizer: Callable[[str], Optimizer]
     runtime: Callable[[str], Runtime]
     source: Callable[[str], DataSource]

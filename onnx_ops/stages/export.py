@@ -16,6 +16,7 @@ from onnx_ops.ports import ExportRequest, Ports
 from onnx_ops.stages.asking import ask_source
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, scratch
 from onnx_ops.stages.reference import put_reference
+from onnx_ops.stages.source import exporter_of
 from onnx_ops.stages.usercode import importable
 
 
@@ -23,7 +24,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     """The stage's key is the release: the digest of data, training and export."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Export, where=stage.id)
-    exporter = ports.exporter(section.framework)
+    exporter = exporter_of(stage, ports, section.framework)
     dataset = get_dataset(ports.store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
     lineage = Lineage(
         pipeline=settings["pipeline"],

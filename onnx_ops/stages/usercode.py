@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import plugins
-from onnx_ops.errors import MissingPackage, NotFound
+from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure
 
 
 @contextmanager
@@ -48,3 +49,19 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
         why = f"{type(error).__name__}: {error}"
         raise NotFound(f"cannot import {reference}", where=where, why=why) from error
     return found
+
+
+def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]) -> object:
+    """The model that the training function returns; raises StageFailure with its own words if it fails."""
+    function = load_function(reference, "train.run")
+    try:
+        return function(data, **parameters)
+    except OnnxOpsError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise StageFailure(
+            f"{reference} raised {type(error).__name__}: {error}",
+            where=f"{frame.filename}:{frame.lineno}",
+            remedy="The training function is the project's own; mend it and run again.",
+        ) from error

@@ -23,6 +23,7 @@ from onnx_ops.stages.divergence import Look, locate, worst_of
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, put_document, scratch
 from onnx_ops.stages.parity import measure_parity, mismatched
 from onnx_ops.stages.reference import get_reference
+from onnx_ops.stages.source import exporter_of
 from onnx_ops.stages.usercode import importable
 
 REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where every export is first compared.")
@@ -69,7 +70,7 @@ class _Source:
     def tracer(self, samples: Tensors) -> Tracer | None:
         """Looks inside the source, if its exporter can."""
         section = self._section()
-        exporter = self.ports.exporter(section.framework)
+        exporter = exporter_of(self.stage, self.ports, section.framework)
         if not isinstance(exporter, TracingExporter):
             return None
         with self._loaded(exporter) as model:
@@ -82,7 +83,7 @@ class _Source:
         Raises:
             UserError: the export's trees are not well-formed.
         """
-        exporter = self.ports.exporter(self._section().framework)
+        exporter = exporter_of(self.stage, self.ports, self._section().framework)
         if not has_trees(path) or not isinstance(exporter, TreeExporter):
             return ()
         with self._loaded(exporter) as model:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
+from onnx_ops.adapters.brought import BroughtModels
 from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.objects import FsspecObjects
 from onnx_ops.adapters.store.content import ContentStore
@@ -405,6 +406,7 @@ class FakeWorld:
             store=ContentStore(FsspecObjects(f"memory://{id(self)}"), root / "cache"),
             ledger=self.ledger,
             files=self.files,
+            models=BroughtModels(root=root, registered=lambda: _missing("models")),
             clock=self.clock,
             host=FakeHost(process, self.dead),
             registry=lambda: self.registry,
@@ -422,5 +424,6 @@ class FakeWorld:
         )
 
 
-def _missing(name: str) -> NoReturn:
+def _missing(name: str, env: object = None, /) -> NoReturn:
+    del env
     raise MissingPackage(f"there is no fake called {name}")

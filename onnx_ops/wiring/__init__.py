@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from onnx_ops import plugins
+from onnx_ops.adapters.brought import BroughtModels, RegisteredModels
 from onnx_ops.adapters.host import LocalHost, SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
@@ -18,6 +19,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import UserError
 from onnx_ops.ports import EndpointProvider, MetricsSource, Notifier, Ports, Registry, Signer, Verifier
 from onnx_ops.settings import Settings
+from onnx_ops.wiring.exporters import exporters
 
 T = TypeVar("T")
 
@@ -34,6 +36,7 @@ def connect(settings: Settings) -> Ports:
         store=ContentStore(open_objects(settings.store), settings.state / "cache"),
         ledger=ObjectLedger(open_objects(settings.ledger)),
         files=ModelFolders(settings.models),
+        models=BroughtModels(root=settings.root, registered=_once(lambda: _registered(settings))),
         clock=SystemClock(),
         host=LocalHost(),
         registry=_once(lambda: _registry(settings)),
@@ -41,7 +44,7 @@ def connect(settings: Settings) -> Ports:
         signer=_once(lambda: _signer(settings)),
         provider=provider,
         metrics=lambda config: _metrics(config, provider),
-        exporter=functools.cache(lambda name: plugins.load("exporters", name)),
+        exporter=exporters(settings),
         optimizer=functools.cache(lambda name: plugins.load("optimizers", name)),
         runtime=functools.cache(lambda name: plugins.load("runtimes", name)),
         source=functools.cache(lambda name: plugins.load("data", name)),
@@ -85,6 +88,12 @@ def _registry(settings: Settings) -> Registry:
         artifact_root=settings.artifacts if direct else None,
         public_url=settings.mlflow_url or None,
     )
+
+
+def _registered(settings: Settings) -> RegisteredModels:
+    from onnx_ops.adapters.registries.mlflow_models import MlflowModels
+
+    return MlflowModels(settings.tracking_uri)
 
 
 def _signer(settings: Settings) -> Signer | None:

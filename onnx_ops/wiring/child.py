@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
+from onnx_ops.adapters.isolation.output import LAST_LINES, ending
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.errors import StageFailure, from_document
@@ -22,8 +23,6 @@ from onnx_ops.ports import Ports
 from onnx_ops.settings import Settings, to_environ
 from onnx_ops.stages import execute
 from onnx_ops.stages.champion import with_champion
-
-LAST_LINES = 15
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def in_child(settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str,
         code = _spawn(settings, json.dumps(request), log, stage)
         if not result.exists():
             raise StageFailure(
-                f"its process ended with {_ending(code)}",
+                f"its process ended with {ending(code)}",
                 where=stage.id,
                 why=_tail(log) or "it printed nothing",
                 remedy="Run the stage again; if it crashes again, the lines above are its last words.",
@@ -108,10 +107,6 @@ def _spawn(settings: Settings, request: str, log: Path, stage: Stage) -> int:
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _tail(log: Path) -> str:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from onnx_ops import plugins
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.domain.target import Target
 from onnx_ops.engine import code_digest
-from onnx_ops.errors import NotFound
 from onnx_ops.ports import Ports
 from onnx_ops.stages.data import source_of
 
@@ -30,19 +29,15 @@ class ProjectProbe:
         return code_digest(reference, self.ports.root, depends)
 
     def model(self, path: str) -> Digest:
-        place = self.ports.root / path
-        if place.is_dir():
-            files = {p.relative_to(place).as_posix(): digest_file(p) for p in place.rglob("*") if p.is_file()}
-            return Manifest(files=files).digest()
-        if not place.is_file():
-            raise NotFound("no such model", where=str(place), remedy="`model:` is relative to the project's root.")
-        return digest_file(place)
+        return self.ports.models.digest(path)
 
     def tools(self, kind: str, name: str) -> Mapping[str, str]:
         found = {"onnx-ops": _version("onnx-ops")}
         point = plugins.find(kind, name)
         if point.dist is not None:
             found[point.dist.name] = point.dist.version
+        if kind == "exporters" and (own := getattr(plugins.load(kind, name), "requirements", ())):
+            return found | {"requirements": ", ".join(own)}
         return found | {tool: _version(tool) for tool in self._shaping(kind, name)}
 
     def is_quantizer(self, name: str) -> bool:

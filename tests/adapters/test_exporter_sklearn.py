@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris
 from sklearn.decomposition import PCA
-from sklearn.ensemble import RandomForestClassifier
+from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestClassifier
 from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.neural_network import MLPClassifier
@@ -193,3 +193,13 @@ def test_a_model_may_be_brought_as_a_pickle_and_damage_is_told(tmp_path: Path) -
     (tmp_path / "second.pkl").write_bytes(b"")
     with pytest.raises(NotFound):
         SklearnExporter().load(tmp_path)
+
+
+def test_histograms_of_gradient_boosting_are_converted_with_protobuf_7(tmp_path: Path) -> None:
+    """The converter writes truth values where the file holds integers."""
+    data = load_diabetes()
+    rows = data.data.astype(np.float32)
+    rows[::7, 2] = np.nan
+    model = HistGradientBoostingRegressor(max_iter=20, random_state=0).fit(rows, data.target)
+    answers = export(model, rows, tmp_path / "m.onnx")
+    assert np.abs(answers["variable"].ravel() - model.predict(rows)).max() < 1e-3

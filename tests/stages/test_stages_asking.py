@@ -226,7 +226,7 @@ def test_jitter_explains_no_fault(scaled_forest: tuple[Any, Tensors], fault: str
 def test_the_stages_store_limits_trees_and_bounds(scaled_forest: tuple[Any, Tensors], tmp_path: Path) -> None:
     model, samples = scaled_forest
     ports = replace(
-        FakeWorld().ports(root=tmp_path), exporter=lambda _: SklearnExporter(), runtime=lambda _: OnnxRuntime()
+        FakeWorld().ports(root=tmp_path), exporter=lambda *_: SklearnExporter(), runtime=lambda _: OnnxRuntime()
     )
     trained = tmp_path / "trained"
     trained.mkdir()

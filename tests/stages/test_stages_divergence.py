@@ -163,7 +163,7 @@ class Blind:
 
 def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tuple[Divergence, ...]:
     """What the stage stores."""
-    ports: Ports = replace(FakeWorld().ports(root=root), exporter=lambda _: exporter, runtime=lambda _: OnnxRuntime())
+    ports: Ports = replace(FakeWorld().ports(root=root), exporter=lambda *_: exporter, runtime=lambda _: OnnxRuntime())
     trained = root / "trained"
     trained.mkdir()
     TorchExporter().save(source.model, trained)

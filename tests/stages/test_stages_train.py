@@ -21,7 +21,7 @@ def train(root: Path, body: str, function: str = "train") -> None:
     (root / f"{module}.py").write_text(body, encoding="utf-8")
     settings = {"run": f"{module}:{function}", "with_": {"seed": 1}, "framework": "sklearn"}
     stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings)
-    ports = replace(FakeWorld().ports(root=root), exporter=lambda _: SklearnExporter())
+    ports = replace(FakeWorld().ports(root=root), exporter=lambda *_: SklearnExporter())
     execute(stage, digest_bytes(b""), {}, ports)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,9 @@ probabilities gives its label only: what skl2onnx gives beside it has other shap
 _GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
 """Names that skl2onnx numbers through all conversions of a process."""
 
+_TRUTH = ("bool", "bool_")
+"""Names of the types of truth values: Python's, and numpy's in its two spellings."""
+
 _ML_OPSET = 3
 """The newest version of `ai.onnx.ml` that every runtime build in the field accepts."""
 
@@ -31,7 +35,7 @@ _ML_OPSET = 3
 class SklearnExporter:
     """One float32 matrix in; label and probabilities, or a variable, out."""
 
-    tools = ("scikit-learn", "skl2onnx", "onnx", "numpy")
+    tools: tuple[str, ...] = ("scikit-learn", "skl2onnx", "onnx", "numpy")
 
     def save(self, model: object, folder: Path) -> None:
         _joblib().dump(model, folder / FILE)
@@ -128,7 +132,7 @@ def _convert(model: object, name: str, columns: int, opset: int) -> Any:
     import skl2onnx
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _whole_numbers():
             warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
             converted = skl2onnx.to_onnx(
                 model,
@@ -141,10 +145,38 @@ def _convert(model: object, name: str, columns: int, opset: int) -> Any:
         raise StageFailure(
             f"skl2onnx cannot convert {type(model).__name__}",
             where="export",
-            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
-            remedy="See https://onnx.ai/sklearn-onnx/supported.html for what it converts.",
+            why=f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0][:300]}",
+            remedy=_remedy(model),
         ) from error
     return converted
+
+
+@contextmanager
+def _whole_numbers() -> Iterator[None]:
+    """Some converters write truth values where the file holds integers, which protobuf 7 refuses."""
+    container: Any = importlib.import_module("skl2onnx.common._container")
+    make_node = container.make_node
+
+    def make(*arguments: Any, **attributes: Any) -> Any:
+        plain = {
+            name: [int(v) if type(v).__name__ in _TRUTH else v for v in value] if isinstance(value, list) else value
+            for name, value in attributes.items()
+        }
+        return make_node(*arguments, **plain)
+
+    container.make_node = make
+    try:
+        yield
+    finally:
+        container.make_node = make_node
+
+
+def _remedy(model: object) -> str:
+    for part in _parts(model):
+        package = type(part).__module__.partition(".")[0]
+        if package in ("xgboost", "lightgbm") and "RF" not in type(part).__name__:
+            return f"Set export.framework: {package}, which converts pipelines with its estimators too."
+    return "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
 
 
 def _joblib() -> Any:

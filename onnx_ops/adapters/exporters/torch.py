@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import io
 import logging
 import warnings
@@ -12,18 +13,15 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from onnx_ops.adapters.exporters.naming import free_axes, output_names, output_values
 from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import graphs, nodes, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS
 from onnx_ops.ports.models import Array, ExportRequest, Tensors, Tracer
 
 FILE = "model.pt"
-OUTPUT = "output"
-"""Name of a single output; several are `output_0`, `output_1` …, or the keys of a dictionary."""
-
-FREE_BATCH = {0: "batch"}
-"""Free axes of an input that `export.dynamic` says nothing about."""
 
 _KEPT_PROPERTY = "pkg.torch.onnx.name_scopes"
 """Module path of a node. The exporter's other properties hold stack traces with paths of this machine."""
@@ -36,7 +34,7 @@ _NOISY = ("torch", "onnxscript", "onnx_ir")
 class TorchExporter:
     """Inputs are passed to `forward` in the order of the data set's `inputs:`."""
 
-    tools = ("torch", "onnxscript", "onnx", "numpy")
+    tools: tuple[str, ...] = ("torch", "onnxscript", "onnx", "numpy")
 
     def save(self, model: object, folder: Path) -> None:
         torch = importlib.import_module("torch")
@@ -111,7 +109,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     check_section(section, request.samples)
     module: Any = model.eval()
     rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
-    outputs = _output_names(_try_out(torch, module, rows))
+    outputs = output_names(_try_out(torch, module, rows))
     try:
         with _quiet():
             return torch.onnx.export(
@@ -121,10 +119,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
                 opset_version=section.opset,
                 input_names=list(rows),
                 output_names=outputs,
-                dynamic_shapes=tuple(
-                    {axis: torch.export.Dim(symbol) for axis, symbol in section.dynamic.get(name, FREE_BATCH).items()}
-                    for name in rows
-                ),
+                dynamic_shapes=_shapes(torch, module, section, tuple(rows)),
                 verbose=False,
             )
     except Exception as error:  # the exporter raises whatever its parts raise
@@ -136,6 +131,15 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
             why=f"{type(cause).__name__}: {lines[0][:300] if lines else ''}",
             remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
         ) from error
+
+
+def _shapes(torch: Any, module: Any, section: Export, names: tuple[str, ...]) -> Any:
+    """Free axes as `forward` takes its inputs: one by one, or all of them in one `*argument`."""
+    axes = tuple(
+        {axis: torch.export.Dim(symbol) for axis, symbol in free_axes(section, name).items()} for name in names
+    )
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    return (axes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else axes
 
 
 def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any) -> dict[str, Array]:
@@ -157,7 +161,7 @@ def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], d
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
     except (RuntimeError, AssertionError, IndexError, TypeError) as error:
         raise ValueError(f"the program refuses these inputs: {error}") from error
-    pairs = zip(_output_names(answer), _values(answer), strict=True)
+    pairs = zip(output_names(answer), output_values(answer), strict=True)
     return kept | {name: value.detach().numpy() for name, value in pairs if name in names}
 
 
@@ -178,7 +182,7 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
             why=f"{type(error).__name__}: {lines[0][:300] if lines else ''}",
             remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
         ) from error
-    if not all(isinstance(value, torch.Tensor) for value in _values(answer)):
+    if not all(isinstance(value, torch.Tensor) for value in output_values(answer)):
         raise UserError(
             f"the module returns {type(answer).__name__} of other things than tensors",
             where="export",
@@ -192,26 +196,13 @@ def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Arra
         answer = _forward(torch, module.eval(), rows)
     except (RuntimeError, IndexError, TypeError) as error:
         raise ValueError(f"the module refuses these inputs: {error}") from error
-    pairs = zip(_output_names(answer), _values(answer), strict=True)
+    pairs = zip(output_names(answer), output_values(answer), strict=True)
     return {name: value.detach().numpy() for name, value in pairs}
 
 
 def _forward(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
     with torch.no_grad():
         return module(*rows.values())
-
-
-def _values(answer: Any) -> tuple[Any, ...]:
-    if isinstance(answer, Mapping):
-        return tuple(answer.values())
-    return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
-
-
-def _output_names(answer: Any) -> list[str]:
-    if isinstance(answer, Mapping):
-        return [str(key) for key in answer]
-    values = _values(answer)
-    return [OUTPUT] if len(values) == 1 else [f"{OUTPUT}_{index}" for index in range(len(values))]
 
 
 def _check_opset(proto: Any, wanted: int) -> None:

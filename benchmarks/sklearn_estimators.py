@@ -1,0 +1,109 @@
+"""What becomes of each of scikit-learn's classifiers and regressors, as a table.
+
+Each is fitted on a bundled set (iris, diabetes) with its defaults, exported at opset 18, and held against itself on
+all rows. The outcome is `same`, `differs` with how far, or the typed error that says where it ends; anything else
+ends this script with its traceback.
+
+    python benchmarks/sklearn_estimators.py > docs/sklearn-estimators.md
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.datasets import load_diabetes, load_iris
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.utils import all_estimators
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.ports import ExportRequest
+
+CLOSE = 1e-3
+"""Relative to the largest value of an output; more is told as a difference."""
+
+
+def main() -> None:
+    rows = [outcome(name, kind, make) for kind in ("classifier", "regressor") for name, make in estimators(kind)]
+    counts = Counter(what.split(":")[0] for _, _, what in rows)
+    print("# scikit-learn's estimators\n")
+    print("Written by `benchmarks/sklearn_estimators.py`: each with its defaults, on iris or diabetes, at opset 18.\n")
+    print(", ".join(f"{count} {what}" for what, count in counts.most_common()) + ".\n")
+    print("| estimator | kind | outcome |\n|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(part.replace("|", "/") for part in row) + " |")
+
+
+def estimators(kind: str) -> Iterator[tuple[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield from all_estimators(type_filter=kind)
+
+
+def outcome(name: str, kind: str, make: Any) -> tuple[str, str, str]:
+    data = load_iris() if kind == "classifier" else load_diabetes()
+    rows = data.data.astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = build(make, kind).fit(rows, data.target)
+        except Exception as error:  # an estimator for other data raises whatever it meets
+            return name, kind, f"not fitted: {short(error)}"
+        try:
+            return name, kind, compare(model, rows)
+        except OnnxOpsError as error:
+            return name, kind, f"{type(error).__name__}: {short(error)}"
+
+
+def build(make: Any, kind: str) -> Any:
+    """With what it cannot do without: an inner estimator."""
+    inner = LogisticRegression(max_iter=500) if kind == "classifier" else Ridge()
+    for arguments in ((), (inner,), ([("a", inner)],)):
+        try:
+            return make(*arguments)
+        except TypeError:
+            continue
+    return make()
+
+
+def compare(model: Any, rows: Any) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        exporter = SklearnExporter()
+        exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples={"x": rows[:20]}, path=path))
+        try:
+            expected = exporter.reference(model, {"x": rows}, "float64") or {}
+        except ValueError as error:
+            return f"not asked: {short(error)}"
+        (answers,) = OnnxRuntime().run(path, Target(name="cpu"), ({"x": rows},))
+    if absent := [name for name in expected if name not in answers]:
+        return f"differs: the export has no output {absent[0]}"
+    worst = max(distance(answers[name], array) for name, array in expected.items())
+    if not np.isfinite(worst):
+        return "differs: in shape"
+    return "same" if worst <= CLOSE else f"differs: by {worst:.2g} of its largest value"
+
+
+def distance(answer: Any, expected: Any) -> float:
+    if answer.shape != expected.shape:
+        return float("inf")
+    if expected.dtype.kind != "f":
+        return float(np.mean(answer != expected))
+    return float(np.abs(answer - expected).max() / max(1e-30, np.abs(expected).max()))
+
+
+def short(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Models that a pipeline brings: a path of the project, a version in MLflow (`models:/…`), or a URL for fsspec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
+from onnx_ops.errors import MissingPackage, NotFound, ServiceUnavailable
+
+REGISTERED = "models:/"
+
+_VERSION_OF_A_FILE = ("ETag", "etag", "size", "LastModified", "last_modified", "mtime", "checksum", "sha")
+"""What file systems tell of a file that changes when its content does."""
+
+
+class RegisteredModels(Protocol):
+    def fingerprint(self, uri: str) -> str: ...
+
+    def fetch(self, uri: str, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroughtModels:
+    """`root` is the project's folder; `registered` opens the registry when it is first asked for."""
+
+    root: Path
+    registered: Callable[[], RegisteredModels]
+
+    def digest(self, place: str) -> Digest:
+        """What changes when the model changes; a remote one is asked about, not fetched.
+
+        Raises:
+            NotFound: there is no such model.
+            ServiceUnavailable: its place does not answer.
+            MissingPackage: fsspec needs another package for this kind of URL.
+        """
+        if place.startswith(REGISTERED):
+            return digest_json([place, self.registered().fingerprint(place)])
+        if "://" in place:
+            return digest_json([place, _files(place)])
+        path = self._path(place)
+        if path.is_dir():
+            files = {p.relative_to(path).as_posix(): digest_file(p) for p in path.rglob("*") if p.is_file()}
+            return Manifest(files=files).digest()
+        return digest_file(path)
+
+    def path(self, place: str, scratch: Path) -> Path:
+        """The model as a local file or folder; a remote one is fetched into `scratch`. Raises as `digest` does."""
+        if place.startswith(REGISTERED):
+            scratch.mkdir(parents=True)
+            self.registered().fetch(place, scratch)
+            return scratch
+        if "://" in place:
+            return _fetch(place, scratch)
+        return self._path(place)
+
+    def _path(self, place: str) -> Path:
+        path = self.root / place
+        if not path.exists():
+            raise NotFound("no such model", where=str(path), remedy="`model:` is relative to the project's root.")
+        return path
+
+
+def _open(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        if system.exists(path):
+            return system, path
+    except ImportError as error:
+        raise MissingPackage(f"cannot read {_shown(url)}: {error}", where="model") from error
+    except Exception as error:  # every file system raises its own
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ServiceUnavailable("the place of the model does not answer", where=_shown(url), why=why) from error
+    raise NotFound("no such model", where=_shown(url), remedy="Look at `model:`, and at who may read that place.")
+
+
+def _files(url: str) -> dict[str, dict[str, str]]:
+    """Of every file of the place, what tells that it changed."""
+    system, path = _open(url)
+    found = system.find(path, detail=True) if system.isdir(path) else {path: system.info(path)}
+    return {name: _version(info) for name, info in sorted(found.items())}
+
+
+def _version(info: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(info[key]) for key in _VERSION_OF_A_FILE if info.get(key) is not None}
+
+
+def _fetch(url: str, scratch: Path) -> Path:
+    system, path = _open(url)
+    name = Path(urlsplit(url).path).name or "model"
+    target = scratch / name
+    try:
+        if system.isdir(path):
+            system.get(path.rstrip("/") + "/", str(target) + "/", recursive=True)
+        else:
+            scratch.mkdir(parents=True)
+            system.get_file(path, str(target))
+    except Exception as error:  # every file system raises its own
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ServiceUnavailable("the model could not be fetched", where=_shown(url), why=why) from error
+    return target
+
+
+def _shown(url: str) -> str:
+    """Without a query, which may hold a signature, and without a password."""
+    parts = urlsplit(url)
+    return parts._replace(query="", netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,0 +1,108 @@
+"""XGBoost's and LightGBM's estimators, alone or in scikit-learn's pipelines: onnxmltools' converters in skl2onnx."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import distributions
+from typing import Any, Literal
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.errors import UserError
+from onnx_ops.ports.models import Array, ExportRequest, Tensors
+
+_CLASSIFIER_OPTIONS = {"nocl": [True, False], "zipmap": [True, False, "columns"], "raw_scores": [True, False]}
+_CONVERTERS = "onnxmltools.convert"
+
+
+def _installed(*names: str) -> str:
+    """Which of the distributions that bring the same package is here; the first if none is."""
+    return next((name for name in names if any(distributions(name=name))), names[0])
+
+
+class _BoostedExporter(SklearnExporter):
+    """A pipeline around such an estimator answers in float64 up to it; its trees compare and add in their own
+    precision."""
+
+    _package: str
+    _native: str
+    _estimators: tuple[tuple[str, bool], ...]
+    """Names of classes, and whether they classify."""
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        if type(model).__name__ == "Booster" or type(model).__module__.startswith(f"{self._package}.basic"):
+            raise UserError(
+                f"{self._package}'s Booster does not say which answers it gives",
+                where="export",
+                remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
+            )
+        if getattr(model[-1] if hasattr(model, "steps") else model, "num_parallel_tree", None) not in (None, 1):  # type: ignore[index]
+            raise UserError(
+                "forests of XGBoost are not converted faithfully",
+                where="export",
+                why="onnxmltools counts trees that stand side by side as rounds of boosting",
+                remedy="Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or LightGBM.",
+            )
+        self._register()
+        super().export(model, request)
+
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        """As for scikit-learn's; to no rows at all, answers of the wrong shape are none.
+
+        Raises:
+            ValueError: the estimator refuses the inputs, or there are no rows.
+        """
+        if not all(len(array) for array in inputs.values()):
+            raise ValueError(f"{self._package} gives no answer of the right shape to no rows")
+        return super().reference(model, inputs, precision)
+
+    def _register(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # onnxmltools imports what it can of all frameworks, and says what it cannot
+            from skl2onnx import update_registered_converter
+            from skl2onnx.common import shape_calculator as shapes
+
+            package = importlib.import_module(self._package)
+            convert = self._converter()
+        for name, classifies in self._estimators:
+            shape = (
+                shapes.calculate_linear_classifier_output_shapes
+                if classifies
+                else shapes.calculate_linear_regressor_output_shapes
+            )
+            update_registered_converter(
+                getattr(package, name),
+                f"OnnxOps{name}",
+                shape,
+                convert,
+                overwrite=True,
+                options=_CLASSIFIER_OPTIONS if classifies else {"split": None},
+            )
+
+    def _converter(self) -> Any:
+        raise NotImplementedError
+
+
+class XgboostExporter(_BoostedExporter):
+    tools = (_installed("xgboost-cpu", "xgboost"), "onnxmltools", *SklearnExporter.tools)
+    _package = "xgboost"
+    _native = "an XGBClassifier or XGBRegressor (its `load_model` reads a Booster's file)"
+    _estimators = (("XGBClassifier", True), ("XGBRegressor", False))
+
+    def _converter(self) -> Any:
+        return importlib.import_module(f"{_CONVERTERS}.xgboost.operator_converters.XGBoost").convert_xgboost
+
+
+class LightgbmExporter(_BoostedExporter):
+    tools = ("lightgbm", "onnxmltools", *SklearnExporter.tools)
+    _package = "lightgbm"
+    _native = "an LGBMClassifier or LGBMRegressor"
+    _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False))
+
+    def _converter(self) -> Any:
+        return importlib.import_module(f"{_CONVERTERS}.lightgbm.operator_converters.LightGbm").convert_lightgbm

@@ -1,0 +1,77 @@
+"""Names that converters choose for themselves, put in the pipeline's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.errors import UserError
+
+FREE_BATCH: Mapping[int, str] = {0: "batch"}
+"""Free axes of an input that `export.dynamic` says nothing about."""
+
+OUTPUT = "output"
+"""Name of a single output; several are `output_0`, `output_1` …, or the keys of a dictionary."""
+
+
+def free_axes(section: Export, name: str) -> Mapping[int, str]:
+    return section.dynamic.get(name, FREE_BATCH)
+
+
+def output_names(answer: object) -> list[str]:
+    """Names of a framework's answer: of one value, a list of them, or a dictionary."""
+    if isinstance(answer, Mapping):
+        return [str(key) for key in answer]
+    count = len(answer) if isinstance(answer, list | tuple) else 1
+    return [OUTPUT] if count == 1 else [f"{OUTPUT}_{index}" for index in range(count)]
+
+
+def output_values(answer: object) -> tuple[Any, ...]:
+    if isinstance(answer, Mapping):
+        return tuple(answer.values())
+    return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
+
+
+def name_axes(model: Any, section: Export) -> None:
+    """Give free axes of inputs their names, and the outputs' first axis that of the batch.
+
+    Args:
+        model: the ONNX model, changed in place; names of its other free axes are taken away.
+        section: what names there should be.
+    """
+    for value in model.graph.input:
+        for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
+            _rename_axis(dimension, free_axes(section, value.name).get(axis, ""))
+    batch = {free_axes(section, value.name).get(0, "") for value in model.graph.input}
+    for value in model.graph.output:
+        for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
+            _rename_axis(dimension, next(iter(batch)) if axis == 0 and len(batch) == 1 else "")
+
+
+def rename_outputs(model: Any, names: Sequence[str]) -> None:
+    """Call the outputs, in their order, by these names, wherever the graph mentions them."""
+    renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
+    for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):
+        value.name = renamed.get(value.name, value.name)
+    for node in model.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+
+
+def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
+    """Raises UserError for an opset that the converter does not write; some end the process instead of saying so."""
+    if not lowest <= section.opset <= highest:
+        raise UserError(
+            f"{tool} writes opsets {lowest} to {highest}, not {section.opset}",
+            where="export.opset",
+            remedy=f"Set export.opset: {min(max(section.opset, lowest), highest)}.",
+        )
+
+
+def _rename_axis(dimension: Any, name: str) -> None:
+    if dimension.HasField("dim_value"):
+        return
+    dimension.Clear()
+    if name:
+        dimension.dim_param = name

@@ -1,0 +1,110 @@
+"""PaddlePaddle's layers, by paddle2onnx."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from onnx_ops.adapters.exporters.naming import check_opset, name_axes, output_names, output_values, rename_outputs
+from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.graph.files import read_model, write_model
+from onnx_ops.ports.models import Array, ExportRequest, Tensors
+
+STEM = "model"
+
+OPSETS = (11, 21)
+"""What paddle2onnx 2.0 writes; at 23 it aborts the process."""
+
+
+class PaddleExporter:
+    """A layer made static: `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`."""
+
+    tools = ("paddlepaddle", "paddle2onnx", "onnx", "numpy")
+    requirements = (
+        "numpy==2.4.6",
+        "onnx==1.23.2",
+        "paddle2onnx==2.0.1",
+        "paddlepaddle==3.3.1",
+        "setuptools==80.9.0",
+    )
+
+    def save(self, model: object, folder: Path) -> None:
+        paddle: Any = importlib.import_module("paddle")
+        static = isinstance(model, paddle.nn.Layer) and isinstance(
+            getattr(model, "forward", None),
+            importlib.import_module("paddle.jit.dy2static.program_translator").StaticFunction,
+        )
+        if not static:
+            raise UserError(
+                f"{type(model).__name__} is no static layer",
+                where="train.run",
+                remedy="Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], 'float32', 'x')]).",
+            )
+        model.eval()  # type: ignore[attr-defined]
+        paddle.jit.save(model, str(folder / STEM))
+
+    def load(self, folder: Path) -> object:
+        files = sorted(folder.glob("*.json"))
+        if len(files) != 1:
+            raise NotFound(
+                f"{len(files)} .json files there",
+                where=str(folder),
+                remedy="Bring a folder that paddle.jit.save has written: model.json and model.pdiparams.",
+            )
+        layer: Any = importlib.import_module("paddle").jit.load(str(files[0].with_suffix("")))
+        layer.eval()
+        layer.onnx_ops_file = files[0]
+        return layer
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        section = request.section
+        check_section(section, request.samples)
+        check_opset(section, *OPSETS, "paddle2onnx")
+        source: Path = model.onnx_ops_file  # type: ignore[attr-defined]
+        answer = _call(model, {name: array[:2] for name, array in request.samples.items()})
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "converted.onnx"
+            try:
+                importlib.import_module("paddle2onnx").export(
+                    str(source), str(source.with_suffix(".pdiparams")), str(path), opset_version=section.opset
+                )
+                converted = read_model(path)
+            except Exception as error:  # the converter raises whatever its parts raise
+                raise StageFailure(
+                    "paddle2onnx cannot convert the layer",
+                    where="export",
+                    why=f"{type(error).__name__}: {str(error)[:300]}",
+                    remedy="Look for the operator that it names; another opset may be convertible.",
+                ) from error
+        rename_outputs(converted, output_names(answer))
+        name_axes(converted, section)
+        converted.ir_version = section.ir_version
+        converted.producer_version = ""
+        del converted.graph.value_info[:]
+        write_model(converted, request.path)
+
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        """In float32 only: a saved program fixes its precision.
+
+        Raises:
+            ValueError: the layer refuses the inputs.
+        """
+        if precision == "float64":
+            return None
+        try:
+            answer = _call(model, inputs)
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            raise ValueError(f"the layer refuses these inputs: {str(error)[:300]}") from error
+        return {name: value.numpy() for name, value in zip(output_names(answer), output_values(answer), strict=True)}
+
+
+def _call(model: Any, inputs: Tensors) -> Any:
+    paddle: Any = importlib.import_module("paddle")
+    with paddle.no_grad():
+        return model(*(paddle.to_tensor(array) for array in inputs.values()))

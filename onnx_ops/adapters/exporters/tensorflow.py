@@ -1,0 +1,237 @@
+"""TensorFlow: Keras models and SavedModels, by tf2onnx."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from onnx_ops.adapters.exporters.naming import (
+    check_opset,
+    free_axes,
+    name_axes,
+    output_names,
+    output_values,
+    rename_outputs,
+)
+from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.graph.files import write_model
+from onnx_ops.graph.hygiene import renumber
+from onnx_ops.ports.models import Array, ExportRequest, Tensors
+
+KERAS_FILE = "model.keras"
+SAVED_MODEL = "saved_model.pb"
+SIGNATURE = "serving_default"
+
+REQUIREMENTS = ("numpy==2.4.6", "onnx==1.23.2", "tensorflow-cpu==2.21.0", "tf2onnx==1.17.0")
+
+OPSETS = (13, 18)
+"""What tf2onnx 1.17 writes."""
+
+_GENERATED = r"__(\d+)"
+"""Ends of names that tf2onnx numbers through all conversions of a process."""
+
+
+class TensorflowExporter:
+    """Inputs are passed by name to a SavedModel; to a Keras model by name where it has such inputs, else in order."""
+
+    tools = ("tensorflow-cpu", "tf2onnx", "onnx", "numpy")
+    requirements = REQUIREMENTS
+
+    def save(self, model: object, folder: Path) -> None:
+        tf, module = tensorflow(), importlib.import_module("keras")
+        if isinstance(model, module.Model):
+            model.save(folder / KERAS_FILE)
+        elif isinstance(model, tf.Module):
+            tf.saved_model.save(model, str(folder))
+        else:
+            raise UserError(
+                f"{type(model).__name__} is neither a Keras model nor a tf.Module",
+                where="train.run",
+                remedy="It must return one of them; a tf.Module needs a signature: `@tf.function(input_signature=…)`.",
+            )
+
+    def load(self, folder: Path) -> object:
+        """A `.keras` file, or a SavedModel.
+
+        Raises:
+            NotFound: the folder holds neither.
+            UserError: it cannot be read.
+        """
+        files = sorted(folder.glob("*.keras"))
+        if len(files) != 1 and not (folder / SAVED_MODEL).is_file():
+            raise NotFound(f"neither one .keras file nor {SAVED_MODEL}", where=str(folder))
+        tf = tensorflow()
+        try:
+            if files:
+                return importlib.import_module("keras").saving.load_model(files[0], compile=False)
+            return tf.saved_model.load(str(folder))
+        except (ValueError, TypeError, OSError) as error:
+            raise UserError(f"cannot load the model: {error}", where=folder.name) from error
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        section = request.section
+        check_section(section, request.samples)
+        check_opset(section, *OPSETS, "tf2onnx")
+        tf = tensorflow()
+        specs = [
+            tf.TensorSpec(
+                [None if axis in free_axes(section, name) else size for axis, size in enumerate(array.shape)],
+                tf.as_dtype(array.dtype),
+                name=name,
+            )
+            for name, array in request.samples.items()
+        ]
+        names: list[str] = []
+
+        def answer(*tensors: Any) -> list[Any]:
+            found = _call(model, dict(zip(request.samples, tensors, strict=True)))
+            names[:] = output_names(found)
+            return list(output_values(found))
+
+        try:
+            converted, _ = importlib.import_module("tf2onnx").convert.from_function(
+                tf.function(answer, input_signature=specs), input_signature=specs, opset=section.opset
+            )
+        except Exception as error:  # the converter raises whatever its parts raise
+            raise conversion_failure("tf2onnx", error) from error
+        finish(converted, names, request)
+
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        """In float32 only: Keras layers and SavedModels fix their precision.
+
+        Raises:
+            ValueError: the model refuses the inputs.
+        """
+        if precision == "float64":
+            return None
+        tf = tensorflow()
+        try:
+            answer = _call(model, {name: tf.constant(array) for name, array in inputs.items()})
+        except (tf.errors.OpError, TypeError) as error:
+            raise ValueError(f"the model refuses these inputs: {str(error)[:300]}") from error
+        return {name: value.numpy() for name, value in zip(output_names(answer), output_values(answer), strict=True)}
+
+
+class TfliteExporter:
+    """A LiteRT (TensorFlow Lite) file, as far as tf2onnx knows its operators."""
+
+    tools = TensorflowExporter.tools
+    requirements = REQUIREMENTS
+
+    def save(self, model: object, folder: Path) -> None:
+        """The bytes that a TFLiteConverter gives, or the path of a file."""
+        if isinstance(model, bytes):
+            (folder / "model.tflite").write_bytes(model)
+        else:
+            shutil.copyfile(Path(str(model)), folder / "model.tflite")
+
+    def load(self, folder: Path) -> object:
+        files = sorted(folder.glob("*.tflite"))
+        if len(files) != 1:
+            raise NotFound(f"{len(files)} .tflite files there", where=str(folder), remedy="There must be exactly one.")
+        return files[0]
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        """The file's own input names are replaced, in their order, by those of the data set."""
+        section = request.section
+        check_section(section, request.samples)
+        check_opset(section, *OPSETS, "tf2onnx")
+        tensorflow()
+        try:
+            converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(str(model), opset=section.opset)
+        except Exception as error:  # the converter raises whatever its parts raise
+            raise conversion_failure("tf2onnx", error) from error
+        _rename_inputs(converted, list(request.samples))
+        finish(converted, output_names([None] * len(converted.graph.output)), request)
+
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        """The interpreter's answers without its accelerated kernels.
+
+        Raises:
+            ValueError: the model refuses the inputs, or some are not finite: its kernels promise nothing of those.
+        """
+        if precision == "float64":
+            return None
+        if not all(np.isfinite(array).all() for array in inputs.values()):
+            raise ValueError("LiteRT's kernels do not say what they make of NaN and infinity")
+        tf = tensorflow()
+        interpreter = tf.lite.Interpreter(
+            model_path=str(model), experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_REF
+        )
+        details = sorted(interpreter.get_input_details(), key=lambda detail: detail["index"])
+        try:
+            for detail, array in zip(details, inputs.values(), strict=True):
+                interpreter.resize_tensor_input(detail["index"], array.shape, strict=True)
+            interpreter.allocate_tensors()
+            for detail, array in zip(details, inputs.values(), strict=True):
+                interpreter.set_tensor(detail["index"], array)
+            interpreter.invoke()
+        except RuntimeError as error:
+            raise ValueError(f"the model refuses these inputs: {str(error)[:300]}") from error
+        found = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
+        return dict(zip(output_names(found), found, strict=True))
+
+
+def tensorflow() -> Any:
+    """The package, told to keep its remarks to itself."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    return importlib.import_module("tensorflow")
+
+
+def finish(converted: Any, names: list[str], request: ExportRequest) -> None:
+    """Write what a converter gave, under the names of the pipeline and without traces of the process."""
+    rename_outputs(converted, names)
+    name_axes(converted, request.section)
+    converted.ir_version = request.section.ir_version
+    converted.producer_version = converted.doc_string = ""
+    converted.graph.name, converted.graph.doc_string = "model", ""
+    del converted.graph.value_info[:]
+    renumber(converted, _GENERATED)
+    write_model(converted, request.path)
+
+
+def conversion_failure(tool: str, error: Exception) -> StageFailure:
+    lines = str(error).strip().splitlines()
+    return StageFailure(
+        f"{tool} cannot convert the model",
+        where="export",
+        why=f"{type(error).__name__}: {lines[0][:300] if lines else ''}",
+        remedy="Look for the operator that it names; another opset, or other layers, may be convertible.",
+    )
+
+
+def _call(model: Any, tensors: Mapping[str, Any]) -> Any:
+    signatures = getattr(model, "signatures", None)
+    if signatures:
+        return dict(signatures[SIGNATURE](**tensors))
+    if not hasattr(model, "inputs"):
+        return model(*tensors.values())
+    known = {value.name for value in model.inputs or ()}
+    if len(tensors) == 1:
+        return model(next(iter(tensors.values())), training=False)
+    return model(dict(tensors) if known == set(tensors) else list(tensors.values()), training=False)
+
+
+def _rename_inputs(model: Any, names: list[str]) -> None:
+    if len(model.graph.input) != len(names):
+        raise UserError(
+            f"the file has {len(model.graph.input)} inputs, not {len(names)}",
+            where="data inputs",
+            remedy="Name as many arrays in `inputs:`, in the file's order.",
+        )
+    renamed = {value.name: name for value, name in zip(model.graph.input, names, strict=True)}
+    for value in model.graph.input:
+        value.name = renamed[value.name]
+    for node in model.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]

@@ -1,0 +1,152 @@
+"""A process that answers requests, one at a time: JSON lines in, JSON lines out, arrays in files beside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.adapters.isolation.environments import clean_environ
+from onnx_ops.adapters.isolation.output import Tail, ending
+from onnx_ops.errors import StageFailure, from_document
+
+GRACE_S = 5.0
+"""Seconds that a process gets, after its time is up, to say where it hangs."""
+
+_MAIN = "import sys; sys.path.insert(0, sys.argv[1]); from onnx_ops.adapters.isolation.inside import main; main()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`memory` in bytes of the process's own data, by default what the machine has; `timeout` in seconds of one
+    answer."""
+
+    memory: int | None = None
+    timeout: float | None = None
+
+
+class Process:
+    """One interpreter. It sees this package and `packages`, the standard library, and what its environment holds.
+
+    Args:
+        python: the interpreter.
+        packages: what it may import of this installation: name -> the folder or file of the package.
+        limits: of memory; the time-out is given with each request.
+        where: the stage or section that errors name.
+    """
+
+    def __init__(self, python: Path, packages: Mapping[str, Path], limits: Limits, where: str) -> None:
+        self._where = where
+        self._limits = limits
+        self._memory = limits.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._scratch = tempfile.TemporaryDirectory(prefix="onnx-ops-")
+        visible = Path(self._scratch.name) / "packages"
+        visible.mkdir()
+        for name, path in packages.items():
+            (visible / (name if path.is_dir() else path.name)).symlink_to(path)
+        answers, inner = os.pipe()
+        self._process = subprocess.Popen(
+            [str(python), "-I", "-c", _MAIN, str(visible), str(inner), str(self._memory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(inner,),
+            env=clean_environ(),
+            cwd=self._scratch.name,
+            start_new_session=True,
+        )
+        os.close(inner)
+        self._answers = os.fdopen(answers, "rb", buffering=0)
+        self._tail = Tail(self._process.stdout)  # type: ignore[arg-type]
+        self._end = weakref.finalize(self, _end, self._process, self._answers, self._scratch)
+
+    @property
+    def folder(self) -> Path:
+        """A folder that both sides see. Raises StageFailure if the process has ended."""
+        if not self._end.alive:
+            raise StageFailure("its process has ended before", where=self._where, remedy="Load the model again.")
+        return Path(self._scratch.name)
+
+    def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
+        """The answer to one request.
+
+        Raises:
+            ValueError: what was asked refuses its inputs.
+            OnnxOpsError: what was raised there; StageFailure if the process crashed, or took longer than `timeout`.
+        """
+        request = json.dumps({"do": do, "timeout": timeout, **arguments}).encode("utf-8")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with contextlib.suppress(BrokenPipeError):  # it is gone, which reading its answer tells
+            self._process.stdin.write(request + b"\n")  # type: ignore[union-attr]
+            self._process.stdin.flush()  # type: ignore[union-attr]
+        answer = json.loads(self._line(do, deadline, timeout))
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        if "error" in answer:
+            raise from_document(answer["error"])
+        return answer["done"]
+
+    def stop(self) -> None:
+        """End it, and whatever it has started."""
+        self._end()
+
+    def _line(self, do: str, deadline: float | None, timeout: float | None) -> bytes:
+        received = b""
+        while not received.endswith(b"\n"):
+            left = None if deadline is None else max(0.0, deadline + GRACE_S - time.monotonic())
+            ready, _, _ = select.select([self._answers], [], [], left)
+            part = self._answers.read(1 << 16) if ready else None
+            if not part:
+                late = deadline is not None and time.monotonic() >= deadline
+                raise self._late(do, timeout) if late else self._crashed(do)
+            received += part
+        return received
+
+    def _crashed(self, do: str) -> StageFailure:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        code, said = self._process.poll(), self._tail.text()
+        self.stop()
+        how = "closed its answers" if code is None else f"ended with {ending(code)}"
+        return StageFailure(
+            f"its process {how} while it was to {do}",
+            where=self._where,
+            why=f"{said}{self._told_of()}" if said else "it printed nothing",
+            remedy=f"The lines above are its last words. It may use {self._memory / 1e9:.1f} GB of memory: see "
+            "`env.memory`. Another version of a package may help: see `env.requirements`.",
+        )
+
+    def _late(self, do: str, timeout: float | None) -> StageFailure:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        said = self._tail.text()
+        self.stop()
+        return StageFailure(
+            f"it took longer than {timeout:g} s to {do} and was stopped",
+            where=self._where,
+            why=f"{said}{self._told_of()}",
+            remedy="Raise `env.timeout` if the work is really that long.",
+        )
+
+    def _told_of(self) -> str:
+        return f"\n({self._tail.total / 1e6:.0f} MB of output in all)" if self._tail.total > 1e6 else ""
+
+
+def _end(process: subprocess.Popen[bytes], answers: Any, scratch: tempfile.TemporaryDirectory[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()  # type: ignore[union-attr]
+    answers.close()
+    scratch.cleanup()

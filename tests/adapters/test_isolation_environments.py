@@ -1,0 +1,169 @@
+"""Environments of their own: made whole or not at all, once, and used again without a network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.isolation.environments import BASE, MARKER, Environments, find_uv
+from onnx_ops.domain.pipeline import Environment
+from onnx_ops.errors import NotFound, StageFailure, UserError
+
+UNREACHABLE = {
+    "PIP_NO_INDEX": "1",
+    "PIP_CONFIG_FILE": "/dev/null",
+    "UV_OFFLINE": "1",
+    "UV_NO_CONFIG": "1",
+    "HTTPS_PROXY": "http://127.0.0.1:9",
+}
+
+
+def wheel(folder: Path, name: str = "tiny", version: str = "1.0", files: Mapping[str, str] | None = None) -> Path:
+    """A wheel with one module, so that an environment can be made without a package index."""
+    info = f"{name}-{version}.dist-info"
+    content = {
+        f"{name}.py": f"VERSION = {version!r}\n",
+        **(files or {}),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{file},,\n" for file in [*content, f"{info}/RECORD"])
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in {**content, f"{info}/RECORD": record}.items():
+            archive.writestr(file, text)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in UNREACHABLE.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def environments(tmp_path: Path) -> Environments:
+    uv = find_uv()
+    assert uv, "uv is among the packages for development"
+    return Environments(folder=tmp_path / "environments", base=(), uv=uv)
+
+
+def say(python: Path, code: str) -> str:
+    return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def installed_here() -> str:
+    return subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_it_holds_what_was_asked_for_and_this_installation_stays_as_it_is(
+    environments: Environments, tmp_path: Path, installer: str
+) -> None:
+    environments = replace(environments, uv=environments.uv if installer == "uv" else None)
+    before = installed_here()
+    python = environments.python(Environment(requirements=(str(wheel(tmp_path)),)))
+    assert say(python, "import tiny; print(tiny.VERSION)") == "1.0"
+    missing = "import importlib.util; print(importlib.util.find_spec('onnxruntime'))"
+    assert say(python, missing) == "None"
+    assert installed_here() == before
+    marker = json.loads((python.parents[1] / MARKER).read_text())
+    assert any("tiny" in line for line in marker["installed"])
+
+
+def test_it_is_made_once_and_used_again_when_its_packages_are_gone(environments: Environments, tmp_path: Path) -> None:
+    path = wheel(tmp_path)
+    wanted = Environment(requirements=(str(path),))
+    python = environments.python(wanted)
+    made = (python.parents[1] / MARKER).stat().st_mtime_ns
+    path.unlink()
+    assert environments.python(Environment(requirements=(str(path),), memory=10**9)) == python
+    assert (python.parents[1] / MARKER).stat().st_mtime_ns == made
+
+
+def test_one_that_was_being_made_when_its_maker_died_is_made_again(environments: Environments, tmp_path: Path) -> None:
+    wanted = Environment(requirements=(str(wheel(tmp_path)),))
+    place = environments.python(wanted).parents[1]
+    (place / MARKER).unlink()
+    (place / "leftover").write_text("half of a download")
+    assert say(environments.python(wanted), "import tiny; print(tiny.VERSION)") == "1.0"
+    assert not (place / "leftover").exists()
+
+
+def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    path = wheel(tmp_path)
+    code = f"""
+from pathlib import Path
+from onnx_ops.adapters.isolation.environments import Environments
+from onnx_ops.domain.pipeline import Environment
+Environments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
+"""
+    environments = Environments(folder=tmp_path / "e", base=())
+    wanted = Environment(requirements=(str(path),))
+    place = environments.place(wanted)
+    maker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not place.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    maker.kill()
+    maker.wait()
+    assert not (place / MARKER).exists()
+    assert say(environments.python(wanted), "import tiny; print(tiny.VERSION)") == "1.0"
+
+
+def test_two_at_once_make_one(environments: Environments, tmp_path: Path) -> None:
+    wanted = Environment(requirements=(str(wheel(tmp_path)),))
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(environments.python(wanted))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert say(found[0], "import tiny; print(tiny.VERSION)") == "1.0"
+
+
+def test_other_requirements_or_another_python_are_another_environment(tmp_path: Path) -> None:
+    environments = Environments(folder=tmp_path)
+    places = {
+        environments.place(Environment(requirements=names, python=python))
+        for names, python in ((("a",), None), (("b",), None), (("a", "b"), None), (("a",), "3.99"))
+    }
+    assert len(places) == 4
+    assert environments.place(Environment(requirements=("a", "b"))) in places
+    assert environments.place(Environment(requirements=("b", "a"))) in places
+    assert all("==" in pin for pin in BASE[:2])
+
+
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
+    environments: Environments, installer: str
+) -> None:
+    environments = replace(environments, uv=environments.uv if installer == "uv" else None)
+    wanted = Environment(requirements=("no-such-package-at-all==1",))
+    with pytest.raises(StageFailure, match="its environment cannot be made") as failure:
+        environments.python(wanted)
+    assert "no-such-package-at-all" in failure.value.why
+    assert "package index" in failure.value.remedy
+    assert not (environments.place(wanted) / MARKER).exists()
+
+
+@pytest.mark.parametrize("requirement", ["--index-url=http://x", "-e .", " "])
+def test_options_of_the_installer_are_no_requirements(tmp_path: Path, requirement: str) -> None:
+    with pytest.raises(UserError, match="no requirement"):
+        Environments(folder=tmp_path).python(Environment(requirements=(requirement,)))
+
+
+def test_a_python_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"no python3\.99 here") as missing:
+        Environments(folder=tmp_path, base=()).python(Environment(requirements=("a",), python="3.99"))
+    assert "uv" in missing.value.remedy

@@ -1,0 +1,292 @@
+"""A framework in a process of its own: what it answers, and every way in which it can go wrong."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from onnx_ops.adapters.isolation.exporter import IsolatedExporter, Remote
+from onnx_ops.adapters.isolation.output import LAST_LINES
+from onnx_ops.adapters.isolation.process import Limits
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.errors import NotFound, Refused, StageFailure
+from onnx_ops.ports import Dataset, ExportRequest, TrainingExporter
+
+CONVERTER = """
+import ctypes, os, subprocess, sys, threading, time
+from pathlib import Path
+import numpy as np
+from onnx_ops.errors import Refused
+
+class Converter:
+    tools = ()
+
+    def save(self, model, folder):
+        (folder / "model.txt").write_text(str(model))
+
+    def load(self, folder):
+        return (folder / "model.txt").read_text()
+
+    def reference(self, model, inputs, precision):
+        if precision == "float64":
+            return None
+        if np.isnan(inputs["x"]).any():
+            raise ValueError("no NaN, please")
+        return {"y": inputs["x"] * float(model)}
+
+    def export(self, model, request):
+        print("about to", request.section.framework, flush=True)
+        getattr(self, request.section.framework)(model, request)
+
+    def write(self, model, request):
+        request.path.write_text(f"{model} {request.section.opset} {request.samples['x'].shape}")
+
+    def segfault(self, model, request):
+        ctypes.string_at(0)
+
+    def abort(self, model, request):
+        print("terminate called after throwing an instance of 'std::bad_thing'", flush=True)
+        os.abort()
+
+    def leave(self, model, request):
+        os._exit(3)
+
+    def hang(self, model, request):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        request.path.write_text(str(child.pid))
+        time.sleep(1000)
+
+    def hang_in_c(self, model, request):
+        ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock
+
+    def swallow(self, model, request):
+        hoard = [np.ones(1 << 24) for _ in range(1 << 10)]
+
+    def babble(self, model, request):
+        line = b"x" * 999 + b"\\n"
+        for _ in range(100):
+            os.write(1, line * 1000)
+        os.write(2, b"the last word\\n")
+        os.abort()
+
+    def babble_and_write(self, model, request):
+        for _ in range(100):
+            os.write(1, (b"y" * 999 + b"\\n") * 1000)
+        self.write(model, request)
+
+    def refuse(self, model, request):
+        raise Refused("not today", where="the moon", why="it is full", remedy="Wait.")
+
+    def stumble(self, model, request):
+        return {}["no such key"]
+"""
+
+TRAINING = """
+import numpy as np, os
+
+def train(data, factor):
+    assert data["train"].label is not None
+    return factor * float(data["train"].inputs["x"].max())
+
+def crash(data):
+    print("training", flush=True)
+    os.abort()
+
+def fail(data):
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def exporter(tmp_path: Path) -> IsolatedExporter:
+    return make(tmp_path)
+
+
+def make(root: Path, limits: Limits | None = None) -> IsolatedExporter:
+    (root / "converter_of_mine.py").write_text(CONVERTER)
+    (root / "training_of_mine.py").write_text(TRAINING)
+    return IsolatedExporter(
+        exporter="converter_of_mine:Converter",
+        python=lambda: Path(sys.executable),
+        root=root,
+        limits=limits or Limits(timeout=60.0),
+    )
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("converter_of_mine", None)
+
+
+pytestmark = pytest.mark.usefixtures("importable")
+
+
+def load(exporter: IsolatedExporter, folder: Path, text: str = "2.0") -> Remote:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.txt").write_text(text)
+    model = exporter.load(folder)
+    assert isinstance(model, Remote)
+    return model
+
+
+def request(path: Path, do: str) -> ExportRequest:
+    return ExportRequest(section=Export(framework=do), samples={"x": np.ones((3, 2), np.float32)}, path=path)
+
+
+def test_it_trains_exports_and_answers_elsewhere(exporter: IsolatedExporter, tmp_path: Path) -> None:
+    assert isinstance(exporter, TrainingExporter)
+    folder, path = tmp_path / "saved", tmp_path / "out.txt"
+    folder.mkdir()
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    data = {"train": Dataset(inputs={"x": rows}, label=np.array(["a", "b", "a"]))}
+    exporter.train("training_of_mine:train", data, {"factor": 2}, folder)
+    model = exporter.load(folder)
+    exporter.export(model, request(path, "write"))
+    assert path.read_text() == "10.0 18 (3, 2)"
+    answers = exporter.reference(model, {"x": rows}, "float32")
+    assert answers is not None
+    np.testing.assert_array_equal(answers["y"], rows * 10)
+    assert answers["y"].dtype == np.float32
+    assert exporter.reference(model, {"x": rows}, "float64") is None
+    with pytest.raises(ValueError, match="no NaN, please"):
+        exporter.reference(model, {"x": rows * np.nan}, "float32")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    exporter.save(model, copy)
+    assert (copy / "model.txt").read_text() == "10.0"
+
+
+@pytest.mark.parametrize(
+    ("do", "how"),
+    [("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("leave", "exit code 3")],
+)
+def test_a_crash_is_told_with_its_last_words(exporter: IsolatedExporter, tmp_path: Path, do: str, how: str) -> None:
+    with pytest.raises(StageFailure, match=f"ended with {how} while it was to export") as failure:
+        exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", do))
+    assert f"about to {do}" in failure.value.why
+    assert "env.requirements" in failure.value.remedy
+    if do == "segfault":
+        assert "converter_of_mine.py" in failure.value.why  # which line of Python was under way
+
+
+def test_after_a_crash_the_next_model_is_answered(exporter: IsolatedExporter, tmp_path: Path) -> None:
+    model = load(exporter, tmp_path / "m")
+    with pytest.raises(StageFailure):
+        exporter.export(model, request(tmp_path / "o", "abort"))
+    with pytest.raises(StageFailure):  # its process is gone, and it says so again
+        exporter.export(model, request(tmp_path / "o", "write"))
+    exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "write"))
+    assert (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("do", ["hang", "hang_in_c"])
+def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: str) -> None:
+    exporter = make(tmp_path, Limits(timeout=3.0))
+    model = load(exporter, tmp_path / "m")
+    with pytest.raises(StageFailure, match="longer than 3 s to export") as failure:
+        exporter.export(model, request(tmp_path / "o", do))
+    assert f"in {do}" in failure.value.why
+    assert "env.timeout" in failure.value.remedy
+    if do == "hang":
+        assert gone(int((tmp_path / "o").read_text()))
+
+
+def test_memory_beyond_the_limit_is_told(tmp_path: Path) -> None:
+    exporter = make(tmp_path, Limits(memory=2_000_000_000, timeout=60.0))
+    with pytest.raises(StageFailure, match=r"more memory than its limit of 2\.0 GB") as failure:
+        exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "swallow"))
+    assert "env.memory" in failure.value.remedy
+
+
+def test_much_output_costs_neither_memory_nor_disk(exporter: IsolatedExporter, tmp_path: Path) -> None:
+    model = load(exporter, tmp_path / "m")
+    before = psutil.Process().memory_info().rss
+    exporter.export(model, request(tmp_path / "o", "babble_and_write"))
+    with pytest.raises(StageFailure, match="SIGABRT") as failure:
+        exporter.export(model, request(tmp_path / "p", "babble"))
+    assert "the last word" in failure.value.why
+    assert "200 MB of output in all" in failure.value.why
+    assert len(failure.value.why.splitlines()) <= LAST_LINES + 1
+    assert psutil.Process().memory_info().rss - before < 50e6
+
+
+def test_its_own_errors_keep_their_type(exporter: IsolatedExporter, tmp_path: Path) -> None:
+    model = load(exporter, tmp_path / "m")
+    with pytest.raises(Refused) as refused:
+        exporter.export(model, request(tmp_path / "o", "refuse"))
+    assert (refused.value.where, refused.value.why, refused.value.remedy) == ("the moon", "it is full", "Wait.")
+    with pytest.raises(StageFailure, match="KeyError: 'no such key'") as failure:
+        exporter.export(model, request(tmp_path / "o", "stumble"))
+    assert "converter_of_mine.py" in failure.value.why
+    exporter.export(model, request(tmp_path / "o", "write"))
+
+
+def test_training_that_crashes_or_fails_is_told(exporter: IsolatedExporter, tmp_path: Path) -> None:
+    with pytest.raises(StageFailure, match="SIGABRT while it was to train"):
+        exporter.train("training_of_mine:crash", {}, {}, tmp_path)
+    with pytest.raises(StageFailure, match="ZeroDivisionError") as failure:
+        exporter.train("training_of_mine:fail", {}, {}, tmp_path)
+    assert "training_of_mine.py" in failure.value.where
+
+
+def test_a_model_that_is_let_go_takes_its_process_along(exporter: IsolatedExporter, tmp_path: Path) -> None:
+    model = load(exporter, tmp_path / "m")
+    process, scratch = model.process._process.pid, model.process.folder
+    del model
+    assert gone(process)
+    assert not scratch.exists()
+
+
+def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.txt").write_text("2.0")
+    script = f"""
+import sys, os, signal
+from pathlib import Path
+sys.path.insert(0, {str(tmp_path)!r})
+from onnx_ops.adapters.isolation.exporter import IsolatedExporter
+root, python = Path({str(tmp_path)!r}), Path(sys.executable)
+exporter = IsolatedExporter(exporter="converter_of_mine:Converter", python=lambda: python, root=root)
+model = exporter.load(Path({str(tmp_path / "m")!r}))
+Path({str(tmp_path / "pid")!r}).write_text(str(model.process._process.pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_it_sees_nothing_of_this_process_path(
+    exporter: IsolatedExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    (tmp_path / "training_of_mine.py").write_text("import sys\ndef train(data):\n    return '|'.join(sys.path)\n")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    exporter.train("training_of_mine:train", {}, {}, folder)
+    assert "elsewhere" not in (folder / "model.txt").read_text()
+
+
+def test_a_model_that_is_not_there_is_told(exporter: IsolatedExporter, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no such model"):
+        exporter.save(tmp_path / "nowhere", tmp_path)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends; the patience is a limit, no measurement."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False

@@ -1,0 +1,118 @@
+"""Models that a pipeline brings, from files, URLs and MLflow."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from onnx_ops.adapters.brought import BroughtModels
+from onnx_ops.adapters.exporters.onnx import OnnxExporter
+from onnx_ops.adapters.registries.mlflow_models import MlflowModels
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.testing.models import write_external, write_perceptron
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> BroughtModels:
+    return BroughtModels(root=tmp_path, registered=lambda: MlflowModels(f"sqlite:///{tmp_path / 'mlflow.db'}"))
+
+
+class _Silent(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the name is the library's)
+        del format, args
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "served").mkdir()
+    write_perceptron(tmp_path / "served/mine.onnx")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Silent, directory=str(tmp_path / "served")))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_path_stays_where_it_is(models: BroughtModels, tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "mine.onnx")
+    assert models.path("mine.onnx", tmp_path / "s") == tmp_path / "mine.onnx"
+    assert models.digest("mine.onnx") == digest_file(tmp_path / "mine.onnx")
+    with pytest.raises(NotFound, match="no such model") as missing:
+        models.digest("other.onnx")
+    assert "project's root" in missing.value.remedy
+
+
+def test_a_url_is_fetched_and_its_digest_is_that_of_its_version(
+    models: BroughtModels, tmp_path: Path, url: str
+) -> None:
+    place = f"{url}/mine.onnx"
+    before = models.digest(place)
+    assert models.digest(place) == before
+    path = models.path(place, tmp_path / "s")
+    assert digest_file(path) == digest_file(tmp_path / "served/mine.onnx")
+    (tmp_path / "served/mine.onnx").write_bytes(b"another model, of another size")
+    assert models.digest(place) != before
+
+
+def test_a_folder_comes_with_its_external_data(models: BroughtModels, tmp_path: Path) -> None:
+    write_external(tmp_path / "mine.onnx", "weights.bin")
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{tmp_path}/mine.onnx", "/brought/mine/mine.onnx")
+    memory.put(f"{tmp_path}/weights.bin", "/brought/mine/weights.bin")
+    path = models.path("memory://brought/mine", tmp_path / "s")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    OnnxExporter().save(path, saved)
+    assert {file.name for file in saved.iterdir()} == {"model.onnx", "weights.bin"}
+    before = models.digest("memory://brought/mine")
+    memory.pipe("/brought/mine/weights.bin", b"longer than it was before, by far")
+    assert models.digest("memory://brought/mine") != before
+    memory.rm("/brought", recursive=True)
+
+
+def test_what_is_not_there_or_does_not_answer_is_told_without_secrets(models: BroughtModels, url: str) -> None:
+    with pytest.raises(NotFound, match="no such model") as missing:
+        models.digest(f"{url}/nothing.onnx?signature=secret")
+    assert "secret" not in str(missing.value)
+    with pytest.raises((ServiceUnavailable, NotFound)) as down:
+        models.digest("http://user:secret@127.0.0.1:9/m.onnx")
+    assert "secret" not in str(down.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_registered_version_is_fetched_by_number_and_by_alias(models: BroughtModels, tmp_path: Path) -> None:
+    import mlflow
+    import onnx
+
+    write_perceptron(tmp_path / "mine.onnx")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    mlflow.set_tracking_uri(uri)
+    try:
+        client = mlflow.MlflowClient(uri)
+        experiment = client.create_experiment("e", artifact_location=str(tmp_path / "artifacts"))
+        with mlflow.start_run(experiment_id=experiment):
+            model = onnx.load(tmp_path / "mine.onnx")
+            mlflow.onnx.log_model(model, name="m", registered_model_name="mine", pip_requirements=[])
+        client.set_registered_model_alias("mine", "best", "1")
+    finally:
+        mlflow.set_tracking_uri(None)
+    by_alias = models.digest("models:/mine@best")
+    assert by_alias != models.digest("models:/mine/1")  # the alias may move, so it is another key
+    for number, place in enumerate(("models:/mine/1", "models:/mine@best")):
+        saved = tmp_path / f"saved-{number}"
+        saved.mkdir()
+        OnnxExporter().save(models.path(place, tmp_path / f"s-{number}"), saved)
+        assert (saved / "model.onnx").is_file()
+    with pytest.raises(NotFound):
+        models.digest("models:/mine/7")
+    with pytest.raises(UserError, match="names no version"):
+        models.digest("models:/mine")

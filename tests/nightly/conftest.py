@@ -1,0 +1,50 @@
+"""What the tests of heavy frameworks share: environments that are made once, and rows of bundled data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from onnx_ops import plugins
+from onnx_ops.adapters.isolation.environments import Environments, find_uv
+from onnx_ops.adapters.isolation.exporter import IsolatedExporter
+from onnx_ops.adapters.isolation.process import Limits
+from onnx_ops.domain.pipeline import Environment
+from onnx_ops.ports import Dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
+"""Folder in which environments stay from one run of the tests to the next."""
+
+
+@pytest.fixture(scope="session")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Environments:
+    folder = Path(os.environ[KEPT]) if KEPT in os.environ else tmp_path_factory.mktemp("environments")
+    return Environments(folder=folder, uv=find_uv())
+
+
+@pytest.fixture(scope="session")
+def isolated(environments: Environments) -> Callable[[str], IsolatedExporter]:
+    """The exporter of a framework, in the environment that it brings."""
+
+    def make(framework: str) -> IsolatedExporter:
+        wanted = Environment(requirements=plugins.load("exporters", framework).requirements)
+        return IsolatedExporter(
+            exporter=plugins.find("exporters", framework).value,
+            python=lambda: environments.python(wanted),
+            root=ROOT,
+            limits=Limits(timeout=600.0),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def digits() -> Dataset:
+    data = load_digits()
+    return Dataset(inputs={"x": data.data.astype(np.float32)}, label=data.target)

@@ -1,0 +1,167 @@
+"""Keras on PyTorch, and transformers from configurations: text, vision, encoder and decoder. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from onnx_ops import plugins
+from onnx_ops.adapters.exporters.huggingface import HuggingfaceExporter
+from onnx_ops.adapters.exporters.keras import KerasExporter
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.errors import NotFound, UserError
+from onnx_ops.graph.inspect import info
+from onnx_ops.ports import Dataset, Exporter, Tensors
+from onnx_ops.testing.exporters import ExporterSuite
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras and numpy 2
+]
+
+
+def images() -> Any:
+    return (load_digits().images[:, None] / 16).astype(np.float32)
+
+
+def words() -> Any:
+    """Digits as texts: each of 64 pixels is one of 17 words."""
+    return load_digits().data.astype(np.int64)
+
+
+class TestKeras(ExporterSuite):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def exporter(cls) -> Exporter:
+        return KerasExporter()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls) -> object:
+        train = importlib.import_module("examples.digits_keras").train
+        return train({"train": Dataset(inputs={"image": images()}, label=load_digits().target)}, epochs=1)
+
+    @pytest.fixture
+    def section(self) -> Export:
+        return Export(framework="keras")
+
+    @pytest.fixture
+    def samples(self) -> Tensors:
+        return {"image": images()[:32]}
+
+
+class TestVision(TestKeras):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def exporter(cls) -> Exporter:
+        return HuggingfaceExporter()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls) -> object:
+        train = importlib.import_module("examples.digits_vit").train
+        return train({"train": Dataset(inputs={"pixel_values": images()}, label=load_digits().target)}, epochs=1)
+
+    @pytest.fixture
+    def samples(self) -> Tensors:
+        return {"pixel_values": images()[:32]}
+
+
+class TestText(TestVision):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls) -> object:
+        return fitted(bert(), lambda model, rows, labels: model(input_ids=rows, labels=labels).loss)
+
+    @pytest.fixture
+    def section(self) -> Export:
+        axes = {0: "batch", 1: "length"}
+        return Export(framework="huggingface", dynamic={"input_ids": axes, "attention_mask": axes})
+
+    @pytest.fixture
+    def samples(self) -> Tensors:
+        rows = words()[:32]
+        return {"input_ids": rows, "attention_mask": np.ones_like(rows)}
+
+    def test_the_length_of_the_text_is_free(self, exported: tuple[object, Path]) -> None:
+        assert [spec.shape for spec in info(exported[1]).inputs] == [("batch", "length")] * 2
+
+
+class TestEncoderAndDecoder(TestVision):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls) -> object:
+        return fitted(t5(), lambda model, rows, labels: model(input_ids=rows, labels=labels[:, None]).loss)
+
+    @pytest.fixture
+    def section(self) -> Export:
+        return Export(
+            framework="huggingface",
+            dynamic={"input_ids": {0: "batch", 1: "length"}, "decoder_input_ids": {0: "batch", 1: "written"}},
+        )
+
+    @pytest.fixture
+    def samples(self) -> Tensors:
+        rows = words()[:32]
+        return {"input_ids": rows, "decoder_input_ids": rows[:, :5]}
+
+
+def fitted(model: Any, loss: Callable[[Any, Any, Any], Any]) -> Any:
+    torch.manual_seed(0)
+    rows, labels = torch.from_numpy(words()[:256]), torch.from_numpy(load_digits().target[:256])
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(3):
+        loss(model, rows, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def bert() -> Any:
+    transformers = importlib.import_module("transformers")
+    config = transformers.BertConfig(
+        vocab_size=17,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        num_labels=10,
+        attn_implementation="eager",
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def t5() -> Any:
+    transformers = importlib.import_module("transformers")
+    config = transformers.T5Config(
+        vocab_size=17,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        attn_implementation="eager",
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def test_what_is_no_model_of_the_framework_is_told(tmp_path: Path) -> None:
+    for exporter in (KerasExporter(), HuggingfaceExporter()):
+        with pytest.raises(UserError, match="Linear is no"):
+            exporter.save(torch.nn.Linear(2, 2), tmp_path)
+        with pytest.raises(NotFound):
+            exporter.load(tmp_path)
+
+
+def test_both_are_plugins() -> None:
+    assert isinstance(plugins.load("exporters", "keras"), KerasExporter)
+    assert isinstance(plugins.load("exporters", "huggingface"), HuggingfaceExporter)
