@@ -17,9 +17,8 @@ from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import UserError
-from onnx_ops.ports import EndpointProvider, MetricsSource, Notifier, Ports, Registry, Signer, Verifier
+from onnx_ops.ports import EndpointProvider, Exporters, MetricsSource, Notifier, Ports, Registry, Signer, Verifier
 from onnx_ops.settings import Settings
-from onnx_ops.wiring.exporters import exporters
 
 T = TypeVar("T")
 
@@ -44,7 +43,7 @@ def connect(settings: Settings) -> Ports:
         signer=_once(lambda: _signer(settings)),
         provider=provider,
         metrics=lambda config: _metrics(config, provider),
-        exporter=exporters(settings),
+        exporter=lambda name, env=None: _exporters(settings)(name, env),
         optimizer=functools.cache(lambda name: plugins.load("optimizers", name)),
         runtime=functools.cache(lambda name: plugins.load("runtimes", name)),
         source=functools.cache(lambda name: plugins.load("data", name)),
@@ -52,6 +51,13 @@ def connect(settings: Settings) -> Ports:
         git_sha=_once(lambda: git_sha(settings.root)),
         conditions=_conditions,
     )
+
+
+@functools.cache
+def _exporters(settings: Settings) -> Exporters:
+    from onnx_ops.wiring.exporters import exporters
+
+    return exporters(settings)
 
 
 def git_sha(root: Path) -> str:

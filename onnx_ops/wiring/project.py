@@ -1,4 +1,8 @@
-"""A project: its settings, its outside world, and what can be done with its pipeline files."""
+"""A project: its settings, its outside world, and what can be done with its pipeline files.
+
+What reads and runs pipelines is imported where it is used: a rollback needs none of it, and would be done before all of
+that is read from disk.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,19 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onnx_ops import plugins
-from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, StageKind, StageOutcome
-from onnx_ops.domain.target import Target
-from onnx_ops.engine import InlineExecutor, RunResult, Silent, plan, preview, run
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Executor, Observer, Ports
 from onnx_ops.settings import Settings, load_settings
-from onnx_ops.spec import check_pipeline, load_target
 from onnx_ops.wiring import connect
-from onnx_ops.wiring.child import Performer
-from onnx_ops.wiring.handler import StageHandler
-from onnx_ops.wiring.probe import ProjectProbe
+
+if TYPE_CHECKING:
+    from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, StageKind, StageOutcome
+    from onnx_ops.domain.target import Target
+    from onnx_ops.engine import RunResult
+    from onnx_ops.wiring.handler import StageHandler
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class Project:
 
     def handler(self, actor: str = "") -> StageHandler:
         """How stages are done; `actor` is answerable for what they release."""
+        from onnx_ops.wiring.child import Performer
+        from onnx_ops.wiring.handler import StageHandler
+
         perform = Performer(settings=self.settings, ports=self.ports)
         return StageHandler(ports=self.ports, perform=perform, actor=actor)
 
@@ -51,6 +58,8 @@ def open_project(start: Path | None = None) -> Project:
 
 def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeline:
     """The pipeline in a file; raises SpecError with all of its problems."""
+    from onnx_ops.spec import check_pipeline
+
     known = {kind: plugins.names(kind) for kind in plugins.KINDS}
     return check_pipeline(
         file,
@@ -105,6 +114,10 @@ def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), unti
         SpecError: the file has problems.
         UserError: something that it names does not exist.
     """
+    from onnx_ops.engine import plan
+    from onnx_ops.spec import load_target
+    from onnx_ops.wiring.probe import ProjectProbe
+
     pipeline = check(project, file, overrides)
     targets = {name: load_target(name, root=project.settings.root) for name in pipeline.benchmark.targets}
     planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
@@ -115,6 +128,8 @@ def foresee(
     project: Project, prepared: Prepared, fresh: Collection[StageKind] = ()
 ) -> Mapping[str, StageOutcome | None]:
     """What a run would find known, and what it would do."""
+    from onnx_ops.engine import preview
+
     return preview(prepared.plan, handler=project.handler(), fresh=fresh)
 
 
@@ -128,6 +143,8 @@ def execute(
     actor: str = "",
 ) -> RunResult:
     """Run a plan; `actor` is answerable for what it releases, by default whoever runs this process."""
+    from onnx_ops.engine import InlineExecutor, Silent, run
+
     return run(
         prepared.plan,
         handler=project.handler(actor),
