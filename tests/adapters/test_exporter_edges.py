@@ -14,9 +14,10 @@ from sklearn.ensemble import GradientBoostingRegressor, RandomForestClassifier, 
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
+from onnx_ops.adapters.exporters.naming import OUTPUT
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.exporters.sklearn import LABEL, PROBABILITIES, VARIABLE, SklearnExporter
-from onnx_ops.adapters.exporters.torch import OUTPUT, TorchExporter
+from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target

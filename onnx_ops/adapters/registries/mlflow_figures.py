@@ -9,9 +9,10 @@ from onnx_ops.domain.artifact import Digest
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Dataset
+    from mlflow.entities import Dataset, DatasetInput
 
 _BATCH = 100
+_ATTEMPTS = 5
 _DIGEST_CHARACTERS = 36
 """MLflow takes no longer digest of a data set; the tags `data.<name>` hold the whole one."""
 
@@ -44,7 +45,22 @@ def log_datasets(client: MlflowClient, run_id: str, data: Mapping[str, Digest], 
         for name, digest in sorted(data.items())
     ]
     if inputs:
-        client.log_inputs(run_id, inputs)
+        _log_inputs(client, run_id, inputs)
+
+
+def _log_inputs(client: MlflowClient, run_id: str, inputs: Sequence[DatasetInput]) -> None:
+    """MLflow looks which data sets it knows and then adds the others: of two publishers that do so at once, one fails,
+    and finds them when it tries again."""
+    from mlflow.exceptions import MlflowException
+
+    for attempt in range(_ATTEMPTS):
+        try:
+            client.log_inputs(run_id, inputs)
+        except MlflowException as error:
+            if attempt == _ATTEMPTS - 1 or "unique" not in str(error).lower():
+                raise
+        else:
+            return
 
 
 def log_metrics(
