@@ -18,6 +18,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
 from onnx_ops.errors import MissingPackage, Refused, ServiceUnavailable, UserError
 from onnx_ops.ports import Clock
+from onnx_ops.protocol.admin import FAILURES
 
 _VERSION = "2023-10-01"
 _MINUTE = 60.0
@@ -26,7 +27,9 @@ _SETTLED = 3 * _MINUTE
 """A minute's numbers still grow for about this long after its end."""
 _WINDOW = 10 * _MINUTE
 """Percentiles of so many last minutes stand for the requests since the last reading."""
-_OWN_FAILURES = frozenset({"429"})
+_STATUSES = ("statusCode", "modelStatusCode")
+_MODEL_ERROR = "424"
+"""What Azure answers and counts where the container's answer is not 200; `modelStatusCode` tells that one."""
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 
 
@@ -61,10 +64,10 @@ class AzureMonitorMetrics:
         """Deployments are told apart by the names that they have in Azure, which begin with their names here."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
-        counts = self._series(config, "RequestsPerMinute", "statusCode", day, until)
+        counts = self._series(config, "RequestsPerMinute", _STATUSES, day, until)
         tallies = {name: _tally(_of(counts, name)) for name in deployments}
         recent = max(day, until - _WINDOW)
-        slow = self._series(config, f"{_P50},{_P99}", "", recent, until)
+        slow = self._series(config, f"{_P50},{_P99}", (), recent, until)
         return Reading(
             origin=_text(day),
             at=until,
@@ -73,14 +76,14 @@ class AzureMonitorMetrics:
         )
 
     def _series(
-        self, config: EndpointConfig, metrics: str, dimension: str, first: float, until: float
+        self, config: EndpointConfig, metrics: str, dimensions: Sequence[str], first: float, until: float
     ) -> list[tuple[str, str, str, list[float]]]:
         """Metric, deployment, status and the values of all minutes."""
         if until <= first:
             return []
         place = workspace_of(config.settings, where=config.endpoint)
         name = endpoint_name(config.endpoint, config.settings)
-        chosen = " and ".join(f"{key} eq '*'" for key in ("deployment", dimension) if key)
+        chosen = " and ".join(f"{key} eq '*'" for key in ("deployment", *dimensions))
         query = {
             "api-version": _VERSION,
             "metricnames": metrics,
@@ -117,7 +120,10 @@ def _rows(found: Any) -> Iterator[tuple[str, str, str, list[float]]]:
         for series in metric["timeseries"]:
             labels = {m["name"]["value"].lower(): str(m["value"]) for m in series.get("metadatavalues", ())}
             values = [float(point["average"]) for point in series["data"] if point.get("average") is not None]
-            yield metric["name"]["value"], labels.get("deployment", ""), labels.get("statuscode", ""), values
+            status = labels.get("statuscode", "")
+            if status == _MODEL_ERROR:
+                status = labels.get("modelstatuscode", status)
+            yield metric["name"]["value"], labels.get("deployment", ""), status, values
 
 
 def _of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> list[tuple[str, str, list[float]]]:
@@ -132,8 +138,8 @@ def _tally(rows: Sequence[tuple[str, str, list[float]]]) -> Tally:
     counts = [(status, round(sum(values))) for _, status, values in rows]
     return Tally(
         requests=sum(count for _, count in counts),
-        errors=sum(count for status, count in counts if status >= "500" or status in _OWN_FAILURES),
-        refused=sum(count for status, count in counts if "400" <= status < "500" and status not in _OWN_FAILURES),
+        errors=sum(count for status, count in counts if status >= "500" or status in FAILURES),
+        refused=sum(count for status, count in counts if "400" <= status < "500" and status not in FAILURES),
     )
 
 

@@ -22,7 +22,7 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.ports import Clock
 from onnx_ops.testing.clouds.azureml_blobs import Blobs
 from onnx_ops.testing.clouds.azureml_control import CONTAINER, Conditions, Control
-from onnx_ops.testing.clouds.azureml_monitor import Monitor
+from onnx_ops.testing.clouds.azureml_monitor import BROKEN, MODEL_ERROR, Monitor
 from onnx_ops.testing.clouds.azureml_nodes import Nodes
 from onnx_ops.testing.clouds.azureml_resources import refuse, reply
 from onnx_ops.testing.clouds.azureml_web import FAULTS, Call, Fault, Reply, Web
@@ -30,6 +30,7 @@ from onnx_ops.testing.clouds.azureml_web import FAULTS, Call, Fault, Reply, Web
 SUBSCRIPTION, GROUP, WORKSPACE = "00000000-0000-0000-0000-000000000001", "group", "workspace"
 TOKEN = "token-of-the-fake"  # noqa: S105 (it opens nothing)
 _PIN = "azureml-model-deployment"
+_MODEL_STATUS = "ms-azureml-model-error-statuscode"
 _STRIDE = 37
 """Prime to 100: a hundred requests in a row visit every percent once, and neighbours are far apart."""
 
@@ -184,7 +185,9 @@ class AzureCloud:
         self.monitor.count(endpoint, chosen, status, SystemClock().monotonic() - before)
         for other in mirrored:
             _forward(other.port, call)
-        return Reply(status=status, body=body, headers={_PIN: chosen})
+        if status in (200, BROKEN):
+            return Reply(status=status, body=body, headers={_PIN: chosen})
+        return Reply(status=MODEL_ERROR, body=body, headers={_PIN: chosen, _MODEL_STATUS: str(status)})
 
     def _drawn(self, split: Mapping[str, int]) -> str | None:
         self._served += 1
@@ -213,6 +216,8 @@ def _forward(port: int, call: Call) -> tuple[int, bytes]:
         answer = connection.getresponse()
         return answer.status, answer.read()
     except (OSError, http.client.HTTPException):
-        return 502, json.dumps({"error": {"code": "BadGateway", "message": "the container does not answer"}}).encode()
+        return BROKEN, json.dumps(
+            {"error": {"code": "BadGateway", "message": "the container does not answer"}}
+        ).encode()
     finally:
         connection.close()

@@ -13,12 +13,15 @@ from onnx_ops.ports import Clock
 from onnx_ops.testing.clouds.azureml_resources import refuse, reply
 from onnx_ops.testing.clouds.azureml_web import Call, Reply
 
+MODEL_ERROR = 424
+"""What Azure's front answers, and counts, where the container's answer is not 200."""
+BROKEN = 502
 _MINUTE = 60
 _PERCENTILE = re.compile(r"RequestLatency_P(\d+)")
 
 
 class Monitor:
-    """Counts by minute, endpoint, deployment and status."""
+    """Counts by minute, endpoint, deployment and status, which is the container's, or `BROKEN`."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -45,27 +48,29 @@ class Monitor:
             return reply(200, {"value": [self._metric(name, endpoint, first, last) for name in names]})
 
     def _metric(self, name: str, endpoint: str, first: float, last: float) -> dict[str, Any]:
-        series: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        series: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
         if found := _PERCENTILE.fullmatch(name):
             for (of, deployment, minute), values in sorted(self._latencies.items()):
                 if of == endpoint and first <= minute < last:
                     ordered = sorted(values)
                     at = min(len(ordered) - 1, math.ceil(len(ordered) * int(found[1]) / 100) - 1)
-                    series[deployment, ""].append({"timeStamp": _text(minute), "average": ordered[at] * 1e3})
+                    series[deployment, "", ""].append({"timeStamp": _text(minute), "average": ordered[at] * 1e3})
         elif name == "RequestsPerMinute":
             for (of, deployment, status, minute), count in sorted(self._counts.items()):
                 if of == endpoint and first <= minute < last:
-                    series[deployment, str(status)].append({"timeStamp": _text(minute), "average": float(count)})
+                    told = status if status in (200, BROKEN) else MODEL_ERROR
+                    point = {"timeStamp": _text(minute), "average": float(count)}
+                    series[deployment, str(told), str(status)].append(point)
         rows = [
             {
                 "metadatavalues": [
                     {"name": {"value": key}, "value": value}
-                    for key, value in (("deployment", deployment), ("statuscode", status))
+                    for key, value in (("deployment", deployment), ("statuscode", status), ("modelstatuscode", model))
                     if value
                 ],
                 "data": data,
             }
-            for (deployment, status), data in series.items()
+            for (deployment, status, model), data in series.items()
         ]
         return {"name": {"value": name}, "timeseries": rows}
 

@@ -150,7 +150,8 @@ class Fake:
             document = {"OriginalStatusCode": answer.status, "OriginalMessage": answer.body.decode(errors="replace")}
             message = f"Received server error ({answer.status}) from {variant.name} with the message above"
             return _json(start, 424, {**document, "Message": message}, {**told, "x-amzn-ErrorType": "ModelError"})
-        start("200 OK", [("Content-Type", answer.content_type), *told.items()])
+        length = ("Content-Length", str(len(answer.body)))
+        start("200 OK", [("Content-Type", answer.content_type), length, *told.items()])
         return [answer.body]
 
     def _ask(self, endpoint: str, variant: Variant, body: bytes, headers: Mapping[str, str]) -> Answer:
@@ -235,8 +236,10 @@ def _body(environ: dict[str, Any]) -> bytes:
 
 
 def _json(start: Start, status: int, document: object, headers: Mapping[str, str] | None = None) -> Iterable[bytes]:
-    start(f"{status} Said", [("Content-Type", "application/json"), *(headers or {}).items()])
-    return [json.dumps(document).encode()]
+    body = json.dumps(document).encode()
+    told = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *(headers or {}).items()]
+    start(f"{status} Said", told)
+    return [body]
 
 
 def serve(folder: Path) -> None:
@@ -248,6 +251,7 @@ def serve(folder: Path) -> None:
 
     class Handler(MotoRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # an answer in several writes would wait for acknowledgements, 40 ms each
 
         def date_time_string(self, timestamp: float | None = None) -> str:
             text: str = super().date_time_string(fake.now() if timestamp is None else timestamp)

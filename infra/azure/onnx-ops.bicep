@@ -1,0 +1,178 @@
+// What onnx-ops needs in an Azure resource group and changes slowly. Endpoints and deployments belong to the pipeline.
+// az deployment group create --resource-group ml --template-file infra/azure/onnx-ops.bicep --parameters repository=OWNER/NAME
+
+@description('Region of everything.')
+param location string = resourceGroup().location
+
+@description('What names begin with: lower-case letters and digits.')
+@minLength(3)
+@maxLength(10)
+param prefix string = 'onnxops'
+
+@description('OWNER/NAME of the GitHub repository whose workflows may release.')
+param repository string
+
+@description('Only jobs of this environment of the repository may.')
+param environmentName string = 'production'
+
+var unique = uniqueString(resourceGroup().id)
+var roles = {
+  dataScientist: 'f6c7c914-8db3-469d-8ca1-694a8f32e121'
+  monitoringReader: '43d0d8ad-25c7-4714-9337-8ba259a9fe05'
+  blobContributor: 'ba92f5b4-2d11-453d-a403-e96b0029c9fe'
+  blobReader: '2a2b9908-6ea1-4ae2-8e65-a410df84e7d1'
+  pull: '7f951dda-4ed3-4680-a7ca-43fe172d538d'
+}
+
+resource storage 'Microsoft.Storage/storageAccounts@2023-05-01' = {
+  name: '${prefix}${unique}'
+  location: location
+  kind: 'StorageV2'
+  sku: {
+    name: 'Standard_LRS'
+  }
+  properties: {
+    allowBlobPublicAccess: false
+    minimumTlsVersion: 'TLS1_2'
+    supportsHttpsTrafficOnly: true
+  }
+}
+
+resource versions 'Microsoft.Storage/storageAccounts/blobServices@2023-05-01' = {
+  parent: storage
+  name: 'default'
+  properties: {
+    isVersioningEnabled: true
+    deleteRetentionPolicy: {
+      enabled: true
+      days: 30
+    }
+  }
+}
+
+resource vault 'Microsoft.KeyVault/vaults@2023-07-01' = {
+  name: '${prefix}${unique}'
+  location: location
+  properties: {
+    tenantId: subscription().tenantId
+    enableRbacAuthorization: true
+    enablePurgeProtection: true
+    sku: {
+      family: 'A'
+      name: 'standard'
+    }
+  }
+}
+
+resource insights 'Microsoft.Insights/components@2020-02-02' = {
+  name: '${prefix}-insights'
+  location: location
+  kind: 'web'
+  properties: {
+    Application_Type: 'web'
+  }
+}
+
+resource registry 'Microsoft.ContainerRegistry/registries@2023-07-01' = {
+  name: '${prefix}${unique}'
+  location: location
+  sku: {
+    name: 'Basic'
+  }
+  properties: {
+    adminUserEnabled: false
+  }
+}
+
+resource workspace 'Microsoft.MachineLearningServices/workspaces@2024-04-01' = {
+  name: '${prefix}-workspace'
+  location: location
+  identity: {
+    type: 'SystemAssigned'
+  }
+  properties: {
+    storageAccount: storage.id
+    keyVault: vault.id
+    applicationInsights: insights.id
+    containerRegistry: registry.id
+  }
+}
+
+// Who runs onnx-ops: the reconciler's machine has this identity, and the workflows become it.
+resource operator 'Microsoft.ManagedIdentity/userAssignedIdentities@2023-01-31' = {
+  name: '${prefix}-operator'
+  location: location
+}
+
+// The endpoints' own identity; the setting `identity`.
+resource serving 'Microsoft.ManagedIdentity/userAssignedIdentities@2023-01-31' = {
+  name: '${prefix}-serving'
+  location: location
+}
+
+resource github 'Microsoft.ManagedIdentity/userAssignedIdentities/federatedIdentityCredentials@2023-01-31' = {
+  parent: operator
+  name: 'github'
+  properties: {
+    issuer: 'https://token.actions.githubusercontent.com'
+    subject: 'repo:${repository}:environment:${environmentName}'
+    audiences: [
+      'api://AzureADTokenExchange'
+    ]
+  }
+}
+
+resource releases 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(workspace.id, operator.id, roles.dataScientist)
+  scope: workspace
+  properties: {
+    principalId: operator.properties.principalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.dataScientist)
+  }
+}
+
+resource reads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(workspace.id, operator.id, roles.monitoringReader)
+  scope: workspace
+  properties: {
+    principalId: operator.properties.principalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.monitoringReader)
+  }
+}
+
+resource uploads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(storage.id, operator.id, roles.blobContributor)
+  scope: storage
+  properties: {
+    principalId: operator.properties.principalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.blobContributor)
+  }
+}
+
+resource downloads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(storage.id, serving.id, roles.blobReader)
+  scope: storage
+  properties: {
+    principalId: serving.properties.principalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.blobReader)
+  }
+}
+
+resource pulls 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(registry.id, serving.id, roles.pull)
+  scope: registry
+  properties: {
+    principalId: serving.properties.principalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.pull)
+  }
+}
+
+output workspace string = workspace.name
+output clientId string = operator.properties.clientId
+output identity string = serving.id
+output registry string = registry.properties.loginServer

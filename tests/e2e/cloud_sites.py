@@ -1,0 +1,268 @@
+"""Endpoints on this machine and on the fakes of the clouds behind the same face: real SDKs, sockets, inference."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import ssl
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from botocore.exceptions import ClientError
+from onnx import TensorProto, helper, save_model
+
+from onnx_ops.adapters import azure
+from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
+from onnx_ops.adapters.endpoints.azureml_client import Pace, _ml_client
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.adapters.endpoints.server_process import ServerProcess
+from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
+from onnx_ops.testing.clouds.azureml import AzureCloud
+from onnx_ops.testing.clouds.sagemaker import SETTINGS, FakeSageMaker, client
+
+PACE = Pace(patience=60, answers=5, lag=1, pause=0.01, longest=0.1)
+LATE_S = 240.0
+"""After so long both clouds tell all that was counted in a minute."""
+BEHIND_S = 6 * 3600.0
+"""The tests' time begins so far in the past that it never gets ahead of the commands', which is the machine's."""
+_PICK = 7
+
+
+def write_model(path: Path, *, scale: float, table: int = 8) -> Path:
+    """y = x * table[pick], all of whose entries are `scale`; a request that picks beyond a short table's end fails."""
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["table", "pick"], ["picked"]), helper.make_node("Mul", ["x", "picked"], ["y"])],
+        "scale",
+        [value("x", TensorProto.FLOAT, ["batch", 1]), value("pick", TensorProto.INT64, ["batch"])],
+        [value("y", TensorProto.FLOAT, ["batch", 1])],
+        [helper.make_tensor("table", TensorProto.FLOAT, [table, 1], [scale] * table)],
+    )
+    path.parent.mkdir(parents=True)
+    save_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """Who answered a request, with which status, and the factor that it computed."""
+
+    deployment: str
+    ok: bool
+    factor: float = 0.0
+
+
+class Wound:
+    """Fulfils `ports.Clock`: the machine's time, some hours ago, put forward by hand."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.shift = -BEHIND_S
+
+    def now(self) -> float:
+        return self._clock.now() + self.shift
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic()
+
+
+class Site(ABC):
+    """A provider, and what its clients need."""
+
+    name: str
+    provider: EndpointProvider
+    settings: Mapping[str, str | int | float | bool]
+
+    def __init__(self) -> None:
+        self.kept = threading.local()
+
+    @abstractmethod
+    def ask(self, config: EndpointConfig, body: bytes) -> Answered:
+        """One request, as clients of this provider make it."""
+
+    def metrics(self) -> MetricsSource:
+        return self.provider.metrics()
+
+    def wind(self, seconds: float) -> None:
+        """Put the provider's clock forward, if it has one of its own."""
+        del seconds
+
+    def hang_up(self) -> None:
+        """Close what the calling thread keeps open for `ask`."""
+        if (connection := getattr(self.kept, "connection", None)) is not None:
+            connection.close()
+
+
+class Local(Site):
+    name = "local"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.provider = LocalEndpoints(folder)
+        self.settings = {}
+        self._folder = folder
+
+    def ask(self, config: EndpointConfig, body: bytes) -> Answered:
+        address = self.provider.address(config)
+        assert address is not None
+        answer, document = post(self.kept, address, "/invocations", body, {})
+        return Answered(deployment=answer.headers["x-onnx-ops-deployment"], **read(answer.status, document))
+
+    def stop(self) -> None:
+        for endpoint in self._folder.iterdir() if self._folder.is_dir() else ():
+            ServerProcess(endpoint, sys.executable).stop()
+
+
+class SageMaker(Site):
+    name = "sagemaker"
+
+    def __init__(self, fake: FakeSageMaker) -> None:
+        super().__init__()
+        self.provider = SageMakerEndpoints()
+        self.settings = SETTINGS
+        self._fake = fake
+
+    def ask(self, config: EndpointConfig, body: bytes) -> Answered:
+        runtime = client(self._fake, "sagemaker-runtime")
+        try:
+            answer = runtime.invoke_endpoint(EndpointName=config.endpoint, ContentType="application/json", Body=body)
+        except ClientError as error:
+            if error.response["Error"]["Code"] != "ModelError":
+                raise
+            headers = error.response["ResponseMetadata"]["HTTPHeaders"]
+            return Answered(deployment=headers["x-amzn-invoked-production-variant"], ok=False)
+        return Answered(deployment=answer["InvokedProductionVariant"], **read(200, answer["Body"].read()))
+
+    def wind(self, seconds: float) -> None:
+        self._fake.shift(seconds)
+
+
+class AzureMl(Site):
+    name = "azureml"
+
+    def __init__(self, folder: Path, cloud: AzureCloud, clock: Wound) -> None:
+        super().__init__()
+        self.provider = self._endpoints = AzureEndpoints(folder, pace=PACE)
+        self.settings = cloud.settings
+        self._clock = clock
+        self._known: dict[str, tuple[str, str]] = {}
+
+    def ask(self, config: EndpointConfig, body: bytes) -> Answered:
+        if config.endpoint not in self._known:
+            address = self.provider.address(config)
+            assert address is not None
+            self._known[config.endpoint] = (address, self._endpoints.authorization(config))
+        address, key = self._known[config.endpoint]
+        answer, document = post(self.kept, address, urlsplit(address).path, body, {"authorization": key})
+        name = answer.headers["azureml-model-deployment"].rpartition("-")[0]
+        return Answered(deployment=name, **read(answer.status, document))
+
+    def metrics(self) -> MetricsSource:
+        return AzureMonitorMetrics({}, self._clock)
+
+
+def post(
+    kept: threading.local, address: str, path: str, body: bytes, headers: Mapping[str, str]
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """One request on the connection that this thread keeps to the address."""
+    place = urlsplit(address)
+    connection = getattr(kept, "connection", None)
+    if connection is None or (connection.host, connection.port) != (place.hostname, place.port):
+        host = place.hostname or ""
+        connection = kept.connection = (
+            http.client.HTTPSConnection(host, place.port, timeout=60, context=ssl.create_default_context())
+            if place.scheme == "https"
+            else http.client.HTTPConnection(host, place.port, timeout=60)
+        )
+    connection.request("POST", path, body, {"content-type": "application/json", **headers})
+    answer = connection.getresponse()
+    return answer, answer.read()
+
+
+def read(status: int, document: bytes) -> dict[str, float | bool]:
+    if status != 200:
+        return {"ok": False}
+    return {"ok": True, "factor": float(json.loads(document)["predictions"]["y"][0][0])}
+
+
+def body_of(*, odd: bool) -> bytes:
+    """A request; `odd` ones pick what a short table does not have."""
+    return json.dumps({"inputs": {"x": [[1.0]], "pick": [_PICK if odd else 0]}}).encode()
+
+
+class Clients:
+    """Requests one after the other, a part of them odd, until told to stop. `answers` counts them by what came back."""
+
+    def __init__(self, site: Site, config: EndpointConfig, *, odd_percent: int) -> None:
+        self._site, self._config, self._odd = site, config, odd_percent
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._bodies = (body_of(odd=False), body_of(odd=True))
+        self.answers: Counter[Answered] = Counter()
+        self.broken: list[str] = []
+
+    @property
+    def total(self) -> int:
+        return self.answers.total()
+
+    def by(self, deployment: str) -> Counter[bool]:
+        found: Counter[bool] = Counter()
+        for answer, count in list(self.answers.items()):
+            if answer.deployment == deployment:
+                found[answer.ok] += count
+        return found
+
+    def __enter__(self) -> Clients:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def more(self, count: int) -> None:
+        """Wait until so many more requests were answered."""
+        goal = self.total + count
+        while self.total < goal:
+            assert self._thread.is_alive(), self.broken
+            self._over.wait(0.005)
+
+    def _run(self) -> None:
+        draw = random.Random(0)  # noqa: S311 (a pattern would keep step with the fakes' own way of splitting)
+        while not self._over.is_set():
+            odd = draw.random() < self._odd / 100
+            try:
+                self.answers[self._site.ask(self._config, self._bodies[odd])] += 1
+            except Exception as error:
+                self.broken.append(repr(error))
+                break
+        self._site.hang_up()
+
+
+@contextmanager
+def environment(given: Mapping[str, str]) -> Iterator[None]:
+    """Take the fakes for the clouds, and forget them afterwards."""
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    azure.credential.cache_clear()
+    _ml_client.cache_clear()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,238 @@
+"""The same release on every provider: a first version, a good one that gets there by itself, a bad one that does not,
+and an operator who goes back. Behind the clouds' real SDKs are the fakes; their figures are of requests that were
+really answered, and are told as late as the clouds tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so no cloud is tested end to end")
+
+from cloud_sites import LATE_S, AzureMl, Clients, Local, SageMaker, Site, Wound, body_of, environment, write_model
+from e2e_project import Project
+
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.ledger import Intent, ReleaseState, fold
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord
+from onnx_ops.domain.rollout import RolloutPolicy, alias
+from onnx_ops.domain.rollout_policy import Guardrail
+from onnx_ops.operations.promote import configure, promote
+from onnx_ops.operations.reconcile import settle
+from onnx_ops.ports import Ports
+from onnx_ops.settings import load_settings
+from onnx_ops.testing.clouds.azureml import AzureCloud
+from onnx_ops.testing.clouds.sagemaker import fake_sagemaker
+from onnx_ops.wiring import connect
+
+pytestmark = pytest.mark.services
+
+PROVIDERS = ("local", "sagemaker", "azureml")
+TARGET = "cpu"
+JUDGED = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(60,), guardrails=(Guardrail(name="errors"),))
+BURST = 200
+"""Requests between two looks."""
+LOOKS = 40
+ODD_PERCENT = 60
+"""Percent of requests that the bad version fails on. CloudWatch tells its answers 422 as refusals, so there the rule
+of gross failures has to find it."""
+
+
+@dataclass
+class World:
+    """Three providers, one registry and one ledger; the commands see the same as the test does."""
+
+    project: Project
+    ports: Ports
+    clock: Wound
+    sites: dict[str, Site]
+
+    def config(self, provider: str, *, model: str) -> EndpointConfig:
+        site = self.sites[provider]
+        return EndpointConfig(
+            endpoint=f"{model}-{provider}",
+            provider=provider,
+            model=model,
+            target=TARGET,
+            target_digest=digest_bytes(b"target"),
+            pipeline=model,
+            settings=site.settings,
+        )
+
+    def release(self, model: str, seed: str, *, scale: float, table: int = 8) -> str:
+        """Register a version and ask for it; what it is called on its endpoints."""
+        path = write_model(self.project.root / "made" / model / seed / "model.onnx", scale=scale, table=table)
+        record = VariantRecord(
+            variant="fp32",
+            files={"model.onnx": path},
+            manifest=Manifest(files={"model.onnx": digest_file(path)}),
+            evidence={},
+            metrics={},
+            decisions={},
+            signed={},
+            description="",
+        )
+        lineage = Lineage(pipeline=model, release=digest_bytes(f"{model} {seed}".encode()))
+        published = self.ports.registry().publish(Publication(model=model, lineage=lineage, variants=(record,)))
+        version = published["fp32"]
+        promote(self.ports, model, version, TARGET, override=True, reason="its gates are not what is tried")
+        return f"v{version}"
+
+    def wind(self) -> None:
+        """All minutes until now are over, and told."""
+        self.clock.shift += LATE_S
+        for site in self.sites.values():
+            site.wind(LATE_S)
+
+    def state(self, config: EndpointConfig) -> ReleaseState:
+        return fold(config.endpoint, self.ports.ledger.read(config.endpoint))
+
+    def traffic(self, config: EndpointConfig) -> dict[str, int]:
+        observed = self.sites[config.provider].provider.observe(config)
+        assert observed is not None
+        assert sum(observed.split.weights.values()) == 100
+        return {name: weight for name, weight in observed.split.weights.items() if weight}
+
+    def settle_all(self, *configs: EndpointConfig) -> str:
+        """What is due at each of them, in this order; why nothing more is at the last one."""
+        return [settle(self.ports, config.endpoint)[-1].why for config in configs][-1]
+
+    def answers(self, *configs: EndpointConfig) -> list[tuple[str, float]]:
+        """Who answers a request at each endpoint, and with which factor."""
+        found = []
+        for config in configs:
+            site = self.sites[config.provider]
+            answer = site.ask(config, body_of(odd=False))
+            site.hang_up()
+            found.append((answer.deployment, answer.factor))
+        return found
+
+    def drive(self, config: EndpointConfig, clients: Clients) -> str:
+        """Reconcile until no rollout is in progress; why the last move was made."""
+        for _ in range(LOOKS):
+            told = settle(self.ports, config.endpoint)[-1]
+            if self.state(config).roles.candidate is None:
+                break
+            clients.more(BURST)
+            self.wind()
+        else:
+            raise AssertionError(f"the rollout did not end: {told.why}")
+        moves = [entry.body for entry in self.ports.ledger.read(config.endpoint) if isinstance(entry.body, Intent)]
+        return moves[-1].action.why
+
+    def history(self, config: EndpointConfig) -> list[Any]:
+        lines: list[Any] = self.project.document("history", config.endpoint)
+        return lines
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("three")
+    (root / "onnx-ops.toml").write_text("signing = 'off'\n", encoding="utf-8")
+    clock = Wound(SystemClock())
+    with ExitStack() as stack:
+        amazon = stack.enter_context(fake_sagemaker(tmp_path_factory.mktemp("sagemaker")))
+        azure = stack.enter_context(AzureCloud(tmp_path_factory.mktemp("azureml"), clock=clock))
+        amazon.shift(clock.shift)
+        given = {**amazon.environment, **azure.environment}
+        stack.enter_context(environment(given))
+        settings = load_settings(root, {})
+        local = Local(settings.endpoints)
+        stack.callback(local.stop)
+        sites: dict[str, Site] = {
+            "local": local,
+            "sagemaker": SageMaker(amazon),
+            "azureml": AzureMl(settings.endpoints, azure, clock),
+        }
+        ports = replace(
+            connect(settings),
+            provider=lambda name: sites[name].provider,
+            metrics=lambda config: sites[config.provider].metrics(),
+            clock=clock,
+        )
+        yield World(Project(root, dict(given)), ports, clock, sites)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, provider: str) -> None:
+    model = f"alone-{provider}"
+    config = world.config(provider, model=model)
+    configure(world.ports, config, JUDGED)
+    first = world.release(model, "first", scale=1.0)
+    settle(world.ports, config.endpoint)
+    assert world.traffic(config) == {first: 100}
+    with Clients(world.sites[provider], config, odd_percent=ODD_PERCENT) as clients:
+        clients.more(50)
+        good = world.release(model, "good", scale=2.0)
+        why = world.drive(config, clients)
+        assert world.traffic(config) == {good: 100}, why
+        bad = world.release(model, "bad", scale=3.0, table=4)
+        why = world.drive(config, clients)
+        assert world.traffic(config) == {good: 100}, why
+        assert why.endswith("-> ROLL BACK")
+        rolled = world.project.document("rollback", config.endpoint, "--reason", "twos are wrong", "--actor", "night")
+        assert (rolled["moved_from"], rolled["moved_to"]) == (good, first)
+        clients.more(20)
+        seen = clients.by(good)
+        clients.more(100)
+    assert world.traffic(config) == {first: 100}
+    assert clients.broken == []
+    assert clients.by(good) == seen, "no request goes to what was rolled back"
+    failed = {answer.deployment for answer in clients.answers if not answer.ok}
+    assert failed == {bad}
+    factors = {(answer.deployment, answer.factor) for answer in clients.answers if answer.ok}
+    assert factors == {(first, 1.0), (good, 2.0), (bad, 3.0)}
+    audited(world.history(config), first, good, bad)
+
+
+def test_one_release_over_all_providers_in_order_and_back_with_one_command(world: World) -> None:
+    model = "everywhere"
+    near, region, far = (world.config(provider, model=model) for provider in PROVIDERS)
+    configure(world.ports, near, RolloutPolicy())
+    configure(world.ports, region, RolloutPolicy(after=(near.endpoint,)))
+    configure(world.ports, far, RolloutPolicy(after=(near.endpoint, region.endpoint), soak=LATE_S))
+    first = world.release(model, "first", scale=1.0)
+    world.settle_all(near, region)
+    world.wind()
+    world.settle_all(far)
+    assert world.answers(near, region, far) == [(first, 1.0)] * 3
+    second = world.release(model, "second", scale=2.0)
+    assert [world.settle_all(one) for one in (far, region)] == [
+        f"{second} waits for endpoint {near.endpoint}: it does not serve this release"
+    ] * 2
+    world.settle_all(near, region)
+    assert world.settle_all(far).endswith(f"it has served this release for less than {LATE_S:g} s")
+    assert world.answers(near, region, far) == [(second, 2.0), (second, 2.0), (first, 1.0)]
+    world.wind()
+    world.settle_all(far, near, region)
+    assert world.answers(near, region, far) == [(second, 2.0)] * 3
+    assert world.ports.registry().aliases(model)[alias("champion", TARGET)] == second.removeprefix("v")
+    world.project.document("rollback", "--all", "--model", model, "--reason", "wrong everywhere", "--wait")
+    assert world.answers(near, region, far) == [(first, 1.0)] * 3
+    assert world.ports.registry().aliases(model)[alias("champion", TARGET)] == first.removeprefix("v")
+    for config in (near, region, far):
+        assert world.traffic(config) == {first: 100}
+        assert world.history(config)[-1]["actor"] == "tester"
+
+
+def audited(lines: list[Any], first: str, good: str, bad: str) -> None:
+    """The ledger tells who moved what where, and on which evidence."""
+    moves = [line for line in lines if line["versions"]]
+    assert [(line["kind"], line["what"].rpartition(": ")[2]) for line in moves] == [
+        ("first-deployment", f"{first} 100 %"),
+        ("start", f"{first} 80 %, {good} 20 %"),
+        ("advance", f"{first} 50 %, {good} 50 %"),
+        ("finish", f"{first} 0 %, {good} 100 %"),
+        ("start", f"{good} 80 %, {bad} 20 %"),
+        ("abort", f"{good} 100 %"),
+        ("rollback", f"{first} 100 %, {good} 0 %"),
+    ]
+    assert (moves[-1]["actor"], moves[-1]["why"]) == ("night", "twos are wrong")
+    evidence = [line["why"] for line in lines if line["kind"] == "observed"]
+    assert all(f"{good} 0 of " in line for line in evidence), "what was counted stands before what rests on it"

@@ -1,0 +1,138 @@
+"""What stands in infra/, read by the tools that know each format; and what it promises, read by us."""
+
+from __future__ import annotations
+
+import re
+import stat
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+from infra_tools import INFRA, ROOT, tool
+from packaging.requirements import Requirement
+from pycep import BicepParser
+
+COMPOSE = INFRA / "compose" / "compose.yaml"
+DOCKERFILE = INFRA / "docker" / "Dockerfile"
+BICEP = INFRA / "azure" / "onnx-ops.bicep"
+CORE_OF_THE_SERVER = {"annotated-types", "cattrs", "typing-extensions"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("hadolint", "--failure-threshold", "style", DOCKERFILE),
+        ("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE),
+        ("cfn-lint", "--non-zero-exit-code", "informational", INFRA / "aws" / "onnx-ops.yaml"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_its_tool_has_nothing_to_say(command: tuple[str, ...]) -> None:
+    done = tool(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "arguments"),
+    [
+        ("hadolint", "FROM python\nRUN cd /src && sudo make\n", ()),
+        ("check-jsonschema", "services: {one: {imag: two}}\n", ("--builtin-schema", "vendor.compose-spec")),
+        ("cfn-lint", "Resources: {One: {Type: 'AWS::S3::Bucket', Properties: {Bucketname: two}}}\n", ()),
+    ],
+)
+def test_the_tool_does_find_what_is_wrong(
+    tmp_path_factory: pytest.TempPathFactory, name: str, broken: str, arguments: tuple[str, ...]
+) -> None:
+    file = tmp_path_factory.mktemp("broken") / "broken.yaml"
+    file.write_text(broken, encoding="utf-8")
+    assert tool(name, *arguments, file).returncode != 0
+
+
+def parsed_bicep() -> dict[str, Any]:
+    parsed: dict[str, Any] = BicepParser().parse(text=BICEP.read_text(encoding="utf-8"))
+    return parsed
+
+
+def test_bicep_has_the_workspace_its_identities_and_trust_without_keys() -> None:
+    resources = parsed_bicep()["resources"]
+    kinds = {resource["type"] for resource in resources.values()}
+    assert {
+        "Microsoft.MachineLearningServices/workspaces",
+        "Microsoft.Storage/storageAccounts",
+        "Microsoft.ContainerRegistry/registries",
+        "Microsoft.ManagedIdentity/userAssignedIdentities",
+        "Microsoft.ManagedIdentity/userAssignedIdentities/federatedIdentityCredentials",
+        "Microsoft.Authorization/roleAssignments",
+    } <= kinds
+    assert not any("onlineEndpoints" in kind for kind in kinds), "endpoints are the pipeline's"
+    text = BICEP.read_text(encoding="utf-8")
+    assert "listKeys" not in text
+    used = set(re.findall(r"roles\.(\w+)", text))
+    named = set(re.findall(r"^  (\w+): '[0-9a-f-]{36}'$", text, re.MULTILINE))
+    assert used == named, "every role is assigned, and known"
+
+
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
+    return found
+
+
+def test_ports_of_the_stack_are_on_the_loopback_by_default() -> None:
+    ports = [port for service in services().values() for port in service.get("ports", ())]
+    assert ports
+    assert all(port.startswith("${ONNX_OPS_BIND:-127.0.0.1}:") for port in ports)
+
+
+def test_every_service_that_stays_is_watched_and_waits_for_what_it_needs() -> None:
+    found = services()
+    assert set(found) == {"postgres", "store", "buckets", "mlflow", "prefect", "worker", "reconciler"}
+    assert {name for name, service in found.items() if "healthcheck" not in service} == {"buckets"}
+    for service in found.values():
+        for name, how in service.get("depends_on", {}).items():
+            assert how["condition"] == "service_completed_successfully" or "healthcheck" in found[name]
+
+
+def test_no_secret_stands_in_the_stack() -> None:
+    document = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
+    assert all(set(secret) == {"file"} for secret in document["secrets"].values())
+    for service in services().values():
+        for name in service.get("environment", {}):
+            assert not name.endswith(("PASSWORD", "SECRET", "ACCESS_KEY", "TOKEN"))
+
+
+def test_ours_run_without_rights_on_a_root_that_cannot_be_written() -> None:
+    ours = [service for service in services().values() if "ONNX_OPS_PLATFORM_IMAGE" in service["image"]]
+    assert len(ours) == 5
+    for service in ours:
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_the_image_installs_what_the_server_imports_and_no_more() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core = {line for line in project["dependencies"] if Requirement(line).name in CORE_OF_THE_SERVER}
+    lines = (INFRA / "docker" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    wanted = {line for line in lines if line and not line.startswith("#")}
+    assert wanted == core | set(project["optional-dependencies"]["serve"])
+
+
+def test_the_image_keeps_its_promises() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    serving = text[text.index(" AS serving") :]
+    assert "ARG RUN_AS=10001:10001" in serving
+    assert "USER ${RUN_AS}" in serving
+    assert 'ENTRYPOINT ["/opt/onnx-ops/bin/python", "-P", "-m", "onnx_ops.serving.container"]' in serving
+    assert 'CMD ["serve"]' in serving
+    assert "HEALTHCHECK" in serving
+    assert "VOLUME /tmp" in serving
+    assert "pip" not in serving, "what is installed comes from the stage before"
+    assert "infra/docker/install.sh" in text
+    assert (INFRA / "docker" / "install.sh").stat().st_mode & stat.S_IXUSR
+
+
+def test_nothing_names_an_index_or_a_registry_of_packages() -> None:
+    for file in INFRA.rglob("*"):
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            assert not re.search(r"--(extra-)?index-url|--find-links|pypi\.", text), file

@@ -1,0 +1,161 @@
+"""The image without an engine: its files copied, its installation run, its entrypoint started as each cloud does.
+
+What the Dockerfile says is read from it. Not shown here: that an engine builds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from infra_tools import INFRA, ROOT, tool
+
+from onnx_ops import codec
+from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
+from onnx_ops.testing.endpoints import scaling_deployment
+
+pytestmark = pytest.mark.services
+
+LINES = (INFRA / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+IN_THE_IMAGE = "/opt/onnx-ops"
+BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
+PATIENCE_S = 60.0
+NEVER = ("mlflow", "prefect", "pydantic", "fastapi", "onnx", "scipy", "boto3", "azure")
+
+
+def instruction(name: str) -> list[str]:
+    """The exec form of the Dockerfile's last such instruction."""
+    line = [line for line in LINES if line.startswith(f"{name} ")][-1]
+    words: list[str] = json.loads(line.removeprefix(f"{name} "))
+    return words
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stands at /opt/onnx-ops in the image."""
+    source, venv = tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("image") / "onnx-ops"
+    first_stage = LINES[: next(i for i, line in enumerate(LINES) if line.endswith(" AS platform"))]
+    for copied in [line.split()[1:] for line in first_stage if line.startswith("COPY ")]:
+        for name in copied[:-1]:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, source / copied[-1], ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, source / copied[-1])
+    command = [str(source / "infra" / "docker" / "install.sh"), str(source), str(venv)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return venv
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def files_below(folder: Path) -> set[tuple[str, int]]:
+    return {(str(path), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def healthy(image: Path, environ: Mapping[str, str]) -> bool:
+    python, _ = instruction("HEALTHCHECK --interval=10s --timeout=3s --start-period=60s CMD")
+    command = [python.replace(IN_THE_IMAGE, str(image)), str(INFRA / "docker" / "healthcheck.py")]
+    return subprocess.run(command, env=environ, capture_output=True, timeout=30, check=False).returncode == 0
+
+
+@contextmanager
+def running(image: Path, folder: Path, given: Mapping[str, str]) -> Iterator[None]:
+    """The entrypoint with the image's variables and the cloud's, and with one folder to write to."""
+    scratch = folder / "tmp"
+    scratch.mkdir()
+    environ = {
+        "PATH": f"{image}/bin",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TMPDIR": str(scratch),
+        "ONNX_OPS_HOST": "127.0.0.1",
+        **given,
+    }
+    command = [word.replace(IN_THE_IMAGE, str(image)) for word in instruction("ENTRYPOINT")]
+    log = folder / "log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, *instruction("CMD")], env=environ, cwd="/", stdout=stream, stderr=stream, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not healthy(image, environ):
+            assert process.poll() is None, log.read_text(encoding="utf-8")
+            assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
+        yield
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0, log.read_text(encoding="utf-8")
+        assert not healthy(image, environ)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ask(port: str) -> Any:
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/invocations", BODY, headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def released(folder: Path) -> None:
+    deployment = scaling_deployment(folder / MODEL_FOLDER, name="v7", version="7", scale=2.0)
+    (folder / DEPLOYMENT_FILE).write_bytes(codec.dumps(deployment))
+
+
+@pytest.mark.parametrize(
+    ("below", "port_name", "folder_name"),
+    [
+        ("ml/model", "SAGEMAKER_BIND_TO_PORT", "ONNX_OPS_MODEL_DIR"),
+        ("azureml-models/digits/7", "ONNX_OPS_PORT", "AZUREML_MODEL_DIR"),
+        ("anywhere", "ONNX_OPS_PORT", "ONNX_OPS_MODEL_DIR"),
+    ],
+    ids=["sagemaker", "azureml", "plain"],
+)
+def test_the_entrypoint_as_each_cloud_starts_it(
+    image: Path, tmp_path: Path, below: str, port_name: str, folder_name: str
+) -> None:
+    released(tmp_path / "mounted" / below)
+    mounted = tmp_path / "mounted" / (below if folder_name == "ONNX_OPS_MODEL_DIR" else "")
+    before = files_below(image) | files_below(tmp_path / "mounted")
+    port = free_port()
+    with running(image, tmp_path, {port_name: port, folder_name: str(mounted)}):
+        assert ask(port)["predictions"]["y"] == [[2.0, 4.0]]
+    assert files_below(image) | files_below(tmp_path / "mounted") == before, "all that is written is in TMPDIR"
+
+
+def test_nothing_is_installed_that_the_server_does_not_need(image: Path) -> None:
+    code = (
+        "import importlib.util, sys, onnx_ops.serving.container, onnx_ops.serving.worker;"
+        f"print([name for name in {NEVER!r} if importlib.util.find_spec(name) or name in sys.modules])"
+    )
+    done = subprocess.run(
+        [f"{image}/bin/python", "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_bill_of_materials_lists_all_that_is_installed(image: Path, tmp_path: Path) -> None:
+    done = tool("cyclonedx-py", "environment", "--output-reproducible", "--output-file", tmp_path / "sbom.json", image)
+    assert done.returncode == 0, done.stderr
+    components = json.loads((tmp_path / "sbom.json").read_text(encoding="utf-8"))["components"]
+    installed = {path.name.partition("-")[0].lower() for path in image.glob("lib/*/site-packages/*.dist-info")}
+    assert {one["name"].replace("-", "_").lower() for one in components} == installed
+    assert {"onnxruntime", "onnx_ops", "uvicorn"} <= installed
