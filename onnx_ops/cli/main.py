@@ -13,6 +13,7 @@ from onnx_ops.cli import (
     machine,
     notify,
     pipelines,
+    quantize,
     releases,
     report,
     rollback,
@@ -53,6 +54,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (TOOLS, tools.inspect),
     (TOOLS, tools.compare),
     (TOOLS, tools.bench),
+    (TOOLS, quantize.quantize),
     (MACHINE, serve.serve),
     (MACHINE, machine.doctor),
 ]

@@ -14,10 +14,11 @@ from onnx_ops.cli.tables import console
 from onnx_ops.domain.artifact import TensorSpec, short
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.structure import Advice
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.graph.survey import Survey
 from onnx_ops.reporting.figures import format_figure, format_interval, number
-from onnx_ops.reporting.structure import coverage_lines, tree_lines
+from onnx_ops.reporting.structure import advice_lines, coverage_lines, tree_lines
 from onnx_ops.reporting.textplot import ratio_plot
 from onnx_ops.stages.bench import PER_SECOND, Alone, Figure
 from onnx_ops.stages.bench_pair import Paired, Versus
@@ -82,6 +83,7 @@ def parity_document(found: Parity, a: Path, b: Path, target: str, source: str) -
         "notes": list(found.notes),
         "trees": codec.to_json(found.trees),
         "coverage": codec.to_json(found.coverage),
+        "advice": [codec.to_json(one) for one in found.advice],
         "exit_code": found.verdict.exit_code,
     }
 
@@ -105,6 +107,7 @@ def parity_report(found: Parity, a: Path, b: Path, target: str, source: str) -> 
         out.print(f"[yellow]note[/yellow] {escape(note)}")
     for line in (*tree_lines(found.trees), *coverage_lines(found.coverage)):
         out.print(escape(line), soft_wrap=True)
+    advise(found.advice)
     out.print(f"{_coloured(found.verdict)} {escape(found.reason)}")
 
 
@@ -130,6 +133,7 @@ def alone_report(found: Alone, model: Path, target: str) -> None:
     share = found.preempted / found.runs if found.runs else 0.0
     out.print(f"{found.preempted} of {found.runs} runs were preempted ({100 * share:.2g}%) and left out.")
     out.print(escape(_machine(found.hardware, found.facts, found.conditions)), style="dim")
+    advise(found.advice)
 
 
 def paired_document(found: Paired, a: Path, b: Path) -> dict[str, Any]:
@@ -175,6 +179,13 @@ def paired_report(found: Paired, a: Path, b: Path) -> None:
         out.print("B is faster than A with confidence.")
     elif found.verdict is Verdict.PASS:
         out.print("B keeps the limit; that it is faster than A is not shown.")
+    advise(found.evidence.advice)
+
+
+def advise(found: Sequence[Advice]) -> None:
+    """What slows a model down, and what to set."""
+    for line in advice_lines(found):
+        console().print(f"[yellow]advice[/yellow] {escape(line)}", soft_wrap=True)
 
 
 def _versus(one: Versus) -> str:

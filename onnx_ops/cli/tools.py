@@ -226,19 +226,26 @@ def _bench_of(name: str) -> tuple[Ports, Target]:
 def _samples(
     inputs: tuple[TensorSpec, ...], ports: Ports, data: Path | None, dims: list[str] | None, *, rows: int, seed: int
 ) -> Samples:
-    from onnx_ops.domain.pipeline import FileData
-    from onnx_ops.stages.probing import brought, made_up
+    from onnx_ops.stages.probing import made_up
 
     sizes = _sizes(dims or [])
     if data is None:
         return made_up(inputs, count=rows, dims=sizes, seed=seed)
     if sizes:
         raise UserError("--dim is for random rows, and --data brings its own", where="--dim")
+    return read_rows(inputs, ports, data, rows)
+
+
+def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: int) -> Samples:
+    """The first rows of a .npz file, checked against the inputs of a model."""
+    from onnx_ops.domain.pipeline import FileData
+    from onnx_ops.stages.probing import brought
+
     if not data.is_file():
         raise NotFound("no such file", where=str(data))
     path = data.resolve()
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs})
-    return brought(inputs, ports.source("file").load(section, path.parent), where=str(data), limit=rows)
+    return brought(inputs, ports.source("file").load(section, path.parent), where=str(data), limit=limit)
 
 
 def _sizes(dims: list[str]) -> dict[str, int]:

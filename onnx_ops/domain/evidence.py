@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.structure import ActivationMeasurement, Int8Coverage, SourceLimits, TreeStructure
+from onnx_ops.domain.structure import ActivationMeasurement, Advice, Int8Coverage, SourceLimits, TreeStructure
 from onnx_ops.domain.target import HardwareFingerprint
 
-EVIDENCE_SCHEMA = 1
+EVIDENCE_SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,8 @@ class Evidence:
     """Everything measured about one variant on one target.
 
     `failure` says why a measurement is missing; it blames the environment, never the model. `raw` is the digest of
-    the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source.
+    the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source. `recipe`
+    tells in sentences how the variant was made, `advice` what slows it down on the target.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -252,6 +253,8 @@ class Evidence:
     trees: TreeStructure | None = None
     activations: tuple[ActivationMeasurement, ...] = ()
     coverage: Int8Coverage | None = None
+    recipe: tuple[str, ...] = ()
+    advice: tuple[Advice, ...] = ()
     metrics: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
     comparisons: tuple[LatencyComparison, ...] = ()

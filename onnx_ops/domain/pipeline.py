@@ -124,7 +124,7 @@ class Calibrate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Attempts):
     name: Annotated[str, doc("Name of the variant.")]
-    method: Annotated[str, doc("Optimizer plugin: dynamic, static.")]
+    method: Annotated[str, doc("Optimizer plugin: dynamic, static, fp16, weight-only, graph, fusion, fixed-shapes.")]
     calibrate: Annotated[Calibrate | None, doc("Calibration data; static quantization needs it.")] = None
     per_channel: Annotated[bool, doc("One scale per output channel of a weight.")] = True
     exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()

@@ -1,5 +1,5 @@
-"""What is known of a variant beside its answers: its trees, its quantized activations, its int8 operators, its source's
-limits."""
+"""What is known of a variant beside its answers: its trees, its quantized activations, its int8 operators, what slows
+it down, its source's limits."""
 
 from __future__ import annotations
 
@@ -58,11 +58,26 @@ class ActivationMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatOperator:
-    """An operator of a quantized variant that runs in float though its kind could run in int8, and why."""
+    """An operator of a quantized variant that runs in float though its kind could run in int8, why, and which setting
+    mends it; empty where none does."""
 
     name: str
     op_type: str
     reason: str
+    setting: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Something that makes a variant slow or wrong on its target, and the setting that mends it.
+
+    `setting` is what to write into the pipeline or target file; `nodes` are those that are meant, as far as it has
+    names for them.
+    """
+
+    finding: str
+    setting: str
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

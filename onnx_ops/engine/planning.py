@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from onnx_ops import codec
@@ -23,14 +23,15 @@ from onnx_ops.domain.pipeline import (
     StageKind,
 )
 from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.EXPORT: 3,
     StageKind.VALIDATE: 3,
-    StageKind.QUANTIZE: 3,
-    StageKind.BENCHMARK: 3,
+    StageKind.QUANTIZE: 4,
+    StageKind.BENCHMARK: 4,
     StageKind.GATE: 3,
     StageKind.REGISTER: 4,
 }
@@ -58,6 +59,10 @@ class Probe(Protocol):
 
     def hardware(self, target: Target) -> Digest: ...
 
+    def arithmetic(self, target: Target) -> Arithmetic:
+        """How the machine of a target computes in few bits."""
+        ...
+
     def signer(self) -> Digest | None:
         """Key that signs decisions; None where runs stop at the gates."""
         ...
@@ -72,7 +77,7 @@ def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, unt
         probe: answers what content the plan starts from.
         until: leave out every kind of stage that comes after this one.
     """
-    stages = [*_source(pipeline, probe), *_models(pipeline, probe)]
+    stages = [*_source(pipeline, probe), *_models(pipeline, targets, probe)]
     for name in pipeline.benchmark.targets:
         for variant in pipeline.variants():
             stages += _judged(pipeline, targets[name], variant, probe)
@@ -168,7 +173,7 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     return stages
 
 
-def _models(pipeline: Pipeline, probe: Probe) -> list[Stage]:
+def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
     tools = probe.tools("exporters", pipeline.export.framework)
@@ -180,6 +185,7 @@ def _models(pipeline: Pipeline, probe: Probe) -> list[Stage]:
         "pipeline": pipeline.pipeline,
         **env,
     }
+    machines = _machines(pipeline.benchmark.targets, targets, probe)
     validate: dict[str, Json] = {"section": _section(pipeline.validate), "export": _section(pipeline.export)}
     return [
         _stage(
@@ -202,17 +208,23 @@ def _models(pipeline: Pipeline, probe: Probe) -> list[Stage]:
             variant=EXPORT,
             hints=hints,
         ),
-        *(_quantize(entry, probe) for entry in pipeline.quantize),
+        *(_quantize(entry, machines, probe) for entry in pipeline.quantize),
     ]
 
 
-def _quantize(entry: Quantize, probe: Probe) -> Stage:
+def _machines(names: Iterable[str], targets: Mapping[str, Target], probe: Probe) -> list[Json]:
+    """The kinds of machine that a variant is made for, each once: recipes follow them."""
+    kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in names]
+    return sorted((kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=_plain)
+
+
+def _quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
     calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
     return _stage(
         StageKind.QUANTIZE,
         variant_id(entry.name),
         entry,
-        {"section": _section(entry), "quantized": probe.is_quantizer(entry.method)},
+        {"section": _section(entry), "quantized": probe.is_quantizer(entry.method), "machines": list(machines)},
         needs=["export", *calibration],
         tools=probe.tools("optimizers", entry.method),
         variant=entry.name,

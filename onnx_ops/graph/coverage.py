@@ -47,6 +47,9 @@ _KINDS = {
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
 """What the quantizers and the runtime put around a node's name when they rewrite it."""
 
+FUSE = "target file: session: {graph_level: all}"
+"""The setting with which the runtime fuses pairs into operators."""
+
 _INT8 = 3
 
 
@@ -88,32 +91,37 @@ def int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -
         if node.op_type in INT8_OPERATORS:
             int8.append(name)
         elif node.op_type in _FLOAT_OPERATORS | _WITHOUT_KERNEL:
-            reason = "excluded" if name in kept else _reason(node, graph)
-            floats.append(FloatOperator(name=name, op_type=_KINDS.get(node.op_type, node.op_type), reason=reason))
+            reason, setting = ("excluded", "") if name in kept else _reason(node, graph)
+            kind = _KINDS.get(node.op_type, node.op_type)
+            floats.append(FloatOperator(name=name, op_type=kind, reason=reason, setting=setting))
     return Int8Coverage(int8=tuple(int8), floats=tuple(floats), unheeded=tuple(name for name in int8 if name in kept))
 
 
-def _reason(node: onnx.NodeProto, graph: _Graph) -> str:
+def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
+    """Why the node runs in float, and the setting that mends it."""
     if node.op_type in _WITHOUT_KERNEL:
-        return f"the runtime has no int8 kernel for {node.op_type}"
+        return f"the runtime has no int8 kernel for {node.op_type}", ""
     makers = [graph.makers.get(name) for name in node.input[:2]]
     read = [maker is not None and maker.op_type == "DequantizeLinear" for maker in makers]
     weight = graph.constant(node.input[1])
     if not weight and not all(read):
-        return "both of its inputs are computed: it has no constant weight"
+        return "both of its inputs are computed: it has no constant weight", "method: static, which takes such products"
     if not read[0]:
         maker = makers[0]
-        return f"its input is not quantized: it comes in float from {maker.op_type if maker else 'the model input'}"
+        reason = f"its input is not quantized: it comes in float from {maker.op_type if maker else 'the model input'}"
+        return reason, f"name {_KINDS.get(node.op_type, node.op_type)} in `options.op_types`, or leave op_types out"
     levels = makers[0].input[2] if makers[0] is not None and len(makers[0].input) > 2 else ""
     if graph.types.get(levels) == _INT8:
-        return "its QuantizeLinear pair is not fused: activations are int8, kernels of x86 take uint8"
+        reason = "its QuantizeLinear pair is not fused: activations are int8, kernels of x86 take uint8"
+        return reason, "options: {activations: uint8}"
     if not weight and not read[1]:
-        return "its QuantizeLinear pair is not fused: the second input is not quantized"
+        return "its QuantizeLinear pair is not fused: the second input is not quantized", "leave `options.op_types` out"
     after = [reader.op_type for reader in graph.readers.get(node.output[0], ())]
     if "QuantizeLinear" not in after:
         follows = after[0] if after else "the model output"
-        return f"its QuantizeLinear pair is not fused: {follows} follows instead of QuantizeLinear"
-    return "its QuantizeLinear pair is not fused, though input and output are quantized"
+        reason = f"its QuantizeLinear pair is not fused: {follows} follows instead of QuantizeLinear"
+        return reason, f"name {after[0]} in `options.op_types`, or exclude the operator" if after else ""
+    return "its QuantizeLinear pair is not fused, though input and output are quantized", FUSE
 
 
 def _graph(model: onnx.ModelProto) -> _Graph:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.files import read_model
+from onnx_ops.graph.narrow import Narrow, blocks, halves
 
 if TYPE_CHECKING:
     import onnx
@@ -56,8 +57,8 @@ class _Stored:
 def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
     """Every quantized weight and bias of `derived` with its float original in `source`, in order of name.
 
-    Reads what static quantization stores (constants behind a DequantizeLinear) and what dynamic quantization does
-    (constants of MatMulInteger and ConvInteger).
+    Reads what static quantization stores (constants behind a DequantizeLinear), what dynamic quantization does
+    (constants of MatMulInteger and ConvInteger), weights in float16, and weights in blocks (MatMulNBits).
 
     Raises:
         MeasurementFailure: a quantized weight has no original of its name and shape, or is stored in another way.
@@ -71,9 +72,10 @@ def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...
         raise MeasurementFailure(
             f"quantized weight {unread[0]} is stored in a way that cannot be compared", where=derived.name
         )
-    return tuple(
-        _pair(found[name], originals, tensors, turned, derived.name) for name in sorted(found) if tensors[name].dims
-    )
+    pairs = [_pair(found[name], originals, tensors, turned, derived.name) for name in found if tensors[name].dims]
+    narrow = (*halves(originals, tensors), *blocks(after, tensors))
+    pairs += [_narrow_pair(one, originals, turned, derived.name) for one in narrow]
+    return tuple(sorted(pairs, key=lambda pair: pair.name))
 
 
 def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
@@ -158,6 +160,27 @@ def _pair(
     spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
     return QuantizedWeight(
         name=name, original=original, dequantized=levels * scale, scale=np.maximum(np.abs(scale), spacing)
+    )
+
+
+def _narrow_pair(
+    one: Narrow, originals: Mapping[str, onnx.TensorProto], turned: frozenset[str], where: str
+) -> QuantizedWeight:
+    from onnx import numpy_helper
+
+    if one.name not in originals:
+        raise MeasurementFailure(f"narrowed weight {one.name} has no original to compare with", where=where)
+    original = numpy_helper.to_array(originals[one.name]).astype(np.float64)
+    if one.transposable and one.name in turned:
+        original = original.T
+    if original.size != one.values.size:
+        raise MeasurementFailure(
+            f"narrowed weight {one.name} has shape {one.values.shape}, its original {original.shape}", where=where
+        )
+    original = original.reshape(one.values.shape)
+    spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
+    return QuantizedWeight(
+        name=one.name, original=original, dequantized=one.values, scale=np.maximum(one.step, spacing)
     )
 
 

@@ -11,6 +11,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.pipeline import DataSection, Environment, Export, Quantize
 from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
 if TYPE_CHECKING:
@@ -191,24 +192,31 @@ class TreeExporter(Exporter, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeRequest:
-    """What an optimizer is asked for. `calibration` holds inputs by ONNX name, or None if none was declared."""
+    """What an optimizer is asked for. `calibration` holds inputs by ONNX name, or None if none was declared.
+
+    `machines` are those of the targets on which the variant is to run, each kind once.
+    """
 
     section: Quantize
     source: Path
     path: Path
     calibration: Tensors | None
-    target: Target | None = None
+    machines: tuple[Arithmetic, ...] = ()
 
 
 class Optimizer(Protocol):
-    """Derives one ONNX file from another."""
+    """Derives one ONNX file from another.
+
+    `quantized`: the variant differs from its source by design, so that its weights and a task metric are judged and
+    not its distance from the source.
+    """
 
     tools: tuple[str, ...]
     quantized: bool
     needs_calibration: bool
 
-    def optimize(self, request: OptimizeRequest) -> None:
-        """Write the derived file to `request.path`.
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Write the derived file to `request.path`, and tell in a sentence each what was decided and why.
 
         Raises:
             UserError: an option does not fit, or an excluded node took no effect.

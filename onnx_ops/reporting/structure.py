@@ -1,9 +1,12 @@
-"""What is known of a variant beside its answers, in words: trees, activations, int8 coverage, the source's limits."""
+"""What is known of a variant beside its answers, in words: its recipe, trees, activations, int8 coverage, advice, the
+source's limits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.structure import ActivationMeasurement, Int8Coverage, SourceLimits, TreeStructure
+from onnx_ops.domain.structure import ActivationMeasurement, Advice, Int8Coverage, SourceLimits, TreeStructure
 from onnx_ops.reporting.figures import format_figure, number
 
 _NAN = {
@@ -12,6 +15,7 @@ _NAN = {
     "passed on": "answered by the source with NaN",
 }
 _CLIPPED = 1e6
+_NAMED = 5
 
 
 def structure_entries(evidence: Evidence) -> dict[str, str]:
@@ -19,7 +23,9 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
     activations = "; ".join(map(_activation, evidence.activations))
     entries = {
         "trees": "; ".join(tree_lines(evidence.trees)),
+        "recipe": "; ".join(evidence.recipe),
         "int8": "; ".join(coverage_lines(evidence.coverage)),
+        "advice": "; ".join(advice_lines(evidence.advice)),
         "activations": activations,
         **_limits(evidence.source),
     }
@@ -42,6 +48,16 @@ def coverage_lines(found: Int8Coverage | None) -> list[str]:
     lines = [f"{len(found.int8)} of {total} MatMul/Conv/Gemm run in int8"]
     lines += [f"in float: {one.name} ({one.op_type}): {one.reason}" for one in found.floats]
     return lines + [f"excluded, and yet in int8: {name}" for name in found.unheeded]
+
+
+def advice_lines(found: Sequence[Advice]) -> list[str]:
+    """Each finding, the first of its nodes, and what to set."""
+    return [f"{one.finding}{_some(one.nodes)}; set: {one.setting}" for one in found]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f" ({', '.join(names[:_NAMED])}{more})" if names else ""
 
 
 def _activation(one: ActivationMeasurement) -> str:

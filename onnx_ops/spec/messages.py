@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from onnx_ops.domain.recipes import DISTRIBUTION
 from onnx_ops.spec.binding import Bound, yaml_keys
 from onnx_ops.spec.document import BROKEN, Document, Finding
 from onnx_ops.spec.unions import CUSTOM
@@ -71,7 +72,13 @@ _LIMITS: Mapping[str, tuple[str, str]] = {
 }
 
 
+_REFUSED: Mapping[str, str] = {"distribution": DISTRIBUTION}
+"""Words that a library knows and that are refused here, with the reason."""
+
+
 def _literal(context: Mapping[str, Any], written: Any) -> str:
+    if isinstance(written, str) and written in _REFUSED:
+        return _REFUSED[written]
     known = [word.strip().strip("'") for word in str(context["expected"]).replace(" or ", ", ").split(",")]
     hint = did_you_mean(written, known) if isinstance(written, str) else ""
     return f"expected {'one of ' if len(known) > 1 else ''}{listing(known)}, got {describe(written)}{hint}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, ThroughputGate
 from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.recipes import types_problem
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.metrics import label_findings, metric_findings
@@ -53,6 +54,15 @@ def _calibration(draft: Draft) -> Iterator[Finding]:
         if scored is not None and name in draft.sets and (name == scored or _same_rows(draft, name, scored)):
             message = f"'{name}' is the set that validate.samples scores; calibrate on another one"
             yield Finding(loc=(*loc, "calibrate", "data"), message=message)
+
+
+def _recipes(draft: Draft) -> Iterator[Finding]:
+    for loc, entry in draft.quantize:
+        if problem := types_problem(entry.options):
+            yield Finding(loc=(*loc, "options"), message=problem)
+        if entry.options.get("algorithm") == "gptq" and entry.calibrate is None:
+            message = "gptq needs 'calibrate', e.g. calibrate: {data: train, samples: 256}"
+            yield Finding(loc=(*loc, "calibrate"), message=message, on_key=True)
 
 
 def _same_rows(draft: Draft, one: str, other: str) -> bool:
@@ -127,6 +137,7 @@ RULES: tuple[Rule, ...] = (
     _origin,
     _data_sets,
     _calibration,
+    _recipes,
     _variants,
     _benchmark,
     _gates,

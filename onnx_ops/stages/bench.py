@@ -10,11 +10,13 @@ from pathlib import Path
 from onnx_ops.analysis.latency import quantile_gate, quantile_limit
 from onnx_ops.domain.evidence import RuntimeFacts, throughput_figure
 from onnx_ops.domain.measuring import Asked
+from onnx_ops.domain.structure import Advice
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import ceiling, full_check
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.stages.coverage import examine
 from onnx_ops.stages.load import throughput_alone
 from onnx_ops.stages.starts import starts_alone
 from onnx_ops.stages.timing import QUANTILES, rows_of, time_alone
@@ -45,7 +47,7 @@ class Alone:
     """One model on one target.
 
     `figures` holds quantiles of single runs in one session, and where asked the median throughput of fresh sessions
-    and the medians of fresh processes, by the names they have in evidence.
+    and the medians of fresh processes, by the names they have in evidence. `advice` says what slows it down.
     """
 
     batch: int
@@ -55,6 +57,7 @@ class Alone:
     facts: RuntimeFacts
     hardware: HardwareFingerprint
     conditions: Mapping[str, str]
+    advice: tuple[Advice, ...] = ()
 
 
 def bench(
@@ -97,6 +100,7 @@ def bench(
         facts=facts,
         hardware=runtime.fingerprint(target),
         conditions=dict(conditions()),
+        advice=examine(runtime, model, model, target).advice,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.stages.bench import LATENCY, PER_SECOND, UNITS, Conditions, Tell, facts_of
+from onnx_ops.stages.coverage import examine
 from onnx_ops.stages.probing import shared_inputs
 from onnx_ops.stages.speed import compare_more
 from onnx_ops.stages.timing import LogRatios, Race, Raw, rows_of, time_against
@@ -143,6 +144,7 @@ def bench_pair(
     comparison, raw = time_against(race)
     ratios, more = compare_more(race, asked)
     evidence = _evidence(runtime, target, b, facts, comparison, ratios, conditions())
+    evidence = replace(evidence, advice=examine(runtime, a, b, target).advice)
     decision = judge(gates, evidence)
     limits = {r.metric: r.bound for r in decision.results if r.bound is not None}
     return Paired(

@@ -15,14 +15,14 @@ from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.metric import MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
-from onnx_ops.domain.structure import ActivationMeasurement, Int8Coverage, SourceLimits, TreeStructure
+from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import ceiling
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Dataset, Ports, Runtime
 from onnx_ops.stages.champion import Champion, champion_of
-from onnx_ops.stages.coverage import measure_coverage
+from onnx_ops.stages.coverage import Examined, examine
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
 from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.parity import measure_parity
@@ -69,6 +69,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         metrics = _metrics(bench, is_export, settings, ports)
         speed = measure_speed(_contest(bench, is_export, settings["batch"]), _asked(stage))
         quantized = bool(settings["quantized"])
+        examined = Examined() if is_export else _examined(ports, bench, variant)
         reference = get_reference(store, inputs["export"]["reference.npz"])
         evidence = Evidence(
             pipeline=settings["pipeline"],
@@ -92,7 +93,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
             trees=next(iter(_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),
             activations=_documents(ports, variant["activations.json"], ActivationMeasurement) if quantized else (),
-            coverage=_coverage(ports, bench, variant) if quantized else None,
+            coverage=examined.coverage,
+            advice=examined.advice,
+            recipe=() if is_export else _documents(ports, variant["recipe.json"], str),
             metrics=metrics.counts,
             scores=metrics.scores,
             comparisons=speed.comparisons,
@@ -119,9 +122,9 @@ def _documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
 
 
-def _coverage(ports: Ports, bench: Bench, variant: Manifest) -> Int8Coverage | None:
+def _examined(ports: Ports, bench: Bench, variant: Manifest) -> Examined:
     excluded = _documents(ports, variant["excluded.json"], str)
-    return measure_coverage(bench.runtime, bench.export, bench.candidate, bench.target, excluded)
+    return examine(bench.runtime, bench.export, bench.candidate, bench.target, excluded)
 
 
 def _metrics(bench: Bench, is_export: bool, settings: Mapping[str, Any], ports: Ports) -> TaskMetrics:

@@ -19,14 +19,13 @@ from onnx_ops.analysis.trees import compare_trees
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.gate import ParityGate, Verdict, combine
-from onnx_ops.domain.structure import Int8Coverage, TreeStructure
+from onnx_ops.domain.structure import Advice, Int8Coverage, TreeStructure
 from onnx_ops.domain.target import SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import aborts_without_rows, full_check
-from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.stages.coverage import measure_coverage
+from onnx_ops.stages.coverage import examine, has_integers
 from onnx_ops.stages.group_answers import answers_of, refusal
 from onnx_ops.stages.parity import mismatched
 from onnx_ops.stages.probing import Group, Samples, groups_of, shared_inputs
@@ -40,11 +39,6 @@ REFERENCE = Target(
 RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
 
 Answers = Mapping[str, Tensors | MeasurementFailure]
-
-QUANTIZED = frozenset(
-    {"ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
-)
-"""Operators of which a float model has none."""
 
 QUANTIZED_NOTE = "B is quantized: it differs from A by design, and only a task metric tells whether that is too much"
 
@@ -76,7 +70,8 @@ class Difference:
 class Parity:
     """What B is to A. `notes` say what was not compared, and why.
 
-    `trees` holds the trees of B beside those of A, where both have some; `coverage` what of a quantized B runs in int8.
+    `trees` holds the trees of B beside those of A, where both have some; `coverage` what of a quantized B runs in int8,
+    `advice` what slows B down.
     """
 
     a: Digest
@@ -85,6 +80,7 @@ class Parity:
     notes: tuple[str, ...]
     trees: TreeStructure | None = None
     coverage: Int8Coverage | None = None
+    advice: tuple[Advice, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -123,7 +119,7 @@ def compare(
     found = _answers(runtime, target, b, groups)
     _check_repeats(runtime, a, groups[0])
     measured: list[ParityMeasurement] = []
-    quantized = _has(b, QUANTIZED) and not _has(a, QUANTIZED)
+    quantized = has_integers(b) and not has_integers(a)
     notes = [QUANTIZED_NOTE] if quantized else []
     notes += ["one row is large: edges and large batches were left out"] if samples.large else []
     for group in groups:
@@ -143,18 +139,16 @@ def compare(
     order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}
     measured = sorted(with_pooled_noise(measured), key=lambda m: order[m.output])
     differences = tuple(_judged(m, labels=m.output in labels) for m in measured)
+    examined = examine(runtime, a, b, target)
     return Parity(
         a=digest_file(a),
         b=digest_file(b),
         differences=differences,
         notes=tuple(notes),
         trees=trees,
-        coverage=measure_coverage(runtime, a, b, target) if quantized else None,
+        coverage=examined.coverage,
+        advice=examined.advice,
     )
-
-
-def _has(model: Path, operators: frozenset[str]) -> bool:
-    return any(node.op_type in operators for node in nodes(read_structure(model)))
 
 
 def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Group]) -> Answers:

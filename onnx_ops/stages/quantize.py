@@ -1,4 +1,4 @@
-"""Quantize: a variant derived from the export, with the error of each quantized weight and activation."""
+"""Quantize: a variant derived from the export, how it was made, and the error of each weight and activation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from onnx_ops.analysis.parity import weight_error
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import WeightMeasurement
 from onnx_ops.domain.pipeline import Quantize, Stage
+from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
 from onnx_ops.graph.weights import kept_weights, quantized_weights
@@ -23,6 +24,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     del key
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
+    machines = tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"])
     calibration = unseen = None
     if section.calibrate is not None:
         dataset = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"])
@@ -33,8 +35,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         derived = folder / "onnx"
         derived.mkdir()
         path = derived / MODEL_FILE
-        ports.optimizer(section.method).optimize(
-            OptimizeRequest(section=section, source=source, path=path, calibration=calibration)
+        recipe = ports.optimizer(section.method).optimize(
+            OptimizeRequest(section=section, source=source, path=path, calibration=calibration, machines=machines)
         )
         write_lineage(path, {"onnx-ops.variant": section.name})
         files = put_folder(ports.store, derived, MODEL)
@@ -47,6 +49,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                 "weights.json": put_document(ports.store, measure_weights(source, path)),
                 "activations.json": put_document(ports.store, activations),
                 "excluded.json": put_document(ports.store, section.exclude),
+                "recipe.json": put_document(ports.store, recipe),
             }
         )
 

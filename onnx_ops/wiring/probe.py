@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import DataSection
+from onnx_ops.domain.recipes import Arithmetic, arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.engine import code_digest
 from onnx_ops.ports import Ports
@@ -45,6 +46,9 @@ class ProjectProbe:
 
     def hardware(self, target: Target) -> Digest:
         return self.ports.runtime(target.runtime).fingerprint(target).digest()
+
+    def arithmetic(self, target: Target) -> Arithmetic:
+        return arithmetic(self.ports.runtime(target.runtime).fingerprint(target), target)
 
     def signer(self) -> Digest | None:
         signer = self.ports.signer()

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from onnx_ops.adapters.runtimes.hardware import lacking_flags
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageFailure, UserError
 from onnx_ops.graph.files import read_model, read_structure, write_model
@@ -286,6 +288,55 @@ def test_calibration_rows_come_in_small_batches_and_all_of_them(perceptron: Opti
             batches.append(batch["x"])
     assert [len(batch) for batch in batches] == [BATCH, BATCH, 5]
     np.testing.assert_array_equal(np.concatenate(batches), given["x"])
+
+
+@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
+def test_memory_of_calibration_does_not_grow_with_its_rows(convolution: OptimizeRequest, method: str) -> None:
+    """What grows is the histograms' counts, not the activations: those of one batch are held at a time."""
+    section = replace(STATIC, calibrate=Calibrate(method=method))  # type: ignore[arg-type]
+
+    def peak(count: int) -> int:
+        request = replace(convolution, section=section, calibration=images(count))
+        tracemalloc.start()
+        try:
+            StaticQuantizer().optimize(request)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(16)  # imports and caches
+    few, many = peak(64), peak(1024)
+    activations = 1024 * 8 * 8 * (1 + 4 + 4) * 4  # bytes of the input and of two layers, were all rows held
+    assert many - few < activations / 4
+
+
+def test_the_recipe_follows_the_machine_unless_it_is_set(convolution: OptimizeRequest) -> None:
+    old, new, arm = Arithmetic(family="x86", saturates=True), Arithmetic(family="x86"), Arithmetic(family="arm")
+
+    def made(*machines: Arithmetic, **options: bool) -> tuple[int, int, tuple[str, ...]]:
+        section = replace(STATIC, options=options)
+        notes = StaticQuantizer().optimize(replace(convolution, section=section, machines=machines))
+        stored = {t.name: numpy_helper.to_array(t) for t in read_model(convolution.path).graph.initializer}
+        largest = int(np.abs(stored["first.weight_quantized"].astype(int)).max())
+        return largest, int(stored["image_zero_point"].dtype.kind == "i"), notes
+
+    assert made(new)[:2] == (127, 0)
+    assert made(old)[:2] == made(new, old)[:2] == (64, 0)
+    assert made(arm)[:2] == (127, 1)
+    assert made(arm, new)[:2] == (127, 0)
+    assert made(old, reduce_range=False)[0] == 127
+    assert any("no VNNI" in note for note in made(old)[2])
+
+
+def test_types_without_a_kernel_are_refused(convolution: OptimizeRequest) -> None:
+    section = replace(STATIC, options={"activations": "int8", "weights": "uint8"})
+    with pytest.raises(UserError, match="no kernel takes them"):
+        StaticQuantizer().optimize(replace(convolution, section=section))
+    for options in ({"activations": "float8"}, {"smooth_quant": True}):
+        with pytest.raises(UserError, match="activations"):
+            StaticQuantizer().optimize(replace(convolution, section=replace(STATIC, options=options)))
+    with pytest.raises(UserError, match="opset 21"):
+        StaticQuantizer().optimize(replace(convolution, section=replace(STATIC, options={"activations": "uint16"})))
 
 
 def test_a_model_with_a_fixed_batch_is_calibrated_with_it(perceptron: OptimizeRequest) -> None:

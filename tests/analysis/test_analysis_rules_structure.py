@@ -15,6 +15,7 @@ from onnx_ops.domain.evidence import Evidence, ParityMeasurement, RuntimeFacts
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 from onnx_ops.domain.structure import (
     ActivationMeasurement,
+    Advice,
     FloatOperator,
     Int8Coverage,
     SourceLimits,
@@ -55,6 +56,13 @@ def certain(evidence: Evidence, metric: str, gate: ParityGate | None = None) -> 
     found = line(evidence, metric, gate)
     assert found is not None
     return found
+
+
+def test_recipe_and_advice_are_told_with_what_to_set() -> None:
+    advice = Advice(finding="7 left in float", setting="options: {}", nodes=tuple("abcdefg"))
+    entries = structure_entries(replace(INT8, recipe=("weights of 7 bits", "why"), advice=(advice,)))
+    assert entries["recipe"] == "weights of 7 bits; why"
+    assert entries["advice"] == "7 left in float (a, b, c, d, e and 2 more); set: options: {}"
 
 
 def test_what_was_not_looked_at_is_not_shown() -> None:

@@ -24,6 +24,7 @@ from onnx_ops.domain.pipeline import (
     StageOutcome,
     Train,
 )
+from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
@@ -78,6 +79,9 @@ class TableProbe:
 
     def hardware(self, target: Target) -> Digest:
         return digest_bytes(self.world.get("hardware", "h").encode())
+
+    def arithmetic(self, target: Target) -> Arithmetic:
+        return Arithmetic(family="x86", saturates=self.world.get(f"{target.name}/vnni", "yes") == "no")
 
     def signer(self) -> Digest | None:
         return self.key

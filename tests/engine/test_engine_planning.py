@@ -12,6 +12,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
 from onnx_ops.domain.pipeline import FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
+from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import SessionSettings
 from onnx_ops.engine import InlineExecutor, Silent, plan, run
 from onnx_ops.testing.fakes import FakeClock
@@ -259,3 +260,16 @@ def test_one_input_more_is_another_key() -> None:
     one = handler.execute(stage, Digest("a"), {})
     two = handler.execute(stage, Digest("b"), {})
     assert len({stage.key({}), stage.key({"x": one}), stage.key({"x": two}), stage.key({"y": one})}) == 4
+
+
+def test_a_variant_is_made_for_each_kind_of_machine_among_its_targets() -> None:
+    """Two targets on one kind of machine give one; another kind makes the variant anew."""
+
+    def settings(**world: str) -> object:
+        stages = plan(PIPELINE, TARGETS, TableProbe(world=world))
+        return stages["quantize/int8-static"].settings["machines"]
+
+    alike, mixed = settings(), settings(**{"edge/vnni": "no"})
+    assert alike == [codec.to_json(Arithmetic(family="x86"))]
+    assert sorted(one["saturates"] for one in mixed) == [False, True]  # type: ignore[attr-defined]
+    assert settings(**{"cpu/vnni": "no"}) == mixed

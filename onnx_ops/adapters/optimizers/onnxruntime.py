@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.optimizers.options import read_options
-from onnx_ops.errors import OnnxOpsError, StageFailure, UserError
+from onnx_ops.adapters.optimizers.library import first_line, quiet, told
+from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, one_of, read_options
+from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
+from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow, still_quantized
 from onnx_ops.graph.files import EXTERNAL_LIMIT, read_model, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS, flatten_biases, like_source
@@ -33,11 +32,24 @@ FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})
 PER_CHANNEL_OPSET = 13
 """DequantizeLinear has an axis from this opset on."""
 
+WIDE_OPSET = 21
+"""QuantizeLinear takes 16 bits from this opset on."""
+
 _REWRITTEN_GEMM = "_MatMul"
 """The dynamic quantizer first makes each Gemm X a MatMul X_MatMul, and only then looks at the exclusions."""
 
+_DYNAMIC_OPTIONS = {"op_types": NAMES, "reduce_range": YES_NO}
+_STATIC_OPTIONS = {
+    **_DYNAMIC_OPTIONS,
+    "activations": one_of(*ACTIVATIONS),
+    "weights": one_of(*WEIGHTS),
+    "symmetric": YES_NO,
+}
+
 _FLOAT = 1
-_DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
+_FUSED = "com.microsoft"
+_KEEP = "Keep the node that it names in float with `exclude`, or leave this variant out."
+_UNFUSED = "Quantize the graph as it was before operators were fused: types of fused ones cannot be inferred."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,36 +73,49 @@ class _Job:
 class DynamicQuantizer:
     """Weights of MatMul and Gemm in int8, activations quantized anew in every run. Needs no data.
 
-    Options: `reduce_range` (7-bit weights, for CPUs whose 8-bit products saturate), `op_types`.
+    Options: `op_types`; `reduce_range` (7-bit weights), which follows the targets' CPUs unless it is set.
     """
 
     tools = TOOLS
     quantized = True
     needs_calibration = False
 
-    def optimize(self, request: OptimizeRequest) -> None:
-        _quantize(request, _dynamic)
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        options = read_options(request.section, _DYNAMIC_OPTIONS)
+        reduce_range, why = reduced(options, request.machines)
+        _quantize(request, {**options, "reduce_range": reduce_range}, _dynamic)
+        return (why, "ranges of activations are found anew for each batch: answers depend on what else is in it")
 
 
 class StaticQuantizer:
-    """Weights in int8 and activations in uint8 with ranges from calibration rows, as QuantizeLinear pairs.
+    """Weights and activations in 8 bits with ranges from calibration rows, as QuantizeLinear pairs.
 
-    Options: `reduce_range` (7-bit weights, for CPUs whose 8-bit products saturate), `op_types`.
+    Options: `op_types`; `activations` (uint8, int8, uint16), `weights` (int8, uint8), `reduce_range` (7-bit weights)
+    and `symmetric` (activations around 0), which follow the targets' machines unless they are set.
     """
 
     tools = TOOLS
     quantized = True
     needs_calibration = True
 
-    def optimize(self, request: OptimizeRequest) -> None:
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         if request.section.calibrate is None or not request.calibration:
             raise UserError(
                 f"variant {request.section.name} needs calibration rows",
                 where="quantize.calibrate",
                 remedy="Add calibrate: {data: train, samples: 256}.",
             )
-        _check_opset(request)
-        _quantize(request, _static)
+        options = read_options(request.section, _STATIC_OPTIONS)
+        recipe = static_recipe(options, request.machines)
+        _check_opset(request, recipe.activations)
+        chosen = {
+            "activations": recipe.activations,
+            "weights": recipe.weights,
+            "reduce_range": recipe.reduce_range,
+            "symmetric": recipe.symmetric,
+        }
+        _quantize(request, {**options, **chosen}, _static)
+        return recipe.notes
 
 
 def _dynamic(job: _Job) -> None:
@@ -101,7 +126,7 @@ def _dynamic(job: _Job) -> None:
         str(job.result),
         op_types_to_quantize=list(job.options.get("op_types", DYNAMIC_OPERATORS)),
         per_channel=job.request.section.per_channel,
-        reduce_range=job.options.get("reduce_range", False),
+        reduce_range=job.options["reduce_range"],
         weight_type=library.QuantType.QInt8,
         nodes_to_exclude=excluded + [name + _REWRITTEN_GEMM for name in excluded],
         use_external_data_format=job.large,
@@ -124,9 +149,9 @@ def _static(job: _Job) -> None:
         quant_format=library.QuantFormat.QDQ,
         op_types_to_quantize=list(job.options.get("op_types", supported)),
         per_channel=section.per_channel,
-        reduce_range=job.options.get("reduce_range", False),
-        activation_type=library.QuantType.QUInt8,
-        weight_type=library.QuantType.QInt8,
+        reduce_range=job.options["reduce_range"],
+        activation_type=_type(library, job.options["activations"]),
+        weight_type=_type(library, job.options["weights"]),
         nodes_to_exclude=job.nodes_to_exclude(),
         use_external_data_format=job.large,
         calibrate_method={
@@ -134,11 +159,20 @@ def _static(job: _Job) -> None:
             "entropy": library.CalibrationMethod.Entropy,
             "percentile": library.CalibrationMethod.Percentile,
         }[method],
-        extra_options={"CalibStridedMinMax": 1, "DefaultTensorType": _FLOAT},
+        extra_options={
+            "CalibStridedMinMax": 1,
+            "DefaultTensorType": _FLOAT,
+            "ActivationSymmetric": job.options["symmetric"],
+        },
     )
 
 
-def _check_opset(request: OptimizeRequest) -> None:
+def _type(library: Any, name: str) -> Any:
+    """The library's own name of a type of numbers."""
+    return getattr(library.QuantType, {"int8": "QInt8", "uint8": "QUInt8", "uint16": "QUInt16"}[name])
+
+
+def _check_opset(request: OptimizeRequest, activations: str) -> None:
     opsets = info(request.source).opsets
     opset = max(opsets.get(domain, 0) for domain in DEFAULT_DOMAINS)
     if request.section.per_channel and opset < PER_CHANNEL_OPSET:
@@ -147,12 +181,17 @@ def _check_opset(request: OptimizeRequest) -> None:
             where=f"variant {request.section.name}",
             remedy="Set per_channel: false, or export at a newer opset.",
         )
+    if activations == "uint16" and opset < WIDE_OPSET:
+        raise UserError(
+            f"16-bit activations need opset {WIDE_OPSET}, the model has {opset}",
+            where=f"variant {request.section.name}",
+            remedy="Export at a newer opset, or leave `activations` to the target.",
+        )
 
 
-def _quantize(request: OptimizeRequest, library_call: Callable[[_Job], None]) -> None:
-    options = read_options(request.section)
+def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]) -> None:
     source = read_model(request.source)
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-quantize-") as scratch, _quiet():
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-quantize-") as scratch, quiet():
         folder = Path(scratch)
         large = sum(len(tensor.raw_data) for tensor in source.graph.initializer) > EXTERNAL_LIMIT
         prepared = _prepare(source, folder, large)
@@ -164,17 +203,12 @@ def _quantize(request: OptimizeRequest, library_call: Callable[[_Job], None]) ->
             excluded=follow(request.section.exclude, source, read_model(prepared)),
             large=large,
         )
-        try:
+        with told(
+            "ONNX Runtime cannot quantize the model",
+            request.section.name,
+            _UNFUSED if any(node.domain == _FUSED for node in source.graph.node) else _KEEP,
+        ):
             library_call(job)
-        except OnnxOpsError:
-            raise
-        except Exception as error:  # the library raises whatever its parts raise
-            raise StageFailure(
-                "ONNX Runtime cannot quantize the model",
-                where=f"variant {request.section.name}",
-                why=f"{type(error).__name__}: {_first_line(error)}",
-                remedy="Keep the node that it names in float with `exclude`, or leave this variant out.",
-            ) from error
         derived = read_model(job.result)
     _check_effect(job, derived)
     like_source(derived, source)
@@ -196,7 +230,7 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
             prepared = _preprocess(plain, folder / "inferred.onnx", simplify=False, large=large)
             model = read_model(prepared)
     except Exception as error:  # the library raises whatever its parts raise
-        warnings.warn(f"quantizing without preparation: {_first_line(error)}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"quantizing without preparation: {first_line(error)}", RuntimeWarning, stacklevel=2)
         return plain
     flatten_biases(model)
     write_model(model, prepared)
@@ -234,25 +268,3 @@ def _check_effect(job: _Job, derived: Any) -> None:
             why="the model has no operator with constant weights that this method quantizes",
             remedy="Leave this variant out of `quantize`.",
         )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The quantizers print, log through the root logger, and let sessions warn of what they are doing."""
-    ort = importlib.import_module("onnxruntime")
-    root = logging.getLogger()
-    handlers, disabled = list(root.handlers), root.manager.disable
-    ort.set_default_logger_severity(_ERRORS_ONLY)
-    logging.disable(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(disabled)
-        root.handlers[:] = handlers
-        ort.set_default_logger_severity(_DEFAULT_SEVERITY)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

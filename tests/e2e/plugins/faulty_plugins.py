@@ -27,15 +27,16 @@ class SwappedRowExporter(SklearnExporter):
 class LossyQuantizer(DynamicQuantizer):
     """Quantizes correctly, then reverses the columns of the last weight, so that classes change places."""
 
-    def optimize(self, request: OptimizeRequest) -> None:
-        super().optimize(request)
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        notes = super().optimize(request)
         proto = onnx.load(request.path)
         weight = [t for t in proto.graph.initializer if t.name.endswith("_quantized")][-1]
         columns = numpy_helper.to_array(weight)[:, ::-1].copy()
         weight.CopyFrom(numpy_helper.from_array(columns, weight.name))
         onnx.save(proto, request.path)
+        return notes
 
 
 class CrashingOptimizer(DynamicQuantizer):
-    def optimize(self, request: OptimizeRequest) -> None:
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         raise StageFailure("the optimizer crashed", where=request.section.name)

@@ -1,0 +1,101 @@
+"""Half precision by ONNX Runtime's converter."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from onnx_ops.adapters.optimizers.library import quiet, told
+from onnx_ops.adapters.optimizers.options import NAMES, read_options
+from onnx_ops.errors import UserError
+from onnx_ops.graph.exclusion import follow
+from onnx_ops.graph.files import read_model, write_model
+from onnx_ops.graph.hygiene import like_source
+from onnx_ops.graph.weights import constants
+from onnx_ops.ports.models import OptimizeRequest
+
+_FLOAT, _HALF = 1, 10
+
+
+class HalfOptimizer:
+    """Weights and arithmetic in float16; inputs and outputs keep their types.
+
+    Excluded nodes stay in float32, and so do operators of the types that option `keep` lists.
+    """
+
+    tools = ("onnxruntime", "onnx", "numpy")
+    quantized = True
+    needs_calibration = False
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        options = read_options(request.section, {"keep": NAMES})
+        source, model = read_model(request.source), read_model(request.source)
+        follow(request.section.exclude, source, source)
+        del model.graph.value_info[:]
+        with (
+            quiet(),
+            told(
+                "the model cannot be converted to float16",
+                request.section.name,
+                "Keep the node that it names in float32 with `exclude`, or leave this variant out.",
+            ),
+        ):
+            library = importlib.import_module("onnxruntime.transformers.float16")
+            derived = library.convert_float_to_float16(
+                model,
+                keep_io_types=True,
+                op_block_list=[*library.DEFAULT_OP_BLOCK_LIST, *options.get("keep", ())],
+                node_block_list=list(request.section.exclude),
+            )
+            models = importlib.import_module("onnxruntime.transformers.onnx_model")
+            models.OnnxModel(derived).topological_sort(is_deterministic=True)
+        halves = _round_as_numpy_does(derived, source, request.section.name)
+        _check_effect(derived, request)
+        like_source(derived, source)
+        write_model(derived, request.path)
+        kept = f", {len(request.section.exclude)} nodes kept in float32" if request.section.exclude else ""
+        notes = [f"{halves} constants in float16{kept}"]
+        if any(not machine.fp16 for machine in request.machines):
+            notes.append("a target computes float16 in float32, with casts around it: half the size, and no faster")
+        return tuple(notes)
+
+
+def _round_as_numpy_does(derived: Any, source: Any, variant: str) -> int:
+    """Weights to the nearest half, since the converter lifts the smallest away from 0 and cuts the largest."""
+    from onnx import numpy_helper
+
+    originals = constants(source)
+    halves = {name: t for name, t in constants(derived).items() if t.data_type == _HALF and name in originals}
+    if not halves:
+        raise UserError(
+            "nothing was converted",
+            where=f"variant {variant}",
+            why="the model has no weights that an operator takes in float16",
+            remedy="Leave this variant out of `quantize`.",
+        )
+    for name, tensor in halves.items():
+        with np.errstate(over="ignore"):
+            rounded = numpy_helper.to_array(originals[name]).astype(np.float16)
+        if not np.isfinite(rounded).all():
+            raise UserError(
+                f"weight {name} holds values beyond 65504, the largest of float16",
+                where=f"variant {variant}",
+                remedy="Keep the node that takes it in float32 with `exclude`.",
+            )
+        tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
+    return len(halves)
+
+
+def _check_effect(derived: Any, request: OptimizeRequest) -> None:
+    """Every excluded node is there under its name, and reads no half."""
+    halves = {name for name, tensor in constants(derived).items() if tensor.data_type == _HALF}
+    kept = {node.name for node in derived.graph.node if not halves.intersection(node.input)}
+    if lost := sorted(set(request.section.exclude) - kept):
+        raise UserError(
+            f"excluding {', '.join(lost)} took no effect",
+            where=f"variant {request.section.name}",
+            why="another node takes the same weights in float16",
+            remedy="Exclude that node too.",
+        )

@@ -1,0 +1,131 @@
+"""Weights of matrix products in 4 or 8 bits, arithmetic in float: MatMulNBits."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from onnx_ops.adapters.optimizers.library import quiet, told
+from onnx_ops.adapters.optimizers.options import YES_NO, one_of, read_options
+from onnx_ops.errors import MissingPackage, UserError
+from onnx_ops.graph.exclusion import follow
+from onnx_ops.graph.files import read_model, write_model
+from onnx_ops.graph.gemm import split_gemms
+from onnx_ops.graph.hygiene import like_source
+from onnx_ops.graph.inspect import info
+from onnx_ops.plugins import install_hint
+from onnx_ops.ports.models import OptimizeRequest
+
+ALGORITHMS = ("rtn", "hqq", "gptq")
+
+_OPTIONS = {
+    "bits": one_of(4, 8),
+    "block": one_of(16, 32, 64, 128, 256),
+    "symmetric": YES_NO,
+    "algorithm": one_of(*ALGORITHMS),
+    "accuracy": one_of(0, 1, 2, 3, 4),
+}
+_MOVES = "moves weights by more than rounding, so as to keep the answers: parity.weight_steps must allow it"
+
+
+class WeightQuantizer:
+    """Constant matrices in blocks of few bits. A recipe for size, and for memory-bound models.
+
+    Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq have 4 bits only and
+    move weights so as to keep answers, gptq by calibration rows), `accuracy` (4: activations in 8 bits too).
+    """
+
+    tools = ("onnxruntime", "onnx", "numpy")
+    quantized = True
+    needs_calibration = False
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        options = read_options(request.section, _OPTIONS)
+        algorithm = str(options.get("algorithm", "rtn"))
+        _check(request, options, algorithm)
+        source, model = read_model(request.source), read_model(request.source)
+        follow(request.section.exclude, source, source)
+        del model.graph.value_info[:]
+        split_gemms(model, set(request.section.exclude))
+        with (
+            quiet(),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(action="ignore"),
+            told("the weights cannot be narrowed", request.section.name, "Leave this variant out of `quantize`."),
+        ):
+            derived = _narrowed(model, request, options, algorithm)
+        found = [node for node in derived.graph.node if node.op_type == "MatMulNBits"]
+        if not found:
+            raise UserError(
+                "nothing was quantized",
+                where=f"variant {request.section.name}",
+                why="the model has no MatMul or Gemm with constant weights of its own",
+                remedy="Leave this variant out of `quantize`.",
+            )
+        like_source(derived, source)
+        write_model(derived, request.path)
+        return _notes(request, options, algorithm, len(found))
+
+
+def _check(request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> None:
+    where = f"variant {request.section.name}"
+    if algorithm == "gptq" and request.calibration is None:
+        raise UserError(
+            "gptq needs calibration rows", where=where, remedy="Add calibrate: {data: train, samples: 256}."
+        )
+    if algorithm != "rtn" and options.get("bits", 4) != 4:
+        raise UserError(
+            f"{algorithm} has 4 bits only",
+            where=where,
+            why="the runtime's kernels do not run what it makes of 8",
+            remedy="Set bits: 4, or algorithm: rtn.",
+        )
+    if algorithm == "hqq" and importlib.util.find_spec("torch") is None:
+        raise MissingPackage("package torch is not installed", where=where, remedy=install_hint("torch"))
+
+
+def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> Any:
+    library = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
+    bits, block = int(options.get("bits", 8 if algorithm == "rtn" else 4)), int(options.get("block", 32))
+    symmetric = bool(options.get("symmetric", True))
+    if algorithm == "hqq":
+        config = library.HQQWeightOnlyQuantConfig(block_size=block, bits=bits)
+    elif algorithm == "gptq":
+        from onnx_ops.adapters.optimizers.calibration import BatchReader
+
+        reader = BatchReader(request.calibration or {}, info(request.source))
+        config = library.GPTQWeightOnlyQuantConfig(calibration_data_reader=reader, block_size=block)
+    else:
+        config = library.DefaultWeightOnlyQuantConfig(
+            block_size=block, is_symmetric=symmetric, accuracy_level=options.get("accuracy"), bits=bits
+        )
+    quantizer = library.MatMulNBitsQuantizer(
+        model,
+        bits,
+        block,
+        symmetric,
+        options.get("accuracy"),
+        nodes_to_exclude=list(request.section.exclude),
+        algo_config=config,
+    )
+    quantizer.process()
+    found = quantizer.model
+    return getattr(found, "model", found)
+
+
+def _notes(request: OptimizeRequest, options: Mapping[str, Any], algorithm: str, count: int) -> tuple[str, ...]:
+    notes = [f"weights of {count} matrix products in blocks, {algorithm}"]
+    if algorithm != "rtn":
+        notes.append(f"{algorithm} {_MOVES}")
+    if any(machine.family in ("x86", "arm") for machine in request.machines):
+        notes.append(
+            "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 where it was measured"
+        )
+    if options.get("accuracy") == 4:
+        notes.append("accuracy 4: activations in 8 bits too, found anew in each run")
+    return tuple(notes)

@@ -1,0 +1,141 @@
+"""`onnx-ops quantize`: one variant of one ONNX file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.errors import UserError
+
+if TYPE_CHECKING:
+    from onnx_ops.domain.quantities import Json
+    from onnx_ops.domain.target import Target
+    from onnx_ops.ports import Ports, Tensors
+    from onnx_ops.stages.derive import Derived
+
+
+@reported
+def quantize(
+    model: Annotated[Path, typer.Argument(help="ONNX file in float.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The variant; must not exist.", show_default=False)],
+    *,
+    method: Annotated[str, typer.Option(help="static, dynamic, fp16, weight-only, graph, fusion, fixed-shapes.")],
+    targets: Annotated[
+        list[str] | None, typer.Option("--target", help="Where it is to run; may be repeated. Default: cpu-1t.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Calibration rows: .npz, arrays by input name.", show_default=False)
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Rows to calibrate on.")] = 256,
+    ranges: Annotated[str, typer.Option(help="How ranges are read off them: minmax, entropy, percentile.")] = "minmax",
+    exclude: Annotated[list[str] | None, typer.Option(help="Node that stays in float; may be repeated.")] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the method, e.g. bits=4.")
+    ] = None,
+    per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Make a variant of an ONNX file by a recipe that follows its targets, and say what each makes of it.
+
+    What is told: how it was made and why, its size, what runs in int8, and what slows it down with the setting that
+    mends it. Whether it is right and fast is told by `compare` and `bench`, and by the gates of a pipeline.
+
+    Exit code: 0 made, 2 wrong input, 4 the library failed.
+
+    Example: onnx-ops quantize model.onnx int8.onnx --method static --data train.npz
+    """
+    from onnx_ops.domain.pipeline import Quantize
+    from onnx_ops.settings import load_settings
+    from onnx_ops.spec.builtin import find_target
+    from onnx_ops.stages.derive import derive
+    from onnx_ops.wiring import connect
+
+    settings = load_settings()
+    ports = connect(settings)
+    chosen = [find_target(name, root=settings.root) for name in targets or ["cpu-1t"]]
+    section = Quantize(
+        name=out.stem,
+        method=method,
+        calibrate=_calibrate(ranges, samples) if data else None,
+        per_channel=per_channel,
+        exclude=tuple(exclude or ()),
+        options=_options(options or []),
+    )
+    rows = _rows(ports, model, data, samples) if data else None
+    found = derive(ports, section, model, out, targets=chosen, calibration=rows)
+    if as_json:
+        print_json(_document(found, model, out))
+    else:
+        _report(found, out, chosen)
+
+
+def _calibrate(ranges: str, samples: int) -> Any:
+    from typing import get_args, get_type_hints
+
+    from onnx_ops.domain.pipeline import Calibrate
+    from onnx_ops.domain.recipes import DISTRIBUTION
+
+    known = get_args(get_type_hints(Calibrate)["method"])
+    if ranges not in known:
+        why = DISTRIBUTION if ranges == "distribution" else f"there are {', '.join(known)}"
+        raise UserError(f"ranges cannot be read off by {ranges!r}", where="--ranges", why=why)
+    return Calibrate(samples=samples, method=ranges)  # type: ignore[arg-type]
+
+
+def _options(texts: list[str]) -> dict[str, Json]:
+    import yaml
+
+    found: dict[str, Json] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"{text!r} is not NAME=VALUE", where="--option", why=str(error)) from error
+        if not (name and separator):
+            raise UserError(f"{text!r} is not NAME=VALUE", where="--option", remedy="For example: --option bits=4.")
+    return found
+
+
+def _rows(ports: Ports, model: Path, data: Path, samples: int) -> Tensors:
+    from onnx_ops.cli.tools import read_rows
+    from onnx_ops.graph.inspect import info
+
+    return read_rows(info(model).inputs, ports, data, samples).rows
+
+
+def _document(found: Derived, model: Path, out: Path) -> dict[str, Any]:
+    from onnx_ops import codec
+
+    return {
+        "tool": "quantize",
+        "model": {"path": str(model), "bytes": found.sizes[0]},
+        "variant": {"path": str(out), "bytes": found.sizes[1]},
+        "recipe": list(found.recipe),
+        "targets": {name: codec.to_json(one) for name, one in found.examined.items()},
+        "exit_code": 0,
+    }
+
+
+def _report(found: Derived, out: Path, targets: list[Target]) -> None:
+    from rich.markup import escape
+
+    from onnx_ops.cli.tables import console
+    from onnx_ops.cli.tool_reports import advise
+    from onnx_ops.reporting.figures import format_figure
+    from onnx_ops.reporting.structure import coverage_lines
+
+    show = console()
+    before, after = found.sizes
+    sizes = f"{format_figure(before, 'B')} to {format_figure(after, 'B')}, {after / before:.2f} times the size"
+    show.print(escape(f"{out.name}: {sizes}"), style="bold", soft_wrap=True)
+    for note in found.recipe:
+        show.print(escape(f"recipe: {note}"), soft_wrap=True)
+    for target in targets:
+        one = found.examined[target.name]
+        for line in coverage_lines(one.coverage):
+            show.print(escape(f"{target.name}: {line}"), soft_wrap=True)
+        advise(one.advice)

@@ -1,0 +1,129 @@
+"""What a machine does with small numbers, and the recipe that follows from it. Imports no numbers library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onnx_ops.domain.target import HardwareFingerprint, Target
+
+CPU = "CPUExecutionProvider"
+
+ACTIVATIONS = ("uint8", "int8", "uint16")
+WEIGHTS = ("int8", "uint8")
+
+DISTRIBUTION = (
+    "'distribution' derives its ranges for 8-bit floats, and in int8 it destroys a model without a word "
+    "(a CNN kept 10 % of its answers); choose minmax, entropy or percentile"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """How a target computes in few bits.
+
+    `saturates`: sums of two products of uint8 and int8 are cut to 16 bits, so that large weights give wrong sums.
+    `fp16`: half precision is computed as such, not converted to float32 and back. `wide`: registers of 512 bits, on
+    which the layout of convolutions in a graph saved at level `all` depends.
+    """
+
+    family: Literal["x86", "arm", "accelerator", "other"]
+    saturates: bool = False
+    fp16: bool = False
+    wide: bool = False
+
+    @property
+    def words(self) -> str:
+        match self.family:
+            case "x86":
+                return f"x86 {'without' if self.saturates else 'with'} VNNI"
+            case "arm":
+                return "ARM"
+            case "accelerator":
+                return "an accelerator"
+            case "other":
+                return "a CPU of another kind"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticRecipe:
+    """Types of static quantization. `notes` say why each is what it is."""
+
+    activations: str
+    weights: str
+    reduce_range: bool
+    symmetric: bool
+    notes: tuple[str, ...]
+
+
+def arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmetic:
+    """Read off the machine's flags and the target's first provider."""
+    flags = set(hardware.cpu_flags)
+    if target.providers[0].name != CPU:
+        return Arithmetic(family="accelerator", fp16=True)
+    machine = hardware.machine.lower()
+    if machine in ("x86_64", "amd64", "i686"):
+        vnni = flags & {"avx512_vnni", "avx_vnni"}
+        return Arithmetic(
+            family="x86", saturates=not vnni, fp16="avx512_fp16" in flags, wide={"avx512f", "avx512bw"} <= flags
+        )
+    if machine in ("aarch64", "arm64"):
+        return Arithmetic(family="arm", fp16="asimdhp" in flags)
+    return Arithmetic(family="other")
+
+
+def static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmetic]) -> StaticRecipe:
+    """What the options leave open, chosen so that every machine runs it fast and right.
+
+    Args:
+        options: `activations`, `weights`, `reduce_range`, `symmetric`, where a person has set them.
+        machines: those of all targets; none stands for x86 with VNNI.
+    """
+    families = {one.family for one in machines}
+    signed = bool(families) and families <= {"arm", "accelerator"}
+    activations = str(options.get("activations", "int8" if signed else "uint8"))
+    weights = str(options.get("weights", "int8"))
+    notes = [f"activations {activations}: {_why_activations(options, signed=signed)}"]
+    reduce_range, why = reduced(options, machines, mixed=activations == "uint8" and weights == "int8")
+    notes.append(why)
+    symmetric = bool(options.get("symmetric", activations == "int8" and "accelerator" in families))
+    return StaticRecipe(
+        activations=activations, weights=weights, reduce_range=reduce_range, symmetric=symmetric, notes=tuple(notes)
+    )
+
+
+def reduced(options: Mapping[str, Any], machines: Sequence[Arithmetic], *, mixed: bool = True) -> tuple[bool, str]:
+    """Whether weights get 7 bits, and why.
+
+    Args:
+        options: `reduce_range`, where a person has set it.
+        machines: those of all targets.
+        mixed: uint8 activations meet int8 weights, the only products that saturate.
+    """
+    needed = mixed and any(one.saturates for one in machines)
+    if "reduce_range" in options:
+        chosen = bool(options["reduce_range"])
+        if needed and not chosen:
+            return False, "weights of 8 bits as asked for: on a target without VNNI their products saturate"
+        return chosen, f"weights of {7 if chosen else 8} bits: as asked for"
+    if needed:
+        return True, "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products would saturate there"
+    return False, "weights of 8 bits: no target's CPU saturates their products"
+
+
+def _why_activations(options: Mapping[str, Any], *, signed: bool) -> str:
+    if "activations" in options:
+        return "as asked for"
+    if signed:
+        return "what the kernels of every target take"
+    return "what the kernels of x86 take; with int8 its operators stay in float"
+
+
+def types_problem(options: Mapping[str, Any]) -> str:
+    """Why a combination of types cannot work; empty if it can."""
+    if options.get("activations") == "int8" and options.get("weights") == "uint8":
+        return "int8 activations with uint8 weights: no kernel takes them; set weights: int8 or activations: uint8"
+    if options.get("activations") == "uint16" and options.get("reduce_range"):
+        return "reduce_range is for products of 8 bits; leave it out with activations: uint16"
+    return ""

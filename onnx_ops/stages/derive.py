@@ -1,0 +1,76 @@
+"""Derive: one variant of one ONNX file, for the targets that it is to run on, without a pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.domain.artifact import MODEL_FILE
+from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.recipes import arithmetic
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.graph.check import full_check
+from onnx_ops.graph.inspect import info
+from onnx_ops.ports import OptimizeRequest, Ports, Tensors
+from onnx_ops.stages.coverage import Examined, examine
+from onnx_ops.stages.files import scratch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """What was made and how: sizes in bytes before and after, and what each target makes of it."""
+
+    recipe: tuple[str, ...]
+    sizes: tuple[int, int]
+    examined: Mapping[str, Examined]
+
+
+def derive(
+    ports: Ports,
+    section: Quantize,
+    source: Path,
+    path: Path,
+    *,
+    targets: Sequence[Target],
+    calibration: Tensors | None = None,
+) -> Derived:
+    """Write the variant to `path`, which must not exist; it appears whole or not at all.
+
+    Args:
+        ports: optimizers and runtimes.
+        section: the recipe as a pipeline file would give it.
+        source: the float model.
+        path: the variant.
+        targets: those that the recipe follows.
+        calibration: rows by ONNX name, or None.
+
+    Raises:
+        UserError: a file is not valid or exists already, or the recipe does not fit.
+        StageFailure: the library failed.
+    """
+    full_check(source)
+    if path.exists():
+        raise UserError("there is a file of that name", where=str(path), remedy="Remove it, or name another.")
+    if not path.parent.is_dir():
+        raise UserError("there is no such folder", where=str(path.parent))
+    machines = dict.fromkeys(arithmetic(ports.runtime(t.runtime).fingerprint(t), t) for t in targets)
+    with scratch() as folder:
+        made = folder / MODEL_FILE
+        recipe = ports.optimizer(section.method).optimize(
+            OptimizeRequest(
+                section=section, source=source, path=made, calibration=calibration, machines=tuple(machines)
+            )
+        )
+        if made.with_name(f"{made.name}.data").exists():
+            raise UserError(
+                "the variant needs a second file for its weights", where=str(path), remedy="Use a pipeline for it."
+            )
+        examined = {t.name: examine(ports.runtime(t.runtime), source, made, t, section.exclude) for t in targets}
+        sizes = info(source).size_bytes, info(made).size_bytes
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(made.read_bytes())
+        os.replace(partial, path)
+    return Derived(recipe=recipe, sizes=sizes, examined=examined)

@@ -1,0 +1,324 @@
+"""Float graphs, half precision and weights in blocks: the suite, and the traps of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import helper, numpy_helper
+
+from onnx_ops.adapters.optimizers.graphs import FusionOptimizer, GraphOptimizer, ShapeOptimizer
+from onnx_ops.adapters.optimizers.halves import HalfOptimizer
+from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
+from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.graph.files import read_model, read_structure, write_model
+from onnx_ops.graph.inspect import info
+from onnx_ops.graph.weights import quantized_weights
+from onnx_ops.ports import OptimizeRequest
+from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from onnx_ops.testing.optimizers import OptimizerSuite
+
+X86 = Arithmetic(family="x86", wide=True)
+NARROW_X86 = Arithmetic(family="x86", saturates=True)
+GPU = Arithmetic(family="accelerator", fp16=True)
+
+
+class TestGraphBasic(OptimizerSuite):
+    level = "basic"
+
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return Quantize(name="graph", method="graph", options={"level": self.level})
+
+    @pytest.fixture
+    def optimizer(self) -> GraphOptimizer:
+        return GraphOptimizer()
+
+
+class TestGraphExtended(TestGraphBasic):
+    level = "extended"
+
+
+class TestGraphAll(TestGraphBasic):
+    level = "all"
+
+
+class TestHalf(OptimizerSuite):
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return Quantize(name="fp16", method="fp16")
+
+    @pytest.fixture
+    def optimizer(self) -> HalfOptimizer:
+        return HalfOptimizer()
+
+
+class TestWeightOnly(OptimizerSuite):
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return Quantize(name="w8", method="weight-only")
+
+    @pytest.fixture
+    def optimizer(self) -> WeightQuantizer:
+        return WeightQuantizer()
+
+
+class TestWeightOnlyAsymmetric(TestWeightOnly):
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return Quantize(name="w8", method="weight-only", options={"symmetric": False, "block": 16})
+
+
+@pytest.fixture
+def perceptron(tmp_path: Path) -> OptimizeRequest:
+    source = tmp_path / "source.onnx"
+    write_perceptron(source)
+    section = Quantize(name="variant", method="plugin")
+    return OptimizeRequest(section=section, source=source, path=tmp_path / "derived.onnx", calibration=None)
+
+
+def with_options(request: OptimizeRequest, **options: object) -> OptimizeRequest:
+    return replace(request, section=replace(request.section, options=options))  # type: ignore[arg-type]
+
+
+def answers(request: OptimizeRequest, count: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    target, feed = Target(name="cpu"), rows(count, seed=3)
+    before, after = (OnnxRuntime().run(path, target, (feed,))[0]["scores"] for path in (request.source, request.path))
+    return np.asarray(before), np.asarray(after)
+
+
+def operators(path: Path) -> list[str]:
+    return [node.op_type for node in read_structure(path).graph.node]
+
+
+def test_a_saved_graph_is_fused_and_tells_how_many_nodes_are_left(perceptron: OptimizeRequest) -> None:
+    (note,) = GraphOptimizer().optimize(with_options(perceptron, level="extended"))
+    assert "FusedGemm" in operators(perceptron.path)
+    assert note.startswith("graph level extended: 6 nodes became ")
+    assert "FusedGemm" in note
+
+
+def test_a_graph_laid_out_for_registers_is_refused_where_targets_differ(perceptron: OptimizeRequest) -> None:
+    mixed = replace(with_options(perceptron, level="all"), machines=(X86, NARROW_X86))
+    with pytest.raises(UserError, match="level: extended"):
+        GraphOptimizer().optimize(mixed)
+    GraphOptimizer().optimize(replace(mixed, machines=(X86,)))
+    GraphOptimizer().optimize(with_options(mixed, level="extended"))
+
+
+def test_a_graph_in_which_no_pattern_fires_is_no_variant(perceptron: OptimizeRequest) -> None:
+    """As with exports by dynamo, of which the tools fuse nothing."""
+    with pytest.raises(UserError, match="no pattern of bert") as caught:
+        FusionOptimizer().optimize(perceptron)
+    assert "dynamo" in str(caught.value)
+    assert not perceptron.path.exists()
+
+
+def test_fused_patterns_are_counted(perceptron: OptimizeRequest) -> None:
+    write_gelu(perceptron.source)
+    (note,) = FusionOptimizer().optimize(perceptron)
+    assert note == "fused: Gelu 1"
+    assert "Gelu" in operators(perceptron.path)
+    before, after = answers(perceptron)
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_fused_graph_is_quantized_without_ranges_or_refused_with_a_remedy(
+    perceptron: OptimizeRequest, tmp_path: Path
+) -> None:
+    """Types of what contrib operators compute cannot be inferred, so that calibration has no range for them."""
+    write_gelu(perceptron.source)
+    FusionOptimizer().optimize(perceptron)
+    request = replace(perceptron, source=perceptron.path, path=tmp_path / "int8.onnx", calibration=rows(64))
+    request = replace(request, machines=(NARROW_X86,))
+    DynamicQuantizer().optimize(replace(request, section=Quantize(name="dynamic", method="dynamic")))
+    assert len(quantized_weights(request.source, request.path)) == 3
+    static = Quantize(name="static", method="static", calibrate=Calibrate())
+    with pytest.raises(StageFailure, match="before operators were fused"):
+        StaticQuantizer().optimize(replace(request, section=static))
+    assert info(request.path).opsets["com.microsoft"] == 1  # the dynamic one is untouched
+
+
+def test_dimensions_besides_the_batch_are_fixed(perceptron: OptimizeRequest) -> None:
+    model = read_model(perceptron.source)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "features"
+    write_model(model, perceptron.source)
+    assert ShapeOptimizer().optimize(with_options(perceptron, dims={"features": 8})) == ("fixed: features = 8",)
+    assert info(perceptron.path).inputs[0].shape == ("batch", 8)
+    np.testing.assert_array_equal(*answers(perceptron))
+    for dims, word in (({"batch": 4}, "'batch'"), ({"feature": 8}, "'feature'"), ({}, "mapping")):
+        with pytest.raises(UserError, match=word):
+            ShapeOptimizer().optimize(with_options(perceptron, dims=dims))
+
+
+def test_half_precision_halves_the_file_and_keeps_the_interface(perceptron: OptimizeRequest) -> None:
+    notes = HalfOptimizer().optimize(replace(perceptron, machines=(X86,)))
+    assert any("no faster" in note for note in notes)
+    assert not any("no faster" in note for note in HalfOptimizer().optimize(replace(perceptron, machines=(GPU,))))
+    before, after = answers(perceptron)
+    assert after.dtype == np.float32
+    assert 0 < np.abs(after - before).max() < 0.05
+
+
+@pytest.mark.parametrize("tiny", [1e-9, 3e-8, 6e-8])
+def test_tiny_weights_go_to_the_nearest_half(perceptron: OptimizeRequest, tiny: float) -> None:
+    """The converter lifts every one of them to the smallest half instead."""
+    change(perceptron, "second.weight", tiny)
+    HalfOptimizer().optimize(perceptron)
+    stored = {t.name: numpy_helper.to_array(t) for t in read_model(perceptron.path).graph.initializer}
+    assert stored["second.weight"][0, 0] == np.float16(tiny)
+
+
+def test_weights_too_large_for_a_half_are_refused_and_may_be_kept(perceptron: OptimizeRequest) -> None:
+    """The converter would cut them off without a word."""
+    change(perceptron, "second.weight", 1e5)
+    with pytest.raises(UserError, match=r"second\.weight holds values beyond 65504"):
+        HalfOptimizer().optimize(perceptron)
+    HalfOptimizer().optimize(replace(perceptron, section=replace(perceptron.section, exclude=("second",))))
+    assert "second.weight" not in {weight.name for weight in quantized_weights(perceptron.source, perceptron.path)}
+
+
+def test_kept_types_stay_in_float32(perceptron: OptimizeRequest) -> None:
+    HalfOptimizer().optimize(with_options(perceptron, keep=["Gemm"]))
+    names = {weight.name for weight in quantized_weights(perceptron.source, perceptron.path)}
+    assert "first.weight" in names
+    assert "second.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"bits": 8}, 0.02),
+        ({"bits": 4}, 0.25),
+        ({"bits": 4, "symmetric": False}, 0.25),
+        ({"bits": 4, "algorithm": "hqq"}, 0.25),
+        ({"bits": 4, "algorithm": "gptq"}, 0.35),
+        ({"bits": 8, "accuracy": 4}, 0.03),
+    ],
+)
+def test_blocks_read_back_are_what_the_runtime_computes_with(
+    perceptron: OptimizeRequest, options: dict[str, object], error: float
+) -> None:
+    request = replace(with_options(perceptron, **options), calibration=rows(64))
+    notes = WeightQuantizer().optimize(replace(request, machines=(X86,)))
+    assert "on a CPU this is a recipe for size" in " ".join(notes)
+    before, after = answers(request)
+    assert np.sqrt(np.mean((after - before) ** 2)) < error * np.sqrt(np.mean(before**2))
+    found = {weight.name: weight for weight in quantized_weights(request.source, request.path)}
+    assert set(found) == {"first.weight", "second.weight", "third.weight"}
+    x = rows(64, seed=3)["x"].astype(np.float64)
+    stored = {t.name: numpy_helper.to_array(t).astype(np.float64) for t in read_model(request.source).graph.initializer}
+    for layer in ("first", "second", "third"):
+        x = x @ found[f"{layer}.weight"].dequantized + stored[f"{layer}.bias"]
+        x = np.maximum(x, 0) if layer != "third" else x
+    slack = 0.1 if options.get("accuracy") else 1e-4
+    np.testing.assert_allclose(after, x, rtol=slack, atol=slack)
+
+
+def test_four_bits_are_an_eighth_and_a_convolution_has_nothing_to_narrow(perceptron: OptimizeRequest) -> None:
+    write_convolution(perceptron.source)
+    with pytest.raises(UserError, match="nothing was quantized"):
+        WeightQuantizer().optimize(perceptron)
+    assert not perceptron.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"bits": 3}, "one of 4, 8"),
+        ({"bits": True}, "one of 4, 8"),
+        ({"block": 24}, "block"),
+        ({"algorithm": "awq"}, "rtn, hqq, gptq"),
+        ({"algorithm": "gptq"}, "calibration rows"),
+        ({"blocks": 32}, "Did you mean 'block'"),
+    ],
+)
+def test_wrong_options_of_narrow_weights_are_refused(
+    perceptron: OptimizeRequest, options: dict[str, object], word: str
+) -> None:
+    with pytest.raises(UserError, match=word):
+        WeightQuantizer().optimize(with_options(perceptron, **options))
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "hqq"])
+def test_what_moves_weights_has_four_bits_only(perceptron: OptimizeRequest, algorithm: str) -> None:
+    request = replace(with_options(perceptron, algorithm=algorithm, bits=8), calibration=rows(8))
+    with pytest.raises(UserError, match="bits: 4"):
+        WeightQuantizer().optimize(request)
+
+
+def test_a_matrix_that_two_nodes_share_is_left_as_it_is(perceptron: OptimizeRequest) -> None:
+    model = read_model(perceptron.source)
+    for node in model.graph.node:
+        if node.name == "third":
+            node.input[0] = "again.out"
+    again = helper.make_node("Gemm", ["second.out", "second.weight"], ["again.out"], name="again", transB=1)
+    model.graph.node.insert(len(model.graph.node) - 1, again)
+    write_model(model, perceptron.source)
+    WeightQuantizer().optimize(perceptron)
+    assert operators(perceptron.path).count("Gemm") == 2
+    before, after = answers(perceptron)
+    assert np.abs(after - before).max() < 0.1 * np.abs(before).max()
+
+
+def test_a_failing_library_is_told_as_a_failed_stage(
+    perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+    from onnxruntime.transformers import float16
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(MatMulNBitsQuantizer, "process", fail)
+    monkeypatch.setattr(float16, "convert_float_to_float16", fail)
+    for optimizer in (WeightQuantizer(), HalfOptimizer()):
+        with pytest.raises(StageFailure, match="not today"):
+            optimizer.optimize(perceptron)
+
+
+def test_images_are_no_concern_of_a_saved_graph(perceptron: OptimizeRequest) -> None:
+    write_convolution(perceptron.source)
+    for level in ("basic", "extended", "all"):
+        GraphOptimizer().optimize(with_options(perceptron, level=level))
+        target = Target(name="cpu")
+        before, after = (
+            OnnxRuntime().run(path, target, (images(9),))[0]["scores"] for path in (perceptron.source, perceptron.path)
+        )
+        np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
+
+
+def change(request: OptimizeRequest, name: str, value: float) -> None:
+    model = read_model(request.source)
+    for tensor in model.graph.initializer:
+        if tensor.name == name:
+            array = numpy_helper.to_array(tensor).copy()
+            array[0, 0] = value
+            tensor.CopyFrom(numpy_helper.from_array(array, name))
+    write_model(model, request.source)
+
+
+def write_gelu(path: Path) -> None:
+    """The perceptron with one activation written out as x / 2 * (1 + erf(x / sqrt 2))."""
+    write_perceptron(path)
+    model = read_model(path)
+    for name, value in (("root", np.sqrt(2.0)), ("one", 1.0), ("half", 0.5)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
+    written_out = [
+        helper.make_node("Div", ["first.sum", "root"], ["gelu.scaled"]),
+        helper.make_node("Erf", ["gelu.scaled"], ["gelu.erf"]),
+        helper.make_node("Add", ["gelu.erf", "one"], ["gelu.added"]),
+        helper.make_node("Mul", ["first.sum", "gelu.added"], ["gelu.twice"]),
+        helper.make_node("Mul", ["gelu.twice", "half"], ["first.out"]),
+    ]
+    del model.graph.node[2]
+    for index, node in enumerate(written_out):
+        model.graph.node.insert(2 + index, node)
+    write_model(model, path)

@@ -1,0 +1,83 @@
+"""`onnx-ops quantize`: what it writes, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from onnx_ops.cli.main import app
+from onnx_ops.graph.inspect import info
+from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_perceptron(tmp_path / "model.onnx")
+    np.savez(tmp_path / "rows.npz", **rows(64))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["quantize", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_a_variant_is_written_and_explained(folder: Path) -> None:
+    said = run("model.onnx", "int8.onnx", "--method", "static", "--data", "rows.npz")
+    assert info(folder / "int8.onnx").inputs == info(folder / "model.onnx").inputs
+    assert "times the size" in said
+    assert "recipe: activations uint8" in said
+    assert "cpu-1t: 3 of 3 MatMul/Conv/Gemm run in int8" in said
+    assert "advice" not in said
+    assert sorted(path.name for path in folder.iterdir()) == ["int8.onnx", "model.onnx", "rows.npz"]
+
+
+def test_machines_read_the_same(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model.onnx", "int8.onnx", "--method", "dynamic", "--exclude", "third", "--target", "cpu-1t"]
+    run(*arguments, "--target", "cpu-all", "--json")
+    found = json.loads(capfd.readouterr().out)
+    assert found["variant"]["bytes"] == (folder / "int8.onnx").stat().st_size
+    assert set(found["targets"]) == {"cpu-1t", "cpu-all"}
+    assert found["targets"]["cpu-1t"]["coverage"]["int8"] == ["first", "second"]
+    assert found["recipe"]
+
+
+def test_what_makes_it_slow_is_told_with_the_setting(folder: Path) -> None:
+    write_convolution(folder / "model.onnx")
+    np.savez(folder / "rows.npz", **images(32))
+    options = ["--option", "op_types=[Conv]", "--no-per-channel"]
+    said = run("model.onnx", "slow.onnx", "--method", "dynamic", *options)
+    assert "advice convolutions find their ranges anew" in said
+    assert "set: method: static" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--method", "static"], "calibration rows"),
+        (["--method", "static", "--data", "none.npz"], "no such file"),
+        (["--method", "static", "--data", "rows.npz", "--ranges", "distribution"], "destroys a model"),
+        (["--method", "static", "--data", "rows.npz", "--ranges", "median"], "minmax, entropy, percentile"),
+        (["--method", "dynamyc"], "did you mean 'dynamic'"),
+        (["--method", "dynamic", "--exclude", "thrid"], "did you mean 'third'"),
+        (["--method", "dynamic", "--option", "reduce_range"], "NAME=VALUE"),
+        (["--method", "dynamic", "--option", "reduce_rnge=true"], "reduce_range"),
+        (["--method", "dynamic", "--target", "moon"], "moon"),
+    ],
+)
+def test_wrong_input_is_told_and_nothing_is_written(folder: Path, arguments: list[str], word: str) -> None:
+    assert word in run("model.onnx", "out.onnx", *arguments, code=2)
+    assert not (folder / "out.onnx").exists()
+
+
+def test_a_file_is_never_overwritten(folder: Path) -> None:
+    (folder / "out.onnx").write_bytes(b"mine")
+    assert "file of that name" in run("model.onnx", "out.onnx", "--method", "dynamic", code=2)
+    assert (folder / "out.onnx").read_bytes() == b"mine"
+    run("model.onnx", "nowhere/out.onnx", "--method", "dynamic", code=2)

@@ -1,0 +1,105 @@
+"""Recipes follow the machines of the targets, and a person's word before them."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, Arithmetic, arithmetic, reduced, static_recipe, types_problem
+from onnx_ops.domain.target import HardwareFingerprint, Provider, Target
+
+CPU, GPU = Target(name="cpu"), Target(name="gpu", providers=(Provider(name="CUDAExecutionProvider"),))
+
+MACHINES = st.lists(
+    st.builds(
+        Arithmetic,
+        family=st.sampled_from(["x86", "arm", "accelerator", "other"]),
+        saturates=st.booleans(),
+        fp16=st.booleans(),
+        wide=st.booleans(),
+    ),
+    max_size=4,
+)
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "activations": st.sampled_from(ACTIVATIONS),
+        "weights": st.sampled_from(WEIGHTS),
+        "reduce_range": st.booleans(),
+        "symmetric": st.booleans(),
+    },
+)
+
+
+def machine(name: str, *flags: str) -> HardwareFingerprint:
+    return HardwareFingerprint(
+        machine=name,
+        cpu_model="",
+        cpu_flags=flags,
+        cores=1,
+        memory_bytes=1,
+        runtime="onnxruntime",
+        runtime_version="1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("hardware", "target", "expected"),
+    [
+        (machine("x86_64", "avx2"), CPU, Arithmetic(family="x86", saturates=True)),
+        (machine("x86_64", "avx2", "avx_vnni"), CPU, Arithmetic(family="x86")),
+        (machine("x86_64", "avx512f", "avx512bw"), CPU, Arithmetic(family="x86", saturates=True, wide=True)),
+        (machine("AMD64", "avx512f", "avx512bw", "avx512_vnni"), CPU, Arithmetic(family="x86", wide=True)),
+        (machine("x86_64", "avx512_vnni", "avx512_fp16"), CPU, Arithmetic(family="x86", fp16=True)),
+        (machine("aarch64", "asimddp", "asimdhp"), CPU, Arithmetic(family="arm", fp16=True)),
+        (machine("arm64"), CPU, Arithmetic(family="arm")),
+        (machine("riscv64"), CPU, Arithmetic(family="other")),
+        (machine("x86_64", "avx2"), GPU, Arithmetic(family="accelerator", fp16=True)),
+    ],
+)
+def test_arithmetic_is_read_off_flags_and_provider(
+    hardware: HardwareFingerprint, target: Target, expected: Arithmetic
+) -> None:
+    assert arithmetic(hardware, target) == expected
+
+
+@given(options=OPTIONS, machines=MACHINES)
+def test_what_is_asked_for_is_done(options: dict[str, object], machines: list[Arithmetic]) -> None:
+    recipe = static_recipe(options, machines)
+    chosen = {name: getattr(recipe, name) for name in ("activations", "weights", "reduce_range", "symmetric")}
+    assert chosen | options == chosen
+    assert all(note == note.strip() != "" for note in recipe.notes)
+
+
+@given(options=OPTIONS, machines=MACHINES)
+def test_products_that_saturate_somewhere_get_seven_bits_or_a_warning(
+    options: dict[str, object], machines: list[Arithmetic]
+) -> None:
+    recipe = static_recipe(options, machines)
+    mixed = recipe.activations == "uint8" and recipe.weights == "int8"
+    if mixed and any(one.saturates for one in machines):
+        assert recipe.reduce_range or "saturate" in recipe.notes[-1]
+        assert recipe.reduce_range or options["reduce_range"] is False
+    elif "reduce_range" not in options:
+        assert not recipe.reduce_range
+
+
+@given(machines=MACHINES)
+def test_the_order_of_targets_does_not_matter(machines: list[Arithmetic]) -> None:
+    assert static_recipe({}, machines) == static_recipe({}, machines[::-1])
+    assert reduced({}, machines) == reduced({}, machines[::-1])
+
+
+@given(machines=MACHINES)
+def test_activations_are_signed_only_where_every_target_takes_them_so(machines: list[Arithmetic]) -> None:
+    families = {one.family for one in machines}
+    signed = bool(machines) and not families & {"x86", "other"}
+    assert (static_recipe({}, machines).activations == "int8") is signed
+
+
+@given(options=OPTIONS)
+def test_combinations_without_a_kernel_are_refused(options: dict[str, object]) -> None:
+    no_kernel = options.get("activations") == "int8" and options.get("weights") == "uint8"
+    nonsense = options.get("activations") == "uint16" and options.get("reduce_range") is True
+    assert bool(types_problem(options)) is (no_kernel or nonsense)
