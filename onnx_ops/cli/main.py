@@ -9,6 +9,7 @@ import typer
 
 from onnx_ops.cli import (
     endpoints,
+    inspecting,
     keys,
     machine,
     notify,
@@ -51,7 +52,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (RELEASES, endpoints.history),
     (RELEASES, endpoints.prune),
     (RELEASES, endpoints.delete),
-    (TOOLS, tools.inspect),
+    (TOOLS, inspecting.inspect),
     (TOOLS, tools.compare),
     (TOOLS, tools.bench),
     (TOOLS, quantize.quantize),

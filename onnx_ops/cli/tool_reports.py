@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,10 @@ from rich.table import Table
 
 from onnx_ops import codec
 from onnx_ops.cli.tables import console
-from onnx_ops.domain.artifact import TensorSpec, short
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.structure import Advice
 from onnx_ops.domain.target import HardwareFingerprint
-from onnx_ops.graph.survey import Survey
 from onnx_ops.reporting.figures import format_figure, format_interval, number
 from onnx_ops.reporting.structure import advice_lines, coverage_lines, tree_lines
 from onnx_ops.reporting.textplot import ratio_plot
@@ -31,42 +29,6 @@ _PROCESSES = "fresh processes, file in the page cache; median"
 _UNDER_LOAD = "fresh sessions under that many requests; median"
 _OF = {"p50": _RUNS, "p90": _RUNS, "p99": _RUNS, "load": _PROCESSES, "first": _PROCESSES, "peak": _PROCESSES}
 """What the figures of one model are of; those that are not named are throughputs."""
-
-
-def survey_document(path: Path, found: Survey, targets: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "tool": "inspect",
-        "path": str(path),
-        **codec.to_json(found),
-        "valid": not found.problem,
-        "targets": {name: {"accepts": not reason, "reason": reason} for name, reason in targets.items()},
-        "exit_code": 2 if found.problem else 0,
-    }
-
-
-def survey_report(path: Path, found: Survey, targets: Mapping[str, str]) -> None:
-    out, info = console(), found.info
-    opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
-    beside = f", weights in {', '.join(found.external)}" if found.external else ""
-    lines = {
-        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short(found.file)}",
-        "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
-        "producer": found.producer or "not told",
-        "inputs": _tensors(info.inputs),
-        "outputs": _tensors(info.outputs),
-        "nodes": f"{sum(found.operators.values())}: {_counts(found.operators)}",
-        "weights": _counts(found.parameters) or "none",
-        "metadata": "\n".join(f"{name} = {value}" for name, value in found.metadata.items()) or "none",
-        "targets": "\n".join(f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()),
-    }
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in lines.items():
-        table.add_row(name, escape(text))
-    out.print(table)
-    if found.problem:
-        out.print(f"[red]not valid ONNX[/red]: {escape(found.problem)}")
-    else:
-        out.print("[green]valid ONNX[/green]")
 
 
 def parity_document(found: Parity, a: Path, b: Path, target: str, source: str) -> dict[str, Any]:
@@ -208,15 +170,6 @@ def _figures(one: Difference) -> tuple[str, str]:
 def _cells(figure: Figure) -> tuple[str, str, str]:
     interval = format_interval(figure.low, figure.high, figure.unit, near=figure.value)
     return format_figure(figure.value, figure.unit), escape(interval), str(figure.n)
-
-
-def _tensors(specs: Sequence[TensorSpec]) -> str:
-    lines = [f"{spec.name}: {spec.dtype} {' × '.join(map(str, spec.shape)) or 'scalar'}" for spec in specs]
-    return "\n".join(lines) or "none"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def _machine(hardware: HardwareFingerprint, facts: RuntimeFacts, conditions: Mapping[str, str]) -> str:

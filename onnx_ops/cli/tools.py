@@ -1,4 +1,4 @@
-"""Tools for single files, useful without any pipeline or project: inspect, compare, bench."""
+"""Tools for single files, useful without any pipeline or project: compare, bench."""
 
 from __future__ import annotations
 
@@ -38,33 +38,6 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Of random rows and of 
 
 
 @reported
-def inspect(
-    model: Annotated[Path, typer.Argument(help="ONNX file.", show_default=False)], as_json: AsJson = False
-) -> None:
-    """Say what an ONNX file holds: versions, inputs, outputs, operators, weights, and whether it is valid.
-
-    Exit code: 0 valid, 2 not.
-
-    Example: onnx-ops inspect model.onnx
-    """
-    from onnx_ops.cli.tool_reports import survey_document, survey_report
-    from onnx_ops.graph.check import ceiling
-    from onnx_ops.graph.survey import survey
-    from onnx_ops.settings import load_settings
-    from onnx_ops.spec.builtin import find_target, known_targets
-
-    found = survey(model)
-    root = load_settings().root
-    targets = {name: ceiling(found.info, find_target(name, root=root)) for name in known_targets(root)}
-    if as_json:
-        print_json(survey_document(model, found, targets))
-    else:
-        survey_report(model, found, targets)
-    if found.problem:
-        raise typer.Exit(2)
-
-
-@reported
 def compare(
     a: Annotated[Path, typer.Argument(help="The model that is right.", show_default=False)],
     b: Annotated[Path, typer.Argument(help="The model that should be the same function.", show_default=False)],
@@ -85,6 +58,7 @@ def compare(
 
     Example: onnx-ops compare model.onnx model-optimised.onnx --data samples.npz
     """
+    from onnx_ops.adapters.runtimes.shielded import shielded
     from onnx_ops.cli.tool_reports import parity_document, parity_report
     from onnx_ops.stages.compare import compare as use_case
     from onnx_ops.stages.probing import shared_inputs
@@ -92,7 +66,7 @@ def compare(
     ports, chosen = _bench_of(target)
     samples = _samples(shared_inputs(a, b), ports, data, dims, rows=rows, seed=seed)
     with _telling(quiet=quiet or as_json) as tell:
-        found = use_case(ports.runtime(chosen.runtime), chosen, a, b, samples, tell)
+        found = use_case(shielded(ports.runtime(chosen.runtime)), chosen, a, b, samples, tell)
     source = str(data) if data else f"random rows (seed {seed})"
     if as_json:
         print_json(parity_document(found, a, b, chosen.name, source))
@@ -228,7 +202,7 @@ def _samples(
 ) -> Samples:
     from onnx_ops.stages.probing import made_up
 
-    sizes = _sizes(dims or [])
+    sizes = sizes_of(dims or [])
     if data is None:
         return made_up(inputs, count=rows, dims=sizes, seed=seed)
     if sizes:
@@ -248,7 +222,7 @@ def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: i
     return brought(inputs, ports.source("file").load(section, path.parent), where=str(data), limit=limit)
 
 
-def _sizes(dims: list[str]) -> dict[str, int]:
+def sizes_of(dims: list[str]) -> dict[str, int]:
     sizes = {}
     for text in dims:
         name, _, size = text.partition("=")

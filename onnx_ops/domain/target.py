@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, MinLen, doc
+from annotated_types import Ge, Le, MinLen, Predicate, doc
 
-from onnx_ops.domain.artifact import Digest, digest_json
+from onnx_ops.domain.artifact import Digest, digest_json, is_digest
 from onnx_ops.domain.quantities import Json
 
 GraphLevel = Literal["disabled", "basic", "extended", "all"]
@@ -36,6 +36,17 @@ class Provider:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CustomOps:
+    """A shared library of operators that the runtime does not have."""
+
+    path: Annotated[str, doc("The library, relative to the project's root.")]
+    digest: Annotated[
+        Digest, Predicate(is_digest), doc("Its digest, `sha256:` and 64 digits; another library is not loaded.")
+    ]
+    domains: Annotated[tuple[str, ...], MinLen(1), doc("Operator domains that it registers.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A runtime build, an execution provider and a machine, under one name."""
 
@@ -50,6 +61,7 @@ class Target:
     max_opset: Annotated[int, Ge(7), doc("Newest opset of the default domain that this runtime build accepts.")] = 26
     max_ir_version: Annotated[int, Ge(3), doc("Newest IR version that this runtime build accepts.")] = 13
     requires_cpu_flags: Annotated[tuple[str, ...], doc("CPU features without which figures mean nothing.")] = ()
+    custom_ops: Annotated[tuple[CustomOps, ...], doc("Libraries of operators that sessions register.")] = ()
     dedicated: Annotated[bool, doc("Nothing else runs here: absolute latency gates are enforced.")] = False
 
     def digest(self) -> Digest:
@@ -59,7 +71,9 @@ class Target:
 
 def _measured(target: Target) -> Json:
     session = target.session
+    libraries = {"custom_ops": sorted(library.digest for library in target.custom_ops)} if target.custom_ops else {}
     return {
+        **libraries,
         "runtime": target.runtime,
         "providers": [{"name": p.name, "options": dict(p.options)} for p in target.providers],
         "session": [

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.files import nodes, read_structure
+from onnx_ops.graph.inspect import info
+
+if TYPE_CHECKING:
+    import onnx
+
+RUNTIME_DOMAINS = frozenset(
+    {
+        "",
+        "ai.onnx",
+        "ai.onnx.ml",
+        "ai.onnx.preview",
+        "ai.onnx.preview.training",
+        "ai.onnx.training",
+        "com.microsoft",
+        "com.microsoft.experimental",
+        "com.microsoft.nchwc",
+        "com.ms.internal.nhwc",
+        "org.pytorch.aten",
+    }
+)
+"""Domains of ONNX and of ONNX Runtime itself; whether it has the operator, only a session tells."""
 
 _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
 """Operators that, given no rows, let ONNX Runtime 1.31 abort the process."""
@@ -42,6 +65,39 @@ def ceiling(info: ModelInfo, target: Target) -> str:
         accepted, found = target.max_ir_version, info.ir_version
         return f"target {target.name} accepts IR version <= {accepted}, the model has {found}: set export.ir_version"
     return ""
+
+
+def foreign(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
+    """Operators that neither ONNX nor the runtime defines nor the model itself as a function: `domain::type` -> nodes.
+
+    A node without a name is told by its first output.
+    """
+    own = {(function.domain, function.name) for function in model.functions}
+    found: dict[str, list[str]] = {}
+    for node in nodes(model):
+        if node.domain not in RUNTIME_DOMAINS and (node.domain, node.op_type) not in own:
+            named = node.name or next(iter(node.output), "?")
+            found.setdefault(f"{node.domain}::{node.op_type}", []).append(named)
+    return {name: tuple(sorted(names)) for name, names in sorted(found.items())}
+
+
+def lacking(operators: Mapping[str, tuple[str, ...]], target: Target) -> str:
+    """Which custom operators a target has no library for, with their nodes; empty if none."""
+    domains = {domain for library in target.custom_ops for domain in library.domains}
+    missing = {name: at for name, at in operators.items() if name.partition("::")[0] not in domains}
+    if not missing:
+        return ""
+    listed = "; ".join(f"{name} at {', '.join(at[:5])}{' …' if len(at) > 5 else ''}" for name, at in missing.items())
+    return f"target {target.name} lacks operators: {listed}"
+
+
+def refusal(path: Path, target: Target) -> str:
+    """Why a target cannot run a file, as far as the file tells; empty if nothing speaks against it.
+
+    Raises:
+        NotFound, UserError, Refused: as for reading the file.
+    """
+    return ceiling(info(path), target) or lacking(foreign(read_structure(path)), target)
 
 
 def aborts_without_rows(path: Path) -> bool:

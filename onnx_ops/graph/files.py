@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnx_ops.errors import NotFound, Refused, UserError
+from onnx_ops.errors import NotFound, Refused, TooLarge, UserError
+from onnx_ops.graph.external import checked_files, locations, tell_lengths
 
 if TYPE_CHECKING:
     import onnx
@@ -15,36 +15,85 @@ if TYPE_CHECKING:
 EXTERNAL_LIMIT = 1 << 30
 """Bytes of weights above which they go into a file beside the model; a protobuf ends at 2 GiB."""
 
+_PROTOBUF_LIMIT = (1 << 31) - 1
+_BESIDE = "Save the model with its weights in a file beside it."
+_PLAIN = "Copy the model and its weights into a folder of plain files."
+
 
 def read_structure(path: Path) -> onnx.ModelProto:
     """The model without its external weights, whose places have been checked.
 
     Raises:
+        NotFound: there is no such file, or its weights are missing.
+        UserError: it is not ONNX, or too large to be.
+        Refused: its external data lies where it must not, see `external.checked_files`.
+    """
+    model = parse(path)
+    real = path.resolve()
+    if any(file.resolve() == real for file in external_files(model, path.parent)):
+        raise Refused("its external data is said to lie in the model file itself", where=str(path), remedy=_BESIDE)
+    return model
+
+
+def model_file(path: Path) -> Path:
+    """The file itself, or the one `.onnx` file of a folder.
+
+    Raises:
+        NotFound: there is none, or more than one.
+    """
+    if path.is_file():
+        return path
+    found = sorted(path.glob("*.onnx")) if path.is_dir() else []
+    if len(found) != 1:
+        what = f"{len(found)} .onnx files there" if path.is_dir() else "no such file"
+        raise NotFound(what, where=str(path), remedy="Name an .onnx file, or a folder with exactly one.")
+    return found[0]
+
+
+def external_names(path: Path) -> tuple[str, ...]:
+    """Names of the files that a model's weights are said to lie in; they need not be there.
+
+    Raises:
+        NotFound, UserError: as for `parse`.
+    """
+    return locations(tensors(parse(path)))
+
+
+def parse(path: Path) -> onnx.ModelProto:
+    """What stands in the file itself.
+
+    Raises:
         NotFound: there is no such file.
-        UserError: it is not ONNX.
-        Refused: it names external data outside its folder.
+        UserError: it is not ONNX, or too large to be.
     """
     import onnx
     from google.protobuf.message import DecodeError
 
     if not path.is_file():
         raise NotFound("no such file", where=str(path))
+    if path.stat().st_size > _PROTOBUF_LIMIT:
+        raise TooLarge("not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE)
     try:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
         raise UserError("not an ONNX file", where=str(path), why=str(error)) from error
     if not model.graph.node and not model.graph.output:
         raise UserError("not an ONNX file, or one without a graph", where=str(path))
-    external_files(model, path.parent)
     return model
 
 
 def read_model(path: Path) -> onnx.ModelProto:
     """The whole model, weights included; raises as `read_structure` does."""
+    from onnx.checker import ValidationError
     from onnx.external_data_helper import load_external_data_for_model
 
     model = read_structure(path)
-    load_external_data_for_model(model, str(path.parent))
+    tell_lengths(tensors(model))
+    try:
+        load_external_data_for_model(model, str(path.parent))
+    except (ValidationError, ValueError) as error:  # it takes no links, not even hard ones
+        why = str(error).strip().partition("\n")[0][:300]
+        raise Refused("its external data is not read", where=str(path), why=why, remedy=_PLAIN) from error
     return model
 
 
@@ -70,18 +119,8 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
 
 
 def external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
-    """The files beside the model that hold its weights.
-
-    Raises:
-        Refused: a name is absolute, climbs out of the folder, or is a link that leads out of it.
-        NotFound: a file is missing.
-    """
-    found: dict[Path, None] = {}
-    for tensor in tensors(model):
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                found[_checked(entry.value, folder, tensor.name)] = None
-    return tuple(found)
+    """The files beside the model that hold its weights; raises as `external.checked_files` does."""
+    return checked_files(tensors(model), folder)
 
 
 def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -138,25 +177,3 @@ def _attributes(model: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
 def _inner(attribute: onnx.AttributeProto) -> list[onnx.NodeProto]:
     held = [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
     return [node for graph in held for node in graph.node]
-
-
-def _checked(name: str, folder: Path, tensor: str) -> Path:
-    pure = PurePosixPath(name)
-    unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
-    path = folder / name
-    if unsafe or not _inside(path, folder):
-        raise Refused(
-            f"its external data {name!r} lies outside its folder",
-            where=f"tensor {tensor}",
-            remedy="Save the model again with its weights beside it.",
-        )
-    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
-        raise NotFound(f"its external data {name!r} is missing", where=str(folder))
-    return path
-
-
-def _inside(path: Path, folder: Path) -> bool:
-    try:
-        return path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # too long, a circle of links, a zero byte
-        return False

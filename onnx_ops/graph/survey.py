@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import Digest, ModelInfo, digest_file
 from onnx_ops.errors import UserError
-from onnx_ops.graph.check import full_check
+from onnx_ops.graph.check import foreign, full_check
+from onnx_ops.graph.cost import Cost, cost
 from onnx_ops.graph.files import external_files, nodes, read_structure
 from onnx_ops.graph.inspect import info
+from onnx_ops.graph.metadata import AUTHOR, LICENSE
 
 if TYPE_CHECKING:
     import onnx
@@ -25,22 +27,34 @@ class Survey:
     """What stands in a file.
 
     `operators` counts nodes, those of subgraphs and functions too; outside the default domain with the domain in
-    front. `parameters` counts the elements of the graph's constants by their type. `problem` is what the ONNX checker
-    has against the file; empty if nothing.
+    front. `foreign` names the nodes of operators that no runtime brings. `parameters` counts the elements of the
+    graph's constants by their type. `author`, `license`, `version` and `description` are what the file tells; empty or
+    0 if nothing. `problem` is what the ONNX checker has against the file; empty if nothing.
     """
 
     file: Digest
     info: ModelInfo
     producer: str
     operators: Mapping[str, int]
+    foreign: Mapping[str, tuple[str, ...]]
     parameters: Mapping[str, int]
+    cost: Cost
+    author: str
+    license: str
+    version: int
+    description: str
     external: tuple[str, ...]
     metadata: Mapping[str, str]
     problem: str
 
 
-def survey(path: Path) -> Survey:
+def survey(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> Survey:
     """Look a file over; weights beside it are not loaded.
+
+    Args:
+        path: an ONNX file.
+        batch: for which its cost is told.
+        dims: sizes of other free dimensions by name, for its cost.
 
     Raises:
         NotFound: there is no such file.
@@ -49,14 +63,21 @@ def survey(path: Path) -> Survey:
     """
     model = read_structure(path)
     operators = Counter(_operator(node) for node in nodes(model))
+    metadata = {prop.key: prop.value for prop in model.metadata_props}
     return Survey(
         file=digest_file(path),
         info=info(path),
         producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
         operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        foreign=foreign(model),
         parameters=_parameters(model),
+        cost=cost(path, batch=batch, dims=dims),
+        author=metadata.get(AUTHOR, ""),
+        license=metadata.get(LICENSE, ""),
+        version=model.model_version,
+        description=model.doc_string,
         external=tuple(str(file.relative_to(path.parent)) for file in external_files(model, path.parent)),
-        metadata={prop.key: prop.value for prop in model.metadata_props},
+        metadata=metadata,
         problem=_problem(path),
     )
 

@@ -236,6 +236,7 @@ class ModelFiles(Protocol):
 
         Raises:
             DigestMismatch: a file is not what the manifest says.
+            Refused: the model takes weights from where it must not.
         """
         ...
 

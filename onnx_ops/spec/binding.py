@@ -37,7 +37,7 @@ _NAMES: Mapping[tuple[type, str], int] = {
 }
 """Fields that hold a name (or a list of names), and how long each may be."""
 
-_ONE_OR_MANY = frozenset({(Pipeline, "deploy"), (RolloutPolicy, "min_requests")})
+_ONE_OR_MANY = frozenset({(Pipeline, "deploy"), (RolloutPolicy, "min_requests"), (Target, "custom_ops")})
 """Lists for which one entry may stand alone."""
 
 _SHORT_FORMS: Mapping[type, str] = {Provider: "name", Guardrail: "name"}

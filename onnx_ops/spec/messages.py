@@ -88,11 +88,13 @@ _OTHER: Mapping[str, Callable[[Mapping[str, Any], Any], str]] = {
     "literal_error": _literal,
     "too_short": lambda context, _: f"needs at least {_entries(context['min_length'])}",
     "string_too_long": lambda context, written: f"'{written}' is longer than {context['max_length']} characters",
+    "predicate_failed": lambda _, written: f"{describe(written)} is not a digest: sha256: and 64 digits of 0-9a-f",
     "string_pattern_mismatch": lambda _, written: (
         f"'{written}' is not a name: use lower-case letters, digits and dashes, beginning with a letter or digit"
     ),
 }
-"""What each remaining kind of error says; the only pattern is that of names (`NAME_PATTERN`)."""
+"""What each remaining kind of error says; the only pattern is that of names (`NAME_PATTERN`), the only
+predicate that of digests."""
 
 
 def _entries(count: int) -> str:

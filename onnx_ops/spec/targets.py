@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops.domain.pipeline import NAME_PATTERN
@@ -28,7 +29,7 @@ def target_path(name: str, root: Path) -> Path | None:
 
 
 def load_target(name: str, *, root: Path) -> Target:
-    """Read one target.
+    """Read one target; its libraries' paths are absolute then.
 
     Raises:
         NotFound: the project has no such target.
@@ -48,7 +49,8 @@ def load_target(name: str, *, root: Path) -> Target:
         problems.append(document.problem(finding))
     if target is None or problems:
         raise SpecError(tuple(problems))
-    return target
+    libraries = tuple(replace(library, path=str(root / library.path)) for library in target.custom_ops)
+    return replace(target, custom_ops=libraries)
 
 
 def load_targets(names: Iterable[str], *, root: Path) -> dict[str, Target]:

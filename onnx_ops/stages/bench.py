@@ -13,8 +13,7 @@ from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.structure import Advice
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.graph.check import ceiling, full_check
-from onnx_ops.graph.inspect import info
+from onnx_ops.graph.check import full_check, refusal
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.stages.coverage import examine
 from onnx_ops.stages.load import throughput_alone
@@ -106,7 +105,7 @@ def bench(
 
 def facts_of(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
     """What really runs the model there; who is to blame if nothing does."""
-    if reason := ceiling(info(model), target):
+    if reason := refusal(model, target):
         raise UserError(reason.partition(": set export.")[0], where=model.name)
     try:
         return runtime.facts(model, target)

@@ -18,8 +18,7 @@ from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.graph.check import ceiling
-from onnx_ops.graph.inspect import info
+from onnx_ops.graph.check import refusal
 from onnx_ops.ports import Dataset, Ports, Runtime
 from onnx_ops.stages.champion import Champion, champion_of
 from onnx_ops.stages.coverage import Examined, examine
@@ -110,11 +109,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
 
 def _check_ceiling(bench: Bench, where: str) -> None:
     """A runtime tells of a file that is too new for it in words of its own, or of none."""
-    if reason := ceiling(info(bench.candidate), bench.target):
+    if reason := refusal(bench.candidate, bench.target):
         raise UserError(
             reason,
             where=where,
-            remedy=f"Export at a version that all targets accept, or benchmark without {bench.target.name}.",
+            remedy=f"Export what all targets accept, give the target its custom_ops, or leave {bench.target.name} out.",
         )
 
 

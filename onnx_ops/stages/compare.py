@@ -7,7 +7,7 @@ are the reference, and fixed tolerances take the noise's place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from onnx_ops.domain.gate import ParityGate, Verdict, combine
 from onnx_ops.domain.structure import Advice, Int8Coverage, TreeStructure
 from onnx_ops.domain.target import SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.graph.check import aborts_without_rows, full_check
+from onnx_ops.graph.check import aborts_without_rows, foreign, full_check, lacking
+from onnx_ops.graph.files import read_structure
 from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.stages.coverage import examine, has_integers
@@ -112,24 +113,28 @@ def compare(
         MeasurementFailure: a model does not run here, or A does not give the same answer twice.
     """
     shared_inputs(a, b)
+    for model in (a, b):
+        if reason := lacking(foreign(read_structure(model)), target):
+            raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
+    reference = replace(REFERENCE, custom_ops=target.custom_ops)
     groups = groups_of(samples, empty=not any(map(aborts_without_rows, (a, b))))
     tell(f"running {a.name} on {len(groups)} groups of inputs")
-    expected = _answers(runtime, REFERENCE, a, groups)
+    expected = _answers(runtime, reference, a, groups)
     tell(f"running {b.name} on {len(groups)} groups of inputs")
     found = _answers(runtime, target, b, groups)
-    _check_repeats(runtime, a, groups[0])
+    _check_repeats(runtime, reference, a, groups[0])
     measured: list[ParityMeasurement] = []
     quantized = has_integers(b) and not has_integers(a)
     notes = [QUANTIZED_NOTE] if quantized else []
     notes += ["one row is large: edges and large batches were left out"] if samples.large else []
     for group in groups:
-        reference, answer = expected[group.name], found[group.name]
-        if isinstance(reference, MeasurementFailure):
-            notes.append(f"inputs {group.name!r} were left out: A refuses them ({refusal(reference)})")
+        right, answer = expected[group.name], found[group.name]
+        if isinstance(right, MeasurementFailure):
+            notes.append(f"inputs {group.name!r} were left out: A refuses them ({refusal(right)})")
         elif isinstance(answer, MeasurementFailure):
             measured.append(_refused(group.name, answer))
         else:
-            measured += _measured(group.name, reference, answer)
+            measured += _measured(group.name, right, answer)
     if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
     labels = {name for name, array in _tensors(expected[REAL]).items() if array.dtype.kind != "f"}
@@ -167,12 +172,19 @@ def _joined(answers: Sequence[Tensors]) -> Tensors:
             raise UserError(f"output {name!r} is no tensor", remedy="Export with plain outputs, e.g. without ZipMap.")
     if len(answers) == 1:
         return answers[0]
+    for name in answers[0]:
+        if len(shapes := {np.atleast_1d(answer[name]).shape[1:] for answer in answers}) > 1:
+            raise UserError(
+                f"output {name!r} has another shape for other rows: {' and '.join(map(str, sorted(shapes)[:2]))}",
+                why="its shape depends on the values of the inputs, so that answers cannot be laid side by side",
+                remedy="Bring one run's rows: --data.",
+            )
     return {name: np.concatenate([np.atleast_1d(a[name]) for a in answers]) for name in answers[0]}
 
 
-def _check_repeats(runtime: Runtime, a: Path, group: Group) -> None:
+def _check_repeats(runtime: Runtime, target: Target, a: Path, group: Group) -> None:
     """Twice in one session: a fresh session draws the same random numbers again."""
-    first, second = runtime.run(a, REFERENCE, (group.runs[0], group.runs[0]))
+    first, second = runtime.run(a, target, (group.runs[0], group.runs[0]))
     for name, array in first.items():
         if not _same(array, second[name]):
             raise MeasurementFailure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -76,6 +77,75 @@ class TestInspect:
         assert done.returncode == 2
         assert "not valid ONNX" in done.stdout
         assert "Gemm 2" in done.stdout
+
+    def test_the_cost_is_told_for_the_batch_that_is_asked_for(self, folder: Path) -> None:
+        found = document(command(folder, "inspect", "good.onnx", "--batch", "2", "--json"))
+        assert found["flops"] == 2 * found["macs"] == 2 * 2 * (8 * 16 + 16 * 16 + 16 * 3)
+        text = command(folder, "inspect", "good.onnx", "--batch", "2").stdout
+        for told in ("with batch 2: 1728 FLOPs", "multiply-adds: Gemm 608, MatMul 256", "weights 1.87 kB"):
+            assert told in text
+
+    def test_metadata_is_written_into_a_copy(self, folder: Path) -> None:
+        before = (folder / "good.onnx").read_bytes()
+        values = ("author=A. Person", "license=MIT", "version=3", "description=digits", "team=vision")
+        options = [word for value in values for word in ("--set", value)]
+        done = command(folder, "inspect", "good.onnx", *options, "--output", "told.onnx", "--json")
+        found = document(done)
+        assert (folder / "good.onnx").read_bytes() == before
+        assert found["written"] == ["told.onnx"]
+        assert [found[key] for key in ("author", "license", "version", "description")] == [
+            "A. Person",
+            "MIT",
+            3,
+            "digits",
+        ]
+        assert found["metadata"]["team"] == "vision"
+        assert command(folder, "compare", "good.onnx", "told.onnx", "--quiet").returncode == 0
+        for wrong in (["--set", "version=3"], ["--set", "x", "--output", "a.onnx"], ["--output", "a.onnx"]):
+            assert command(folder, "inspect", "good.onnx", *wrong).returncode == 2
+        done = command(folder, "inspect", "good.onnx", "--set", "version=1.2", "--output", "a.onnx")
+        assert "is no whole number" in done.stderr
+        assert not (folder / "a.onnx").exists()
+
+    def test_a_copy_takes_its_external_weights_with_it(self, folder: Path) -> None:
+        write_external(folder / "external.onnx", "weights.bin")
+        (folder / "copy").mkdir()
+        done = command(folder, "inspect", "external.onnx", "--set", "license=MIT", "--output", "copy/e.onnx")
+        assert done.returncode == 0, done.stderr
+        assert (folder / "copy/weights.bin").read_bytes() == (folder / "weights.bin").read_bytes()
+
+    def test_source_is_written_that_builds_the_model(self, folder: Path) -> None:
+        done = command(folder, "inspect", "good.onnx", "--as-python", "source.py")
+        assert "wrote source.py.weights" in done.stdout
+        subprocess.run([sys.executable, "source.py", "again.onnx"], cwd=folder, check=True, timeout=60)
+        assert onnx.load(folder / "again.onnx") == onnx.load(folder / "good.onnx")
+
+    def test_a_folder_and_a_url_lead_to_their_model(self, folder: Path) -> None:
+        (folder / "one").mkdir()
+        write_external(folder / "one" / "model.onnx", "weights.bin")
+        for place in ("one", f"file://{folder}/one"):
+            found = document(command(folder, "inspect", place, "--json"))
+            assert found["external"] == ["weights.bin"]
+        assert command(folder, "inspect", ".").returncode == 2
+
+    def test_operators_that_no_target_has_are_named(self, folder: Path) -> None:
+        proto = onnx.load(folder / "good.onnx")
+        proto.graph.node[1].domain, proto.graph.node[1].op_type = "acme.ops", "Foo"
+        proto.opset_import.add(domain="acme.ops", version=1)
+        onnx.save(proto, folder / "custom.onnx")
+        found = document(command(folder, "inspect", "custom.onnx", "--json"))
+        assert found["foreign"] == {"acme.ops::Foo": ["first_bias"]}
+        assert found["targets"]["cpu-1t"] == {
+            "accepts": False,
+            "reason": "target cpu-1t lacks operators: acme.ops::Foo at first_bias",
+        }
+
+    def test_the_viewer_is_asked_for_where_it_is_missing(self, folder: Path) -> None:
+        if importlib.util.find_spec("netron") is not None:
+            return
+        done = command(folder, "inspect", "good.onnx", "--serve")
+        assert done.returncode == 2
+        assert "onnx-ops[view]" in done.stderr
 
 
 class TestCompare:

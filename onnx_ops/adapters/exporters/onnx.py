@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.section import check_section
-from onnx_ops.errors import NotFound, UserError
-from onnx_ops.graph.files import external_files, read_structure
+from onnx_ops.errors import UserError
+from onnx_ops.graph.files import external_files, model_file, read_structure
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports.models import Array, ExportRequest, Tensors
 
@@ -29,7 +29,7 @@ class OnnxExporter:
             UserError: it is not ONNX.
             Refused: it names external data outside its folder.
         """
-        source = _one_file(Path(str(model)))
+        source = model_file(Path(str(model)))
         structure = read_structure(source)
         for path in external_files(structure, source.parent):
             place = folder / path.relative_to(source.parent)
@@ -38,7 +38,7 @@ class OnnxExporter:
         shutil.copyfile(source, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        return _one_file(folder)
+        return model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
         """Copy it; a file newer than the pipeline asks for is refused rather than converted in silence."""
@@ -80,13 +80,3 @@ class OnnxExporter:
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
         except Exception as error:
             raise ValueError(f"the model refuses these inputs: {(str(error).strip() or 'no reason')[:300]}") from error
-
-
-def _one_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    found = sorted(path.glob("*.onnx")) if path.is_dir() else []
-    if len(found) != 1:
-        what = f"{len(found)} .onnx files there" if path.is_dir() else "no such file"
-        raise NotFound(what, where=str(path), remedy="`model:` names an .onnx file, or a folder with exactly one.")
-    return found[0]

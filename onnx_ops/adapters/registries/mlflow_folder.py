@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_file
 from onnx_ops.domain.release import VariantRecord
-from onnx_ops.errors import DigestMismatch, UserError
+from onnx_ops.errors import DigestMismatch, Refused, UserError
+from onnx_ops.graph.files import external_names, parse
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
@@ -50,6 +51,7 @@ def check_record(record: VariantRecord) -> None:
 
     Raises:
         UserError: a file name is not safe, or is one that MLflow keeps for itself; or there is not one ONNX file.
+        Refused: the model's weights are not all among the files.
         DigestMismatch: a file is not what the manifest says.
     """
     where = f"variant {record.variant}"
@@ -58,7 +60,7 @@ def check_record(record: VariantRecord) -> None:
             raise UserError(f"{name!r} is no name for an artifact", where=where, why="it must stay in its folder")
     if reserved := sorted(set(record.files) & _OWN):
         raise UserError(f"{reserved[0]} is a name that MLflow keeps for itself", where=where)
-    model_file(record.files)
+    _check_weights(record.files, where)
     if set(record.files) != set(record.manifest.files):
         raise DigestMismatch("the manifest names other files than those given", where=where)
     for name, path in record.files.items():
@@ -66,6 +68,17 @@ def check_record(record: VariantRecord) -> None:
             raise DigestMismatch(
                 f"{name} is not what the manifest says", where=where, remedy="Run again: the stage is computed anew"
             )
+
+
+def _check_weights(files: Mapping[str, Path], where: str) -> None:
+    """A version holds its weights: a model that takes them from anywhere else could not be verified."""
+    named = {PurePosixPath(name).as_posix() for name in external_names(files[model_file(files)])}
+    if outside := sorted(named - set(files)):
+        raise Refused(
+            f"its external data {outside[0]!r} is not among the files of the version",
+            where=where,
+            remedy="Export the model with its weights beside it.",
+        )
 
 
 def model_file(names: Iterable[str]) -> str:
@@ -151,14 +164,9 @@ def _write_example(example: bytes, folder: Path) -> dict[str, str] | None:
 
 def _signature(path: Path) -> ModelSignature | None:
     """Inputs and outputs as MLflow describes them; None where it has no words for one of them."""
-    import onnx
-    from google.protobuf.message import DecodeError
     from mlflow.models import ModelSignature
 
-    try:
-        graph = onnx.load(str(path), load_external_data=False).graph
-    except DecodeError as error:
-        raise UserError("this is not an ONNX file", where=str(path.resolve()), why=str(error)) from error
+    graph = parse(path).graph
     constants = {initializer.name for initializer in graph.initializer}
     inputs = _schema([value for value in graph.input if value.name not in constants])
     outputs = _schema(list(graph.output))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.runtimes.hardware import lacking_flags
+from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.target import SessionSettings, Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import DigestMismatch, MeasurementFailure, NotFound
 
 _LEVELS = {
     "disabled": "ORT_DISABLE_ALL",
@@ -50,6 +51,26 @@ def check_machine(target: Target) -> None:
         )
 
 
+def check_libraries(target: Target) -> None:
+    """Whether the libraries of custom operators are those that the target names: loading one runs its code.
+
+    Raises:
+        NotFound: there is no such file.
+        DigestMismatch: it is another one.
+    """
+    for library in target.custom_ops:
+        path = Path(library.path)
+        if not path.is_file():
+            raise NotFound("no such library of custom operators", where=f"target {target.name}: {path}")
+        if (found := digest_file(path)) != library.digest:
+            raise DigestMismatch(
+                f"the library of custom operators is not the one of target {target.name}; it was not loaded",
+                where=str(path),
+                why=f"its digest is {found}, the target says {library.digest}",
+                remedy="Find out who changed it. If it was you, write its digest into the target's file.",
+            )
+
+
 def new_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
     """A session as the target says.
 
@@ -61,12 +82,16 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
 
     Raises:
         MeasurementFailure: the machine lacks something, or the runtime refuses the model or a setting.
+        NotFound, DigestMismatch: a library of custom operators is missing, or is another one.
     """
     check_machine(target)
+    check_libraries(target)
     ort = importlib.import_module("onnxruntime")
     providers = [(provider.name, dict(provider.options)) for provider in target.providers]
     with failures(model):
         options = _options(ort, target.session)
+        for library in target.custom_ops:
+            options.register_custom_ops_library(library.path)
         if record_assignment:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if write_to is not None:

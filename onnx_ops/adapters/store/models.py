@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from onnx_ops.adapters.objects import fsync_folder
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, hex_of, is_digest, short
-from onnx_ops.errors import DigestMismatch
+from onnx_ops.errors import DigestMismatch, UserError
+from onnx_ops.graph.files import read_structure
 
 
 class ModelFolders:
@@ -34,6 +36,7 @@ class ModelFolders:
                 f"files are not what the manifest {short(manifest.digest())} says: {names}",
                 remedy="The artifact was changed after it was registered; run the pipeline again to make a new one.",
             )
+        _check_weights(folder)
         place = self._folder(manifest.digest())
         if self.location(manifest.digest()) is None:
             self._place(folder, place)
@@ -77,6 +80,13 @@ class ModelFolders:
 
     def _folder(self, manifest: Digest) -> Path:
         return self._root / hex_of(manifest)
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse a model that reaches out of its folder, or out of its weights, before any server loads it."""
+    for path in sorted(folder.glob("*.onnx")):
+        with contextlib.suppress(UserError):  # what is wrong in another way is told when it is loaded
+            read_structure(path)
 
 
 def manifest_of(folder: Path) -> Manifest:

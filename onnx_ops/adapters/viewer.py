@@ -1,0 +1,36 @@
+"""Netron: a graph in the browser, served to this machine only."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from onnx_ops.errors import MissingPackage
+
+_LOOPBACK = "127.0.0.1"
+
+
+@contextmanager
+def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Serve a model's graph; gives its URL and what waits until the server ends.
+
+    Args:
+        path: an ONNX file.
+        port: of the server; 0 takes a free one.
+
+    Raises:
+        MissingPackage: Netron is not installed.
+    """
+    try:
+        netron = importlib.import_module("netron")
+    except ImportError as error:
+        raise MissingPackage(
+            "--serve needs Netron", where="inspect", remedy="Install it: pip install 'onnx-ops[view]'"
+        ) from error
+    host, taken = netron.start(str(path), address=(_LOOPBACK, port or None), browse=False)
+    try:
+        yield f"http://{host}:{taken}", netron.wait
+    finally:
+        netron.stop((host, taken))

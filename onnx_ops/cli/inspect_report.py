@@ -1,0 +1,91 @@
+"""What `inspect` prints, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from onnx_ops import codec
+from onnx_ops.cli.tables import console
+from onnx_ops.domain.artifact import TensorSpec, short
+from onnx_ops.graph.cost import Cost
+from onnx_ops.graph.survey import Survey
+from onnx_ops.reporting.figures import format_figure, number
+
+
+def survey_document(
+    path: Path, found: Survey, targets: Mapping[str, str], written: Sequence[Path] = ()
+) -> dict[str, Any]:
+    return {
+        "tool": "inspect",
+        "path": str(path),
+        **codec.to_json(found),
+        "macs": sum(found.cost.macs.values()),
+        "flops": found.cost.flops,
+        "valid": not found.problem,
+        "targets": {name: {"accepts": not reason, "reason": reason} for name, reason in targets.items()},
+        "written": [str(file) for file in written],
+        "exit_code": 2 if found.problem else 0,
+    }
+
+
+def survey_report(path: Path, found: Survey, targets: Mapping[str, str], written: Sequence[Path] = ()) -> None:
+    out, info = console(), found.info
+    opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
+    beside = f", weights in {', '.join(found.external)}" if found.external else ""
+    lines = {
+        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short(found.file)}",
+        "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
+        "producer": found.producer or "not told",
+        "author": found.author,
+        "license": found.license,
+        "version": str(found.version or ""),
+        "about": found.description,
+        "inputs": _tensors(info.inputs),
+        "outputs": _tensors(info.outputs),
+        "nodes": f"{sum(found.operators.values())}: {_counts(found.operators)}",
+        "custom": "\n".join(f"{name} at {', '.join(at[:5])}" for name, at in found.foreign.items()),
+        "weights": _counts(found.parameters) or "none",
+        **_cost(found.cost),
+        "metadata": "\n".join(f"{name} = {value}" for name, value in found.metadata.items()) or "none",
+        "targets": "\n".join(f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()),
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in lines.items():
+        if text:
+            table.add_row(name, escape(text))
+    out.print(table)
+    for file in written:
+        out.print(f"wrote {escape(str(file))}", soft_wrap=True)
+    if found.problem:
+        out.print(f"[red]not valid ONNX[/red]: {escape(found.problem)}")
+    else:
+        out.print("[green]valid ONNX[/green]")
+
+
+def _cost(cost: Cost) -> dict[str, str]:
+    sizes = ", ".join(f"{name} {size}" for name, size in cost.dims.items())
+    at = f"with {sizes}: " if sizes else ""
+    if cost.problem:
+        return {"cost": f"not known: {cost.problem}"}
+    rest = f"; not counted: {_counts(cost.uncounted)}" if cost.uncounted else ""
+    parts = ", ".join(f"{name} {number(count)}" for name, count in cost.macs.items())
+    unknown = f", without {cost.unknown_values} values of unknown shape" if cost.unknown_values else ""
+    return {
+        "cost": f"{at}{number(cost.flops)} FLOPs (multiply-adds: {parts or 'none'}){rest}",
+        "memory": f"{at}weights {format_figure(cost.weight_bytes, 'B')}, activations at most "
+        f"{format_figure(cost.activation_bytes, 'B')}{unknown}",
+    }
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> str:
+    lines = [f"{spec.name}: {spec.dtype} {' × '.join(map(str, spec.shape)) or 'scalar'}" for spec in specs]
+    return "\n".join(lines) or "none"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())

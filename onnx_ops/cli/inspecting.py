@@ -1,0 +1,113 @@
+"""`onnx-ops inspect`: what a model is, what it says about itself, where it can run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.cli.tools import sizes_of
+from onnx_ops.errors import UserError
+
+
+@reported
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="ONNX file, folder with one, models:/NAME/VERSION, or a URL.", show_default=False)
+    ],
+    batch: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows for which the cost is told.")] = 1,
+    dims: Annotated[
+        list[str] | None,
+        typer.Option("--dim", metavar="NAME=SIZE", help="Size of a free dimension, for the cost; default 8."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Write author, license, version, description or any key."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With --set: the copy to write. The model's own path changes it in place.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--as-python", metavar="FILE", help="Write Python source that builds the model.")
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Show the graph with Netron, to this machine only.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Say what an ONNX file holds: versions, inputs, outputs, operators, weights, cost, targets; and if it is valid.
+
+    The cost comes from shapes alone; weights beside the file are not read.
+
+    Exit code: 0 valid, 2 not, 5 its weights lie where they must not.
+
+    Example: onnx-ops inspect model.onnx --batch 8
+    """
+    from onnx_ops.cli.inspect_report import survey_document, survey_report
+    from onnx_ops.graph.check import ceiling, lacking
+    from onnx_ops.graph.source import as_python
+    from onnx_ops.graph.survey import survey
+    from onnx_ops.settings import load_settings
+    from onnx_ops.spec.builtin import find_target, known_targets
+
+    if bool(set_) != bool(output):
+        raise UserError("--set and --output belong together", remedy="For example: --set license=MIT --output new.onnx")
+    with _local(model) as path:
+        written = [output] if set_ and output else []
+        if set_ and output:
+            _write(path, output, set_)
+        looked_at = output if set_ and output else path
+        written += as_python(looked_at, source) if source else ()
+        found = survey(looked_at, batch=batch, dims=sizes_of(dims or []))
+        root = load_settings().root
+        known = {name: find_target(name, root=root) for name in known_targets(root)}
+        targets = {name: ceiling(found.info, one) or lacking(found.foreign, one) for name, one in known.items()}
+        if as_json:
+            print_json(survey_document(looked_at, found, targets, written))
+        else:
+            survey_report(looked_at, found, targets, written)
+        if serve:
+            _show(looked_at, port)
+    if found.problem:
+        raise typer.Exit(2)
+
+
+@contextmanager
+def _local(place: str) -> Iterator[Path]:
+    """The model as a local file; what is fetched is gone afterwards."""
+    from onnx_ops.graph.files import model_file
+
+    if "://" not in place and not place.startswith("models:/"):
+        yield model_file(Path(place))
+        return
+    from onnx_ops.settings import load_settings
+    from onnx_ops.wiring import connect
+
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-inspect-") as scratch:
+        yield model_file(connect(load_settings()).models.path(place, Path(scratch) / "model"))
+
+
+def _write(path: Path, output: Path, entries: list[str]) -> None:
+    from onnx_ops.graph.metadata import write_copy
+
+    values = {}
+    for entry in entries:
+        key, sign, value = entry.partition("=")
+        if not (key and sign):
+            raise UserError(f"{entry!r} is not KEY=VALUE", where="--set", remedy="For example: --set license=MIT")
+        values[key] = value
+    if not output.parent.is_dir():
+        raise UserError("there is no such folder", where=str(output.parent))
+    write_copy(path, output, values)
+
+
+def _show(path: Path, port: int) -> None:
+    from onnx_ops.adapters.viewer import view
+
+    with view(path, port) as (address, wait):
+        typer.echo(f"{path.name} at {address}; Ctrl-C ends it", err=True)
+        wait()

@@ -1,0 +1,140 @@
+"""Operators that the runtime lacks: a library of them, compiled here, registered, and refused where it is wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.domain.artifact import Digest, digest_file
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.target import CustomOps, Target
+from onnx_ops.errors import DigestMismatch, MeasurementFailure, NotFound, SpecError, UserError
+from onnx_ops.graph.check import foreign, lacking, refusal
+from onnx_ops.graph.files import read_structure
+from onnx_ops.spec.targets import load_target
+from onnx_ops.stages.bench import facts_of
+from onnx_ops.stages.compare import compare
+from onnx_ops.stages.probing import made_up, shared_inputs
+
+SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
+CPU = Target(name="cpu")
+
+
+def write_softsign(path: Path, *, scale: float = 2.0, as_function: bool = False) -> None:
+    """`y = scale * x / (1 + |x|)` by the custom operator; or by a function of its name."""
+    shape = ["batch", 3]
+    domain, attributes = ("own", {}) if as_function else ("acme.ops", {"scale": scale})
+    node = helper.make_node("ScaledSoftsign", ["x"], ["y"], domain=domain, name="sign", **attributes)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid(domain, 1)]
+    functions = []
+    if as_function:
+        body = [
+            helper.make_node("Softsign", ["a"], ["c"]),
+            helper.make_node("Constant", [], ["s"], value_float=scale),
+            helper.make_node("Mul", ["c", "s"], ["b"]),
+        ]
+        functions = [helper.make_function("own", "ScaledSoftsign", ["a"], ["b"], body, opsets[:1])]
+    graph = helper.make_graph(
+        [node],
+        "softsign",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+    )
+    onnx.save(helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10), path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_softsign(tmp_path / "custom.onnx")
+    return tmp_path / "custom.onnx"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        reason = "NOT TESTED: there is no C compiler, so no library of custom operators can be built"
+        if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    path = tmp_path_factory.mktemp("library") / "libsoftsign.so"
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(path), str(SOURCE), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return path
+
+
+@pytest.fixture
+def target(library: Path) -> Target:
+    return replace(CPU, custom_ops=(CustomOps(path=str(library), digest=digest_file(library), domains=("acme.ops",)),))
+
+
+def test_a_session_has_the_operators_of_its_target(model: Path, target: Target) -> None:
+    x = np.array([[-1.0, 0.0, 3.0]], np.float32)
+    for _ in range(2):  # a second session registers the same library
+        answer = OnnxRuntime().run(model, target, ({"x": x},))[0]["y"]
+        np.testing.assert_allclose(answer, 2 * x / (1 + np.abs(x)), rtol=1e-6)
+
+
+def test_it_is_the_same_function_as_the_one_of_onnx(model: Path, target: Target, tmp_path: Path) -> None:
+    for scale, verdict in ((2.0, Verdict.PASS), (2.1, Verdict.FAIL)):
+        other = tmp_path / "function.onnx"
+        write_softsign(other, scale=scale, as_function=True)
+        samples = made_up(shared_inputs(other, model), count=32, dims={})
+        assert compare(ShieldedRuntime(), target, other, model, samples).verdict is verdict
+
+
+def test_another_library_is_not_loaded(model: Path, target: Target, tmp_path: Path) -> None:
+    forged = tmp_path / "forged.so"
+    forged.write_bytes(b"not a library")
+    libraries = (replace(target.custom_ops[0], path=str(forged)),)
+    with pytest.raises(DigestMismatch, match="it was not loaded"):
+        OnnxRuntime().run(model, replace(target, custom_ops=libraries), ())
+    with pytest.raises(NotFound, match="no such library"):
+        OnnxRuntime().run(model, replace(target, custom_ops=(replace(libraries[0], path="/none.so"),)), ())
+    digest = digest_file(forged)
+    with pytest.raises(MeasurementFailure, match="cannot run"):
+        OnnxRuntime().run(model, replace(target, custom_ops=(replace(libraries[0], digest=digest),)), ())
+
+
+def test_a_target_without_the_operator_is_told_the_nodes_before_any_work(model: Path, tmp_path: Path) -> None:
+    said = r"target cpu lacks operators: acme\.ops::ScaledSoftsign at sign"
+    with pytest.raises(UserError, match=said):
+        facts_of(OnnxRuntime(), CPU, model)
+    with pytest.raises(UserError, match=said):
+        compare(OnnxRuntime(), CPU, model, model, made_up(shared_inputs(model), count=4, dims={}))
+    write_softsign(tmp_path / "function.onnx", as_function=True)
+    assert refusal(tmp_path / "function.onnx", CPU) == ""
+    assert foreign(read_structure(tmp_path / "function.onnx")) == {}
+
+
+def test_many_nodes_are_not_all_listed() -> None:
+    nodes = tuple(f"n{i}" for i in range(9))
+    assert lacking({"a::B": nodes}, CPU).endswith("a::B at n0, n1, n2, n3, n4 …")
+
+
+def test_a_target_file_names_its_libraries(tmp_path: Path) -> None:
+    folder = tmp_path / "configs" / "targets"
+    folder.mkdir(parents=True)
+    text = "name: own\nproviders: [CPUExecutionProvider]\ncustom_ops: {path: lib/a.so, digest: %s, domains: [acme]}\n"
+    digest = f"sha256:{'0' * 64}"
+    (folder / "own.yaml").write_text(text % digest)
+    found = load_target("own", root=tmp_path)
+    expected = CustomOps(path=str(tmp_path / "lib/a.so"), digest=Digest(digest), domains=("acme",))
+    assert found.custom_ops == (expected,)
+    plain = replace(found, custom_ops=())
+    assert found.digest() != plain.digest()
+    elsewhere = replace(found, custom_ops=(replace(expected, path="/elsewhere/a.so"),))
+    assert found.digest() == elsewhere.digest()
+    (folder / "own.yaml").write_text(text % "abc")
+    with pytest.raises(SpecError, match="digest"):
+        load_target("own", root=tmp_path)

@@ -1,0 +1,18 @@
+"""Every test model of the onnx package: `inspect` and `compare` end in a verdict or a typed error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.testing.backend_models import outcomes, write_models
+
+
+@pytest.mark.nightly
+def test_no_model_ends_in_a_traceback_or_a_crash(tmp_path: Path) -> None:
+    models = write_models(tmp_path)
+    assert len(models) > 2000
+    found = tuple(outcomes(models))
+    assert [one for one in found if one.fault] == []
+    assert {one.model for one in found} == {"/".join(model.parts[-3:-1]) for model in models}
