@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from importlib.metadata import EntryPoint, entry_points
+import functools
+import sys
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from onnx_ops.errors import MissingPackage, NotFound
@@ -30,9 +32,16 @@ _EXTRAS = {
 """Extras that bring a package, by the name it is imported under."""
 
 
+@functools.lru_cache(maxsize=32)
+def _points(kind: str, path: tuple[str, ...]) -> EntryPoints:
+    """Entry points of a kind. Looking for them reads the metadata of every distribution on the path."""
+    del path
+    return entry_points(group=f"onnx_ops.{kind}")
+
+
 def names(kind: str) -> tuple[str, ...]:
     """Names of the installed plugins of a kind."""
-    return tuple(sorted({point.name for point in entry_points(group=f"onnx_ops.{kind}")}))
+    return tuple(sorted({point.name for point in _points(kind, tuple(sys.path))}))
 
 
 def load(kind: str, name: str, *arguments: object) -> Any:
@@ -60,7 +69,7 @@ def find(kind: str, name: str) -> EntryPoint:
     Raises:
         NotFound: no installed distribution offers it.
     """
-    for point in entry_points(group=f"onnx_ops.{kind}"):
+    for point in _points(kind, tuple(sys.path)):
         if point.name == name:
             return point
     known = names(kind)

@@ -14,8 +14,9 @@ from botocore.exceptions import ClientError
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.testing.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client, fake_sagemaker
+from onnx_ops.testing.endpoints import scaling_deployment
 
 QUIET = {"taken_back": "", "stuck": "", "quota": "", "lag": 0, "reads": 2}
 
@@ -34,6 +35,15 @@ def fake(cloud: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> FakeSageMaker
     cloud.fault()
     cloud.behave(**QUIET)
     return cloud
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Deployment]:
+    folder = tmp_path_factory.mktemp("models")
+    return (
+        scaling_deployment(folder / "blue", name="blue", version="1", scale=2.0),
+        scaling_deployment(folder / "green", name="green", version="2", scale=3.0),
+    )
 
 
 def config_of(name: str, **settings: str | float | bool) -> EndpointConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
-from sagemaker_cloud import cloud, config_of, fake, invoke
+from sagemaker_cloud import cloud, config_of, fake, invoke, pair
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes, hex_of
@@ -19,22 +19,13 @@ from onnx_ops.errors import Conflict, DigestMismatch, NotFound, Refused, UserErr
 from onnx_ops.testing.clouds.sagemaker import BUCKET, FakeSageMaker, client
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
 
-__all__ = ["cloud", "fake"]
+__all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services
 
 
 @pytest.fixture
 def provider(fake: FakeSageMaker) -> SageMakerEndpoints:
     return SageMakerEndpoints()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Deployment]:
-    folder = tmp_path_factory.mktemp("models")
-    return (
-        scaling_deployment(folder / "blue", name="blue", version="1", scale=2.0),
-        scaling_deployment(folder / "green", name="green", version="2", scale=3.0),
-    )
 
 
 class TestSageMakerEndpoints(EndpointProviderSuite):

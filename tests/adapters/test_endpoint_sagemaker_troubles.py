@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sagemaker_cloud import Load, all_that_stands, apply_when_told, cloud, config_of, fake, invoke
+from sagemaker_cloud import Load, all_that_stands, apply_when_told, cloud, config_of, fake, invoke, pair
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError, ServiceUnavailable
 from onnx_ops.testing.clouds.sagemaker import FakeSageMaker, client
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from onnx_ops.testing.endpoints import state_of
 
-__all__ = ["cloud", "fake"]
+__all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services
 
 KINDS = ("throttle", "error", "drop")
@@ -33,15 +33,6 @@ FIGURES = {
 def provider(fake: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> SageMakerEndpoints:
     monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)  # its pauses between attempts
     return SageMakerEndpoints()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Deployment]:
-    folder = tmp_path_factory.mktemp("models")
-    return (
-        scaling_deployment(folder / "blue", name="blue", version="1", scale=2.0),
-        scaling_deployment(folder / "green", name="green", version="2", scale=3.0),
-    )
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -131,8 +131,8 @@ def test_the_image_keeps_its_promises() -> None:
     assert (INFRA / "docker" / "install.sh").stat().st_mode & stat.S_IXUSR
 
 
-def test_nothing_names_an_index_or_a_registry_of_packages() -> None:
+def test_packages_come_from_wherever_the_installer_is_configured_to_look() -> None:
     for file in INFRA.rglob("*"):
         if file.is_file():
             text = file.read_text(encoding="utf-8")
-            assert not re.search(r"--(extra-)?index-url|--find-links|pypi\.", text), file
+            assert not re.search(r"--\S*(index|links)\b|/simple\b", text), file

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import pytest
 from release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
 from release_scenes import (
+    asked_for,
+    counted_out,
     end_of,
     lost,
     misled,
@@ -110,6 +112,9 @@ SCENARIOS: Mapping[str, Scenario] = {
     "rollback of a candidate": Scenario(on_trial, rolling_back, went_back),
     "aliases after a rollback": Scenario(rolled_back_alone, Scene.settle_all),
     "the last of two endpoints": Scenario(pair, Scene.settle_all),
+    "a judged start": Scenario(asked_for, Scene.settle_all),
+    "a judged step": Scenario(lambda: counted_out(bad=False), Scene.settle_all),
+    "a judged way back": Scenario(lambda: counted_out(bad=True), Scene.settle_all),
     "override": Scenario(
         lambda: with_candidate(serving("a"), verdict=Verdict.FAIL),
         promoting("2", override=True, reason="sure"),
