@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
@@ -32,16 +33,17 @@ _EXTRAS = {
 """Extras that bring a package, by the name it is imported under."""
 
 
-@functools.lru_cache(maxsize=32)
-def _points(kind: str, path: tuple[str, ...]) -> EntryPoints:
-    """Entry points of a kind. Looking for them reads the metadata of every distribution on the path."""
+@functools.lru_cache(maxsize=4)
+def _points(path: tuple[str, ...]) -> Mapping[str, EntryPoints]:
+    """Entry points by kind. Looking for them reads the metadata of every distribution on the path."""
     del path
-    return entry_points(group=f"onnx_ops.{kind}")
+    found = entry_points()
+    return {kind: found.select(group=f"onnx_ops.{kind}") for kind in KINDS}
 
 
 def names(kind: str) -> tuple[str, ...]:
     """Names of the installed plugins of a kind."""
-    return tuple(sorted({point.name for point in _points(kind, tuple(sys.path))}))
+    return tuple(sorted({point.name for point in _points(tuple(sys.path))[kind]}))
 
 
 def load(kind: str, name: str, *arguments: object) -> Any:
@@ -69,7 +71,7 @@ def find(kind: str, name: str) -> EntryPoint:
     Raises:
         NotFound: no installed distribution offers it.
     """
-    for point in _points(kind, tuple(sys.path)):
+    for point in _points(tuple(sys.path))[kind]:
         if point.name == name:
             return point
     known = names(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ MODULES = {
     "good": "class Plugin:\n    def __init__(self, *arguments):\n        self.arguments = arguments\n",
     "needy": "import a_package_that_nobody_has.part\n",
 }
+
+
+HEAVY = ("numpy", "onnx", "onnxruntime", "sklearn", "torch", "boto3", "azure", "mlflow", "prefect", "httpx")
 
 
 @pytest.fixture
@@ -55,6 +59,20 @@ def test_a_missing_extra_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(MissingPackage):
         plugins.load("exporters", "sklearn")
     assert plugins.install_hint("skl2onnx") == "Install it with: pip install 'onnx-ops[sklearn]'"
+
+
+def test_plugins_are_made_without_what_they_do_their_work_with() -> None:
+    """A run in which nothing changed asks plugins for the versions of their tools, and must not wait for those."""
+    program = (
+        "import importlib, sys\n"
+        "from importlib.metadata import entry_points\n"
+        f"for kind in {plugins.KINDS!r}:\n"
+        "    for point in entry_points(group=f'onnx_ops.{kind}'):\n"
+        "        importlib.import_module(point.module)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("kind", plugins.KINDS)

@@ -67,7 +67,3 @@ app.add_typer(keys.app, name="keys", rich_help_panel=MACHINE)
 
 def main() -> None:
     app()
-
-
-if __name__ == "__main__":
-    main()

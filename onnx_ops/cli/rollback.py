@@ -114,7 +114,7 @@ def _in_background(project: Project, command: str, names: Sequence[str], log_nam
     log = project.settings.state / log_name
     with log.open("ab") as sink:
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "onnx_ops.cli.main", command, *names],
+            [sys.executable, "-P", "-m", "onnx_ops", command, *names],
             cwd=project.settings.root,
             stdin=subprocess.DEVNULL,
             stdout=sink,

@@ -9,11 +9,14 @@ from pathlib import Path
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFound, UserError
 
+_OURS = __name__.partition(".")[0]
+
 
 def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Digest:
     """Digest of all the project's source that `package.module:function` can reach by import statements.
 
-    Modules outside `root` are left to the versions of installed packages.
+    Modules outside `root` are left to the versions of installed packages, and this product's own to the revisions of
+    its stages, wherever it lies.
 
     Raises:
         NotFound: the module, or a file in `depends`, does not exist below `root`.
@@ -78,9 +81,10 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _module_file(module: str, root: Path) -> Path | None:
-    if not module or not all(part.isidentifier() for part in module.split(".")):
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in parts) or parts[0] == _OURS:
         return None
-    base = root.joinpath(*module.split("."))
+    base = root.joinpath(*parts)
     for candidate in (base / "__init__.py", base.with_suffix(".py")):
         if candidate.is_file():
             return candidate

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnx_ops.graph.files import read_model
-from onnx_ops.graph.weights import constants
+from onnx_ops.graph.files import constants, read_model
 
 if TYPE_CHECKING:
     import onnx

@@ -17,8 +17,7 @@ from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.structure import Advice, Int8Coverage
 from onnx_ops.domain.target import Target
 from onnx_ops.graph.coverage import FUSE
-from onnx_ops.graph.files import read_model, read_structure
-from onnx_ops.graph.weights import constants
+from onnx_ops.graph.files import constants, read_model, read_structure
 
 if TYPE_CHECKING:
     import onnx

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from onnx_ops.errors import UserError
-from onnx_ops.graph.weights import constants
+from onnx_ops.graph.files import constants
 
 if TYPE_CHECKING:
     import onnx

@@ -35,6 +35,16 @@ def read_structure(path: Path) -> onnx.ModelProto:
     return model
 
 
+def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """The constant tensors of the main graph by name: initializers, and values of Constant nodes."""
+    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.name == "value":
+                found[node.output[0]] = attribute.t
+    return found
+
+
 def model_file(path: Path) -> Path:
     """The file itself, or the one `.onnx` file of a folder.
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.graph.files import read_model
+from onnx_ops.graph.files import constants, read_model
 from onnx_ops.graph.forest import ENSEMBLES
-from onnx_ops.graph.weights import constants
 
 if TYPE_CHECKING:
     import onnx

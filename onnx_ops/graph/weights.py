@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.graph.files import read_model
+from onnx_ops.graph.files import constants, read_model
 from onnx_ops.graph.narrow import Narrow, blocks, halves
 
 if TYPE_CHECKING:
@@ -88,16 +88,6 @@ def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
     """
     before, after = read_model(source), read_model(derived)
     return tuple(_kept(after, constants(before), constants(after), _turned(before)))
-
-
-def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """The constant tensors of the main graph by name: initializers, and values of Constant nodes."""
-    found = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if node.op_type == "Constant" and attribute.name == "value":
-                found[node.output[0]] = attribute.t
-    return found
 
 
 def _stored(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[_Stored]:

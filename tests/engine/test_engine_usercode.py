@@ -67,6 +67,14 @@ def test_declared_files_count(project: Path) -> None:
         code_digest("model:train", project, ("missing.txt",))
 
 
+def test_a_checkout_of_this_product_below_the_root_does_not_count(project: Path) -> None:
+    (project / "onnx_ops").mkdir()
+    (project / "model.py").write_text("import onnx_ops\n\ndef train(): ...\n")
+    before = code_digest("model:train", project)
+    (project / "onnx_ops" / "__init__.py").write_text("# edited")
+    assert code_digest("model:train", project) == before
+
+
 def test_a_package_wins_over_a_module_of_the_same_name(project: Path) -> None:
     (project / "tools.py").write_text("")
     before = code_digest("model:train", project)

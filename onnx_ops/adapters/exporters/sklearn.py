@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.section import check_section
-from onnx_ops.adapters.exporters.sklearn_trees import send_missing, source_trees
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import write_model
 from onnx_ops.graph.hygiene import renumber
@@ -57,6 +56,8 @@ class SklearnExporter:
     def export(self, model: object, request: ExportRequest) -> None:
         _check_estimator(model)
         name, rows = _matrix(request.samples)
+        from onnx_ops.adapters.exporters.sklearn_trees import send_missing
+
         section = request.section
         check_section(section, request.samples)
         converted = _convert(model, name, int(rows.shape[1]), section.opset)
@@ -91,6 +92,8 @@ class SklearnExporter:
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
         """Those of a decision tree, a forest or gradient boosting, alone or at the end of a pipeline; else None."""
+        from onnx_ops.adapters.exporters.sklearn_trees import source_trees
+
         return source_trees(model)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from onnx_ops.adapters.exporters.naming import (
     check_opset,
     free_axes,
@@ -163,6 +161,8 @@ class TfliteExporter:
         """
         if precision == "float64":
             return None
+        import numpy as np
+
         if not all(np.isfinite(array).all() for array in inputs.values()):
             raise ValueError("LiteRT's kernels do not say what they make of NaN and infinity")
         tf = tensorflow()

@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import numpy as np
-
 from onnx_ops.adapters.optimizers.library import quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, read_options
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
-from onnx_ops.graph.files import read_model, write_model
+from onnx_ops.graph.files import constants, read_model, write_model
 from onnx_ops.graph.hygiene import like_source
-from onnx_ops.graph.weights import constants
 from onnx_ops.ports.models import OptimizeRequest
 
 _FLOAT, _HALF = 1, 10
@@ -64,6 +61,7 @@ class HalfOptimizer:
 
 def _round_as_numpy_does(derived: Any, source: Any, variant: str) -> int:
     """Weights to the nearest half, since the converter lifts the smallest away from 0 and cuts the largest."""
+    import numpy as np
     from onnx import numpy_helper
 
     originals = constants(source)

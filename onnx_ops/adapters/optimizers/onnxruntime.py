@@ -15,10 +15,9 @@ from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, one_of, read_opt
 from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow, still_quantized
-from onnx_ops.graph.files import EXTERNAL_LIMIT, read_model, write_model
+from onnx_ops.graph.files import EXTERNAL_LIMIT, constants, read_model, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS, flatten_biases, like_source
 from onnx_ops.graph.inspect import info
-from onnx_ops.graph.weights import constants
 from onnx_ops.ports.models import OptimizeRequest
 
 TOOLS = ("onnxruntime", "onnx", "numpy")
