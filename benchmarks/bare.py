@@ -25,7 +25,7 @@ from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.domain.rollout import split_state
 from onnx_ops.domain.target import Target
 from onnx_ops.graph.check import full_check
-from onnx_ops.ports import Dataset, ExportRequest, OptimizeRequest, PairSchedule
+from onnx_ops.ports import Dataset, ExportRequest, OptimizeRequest, RaceSchedule
 
 TARGET = Target(name="cpu-1t")
 
@@ -64,8 +64,7 @@ def main(folder: Path) -> None:
         runtime.run(path, TARGET, (samples,))
         runtime.sample(path, TARGET, feed(samples), runs=800, warmup=50)
         if name != "fp32":
-            for baseline, candidate in ((export, path), (export, export)):
-                runtime.pair(baseline, candidate, TARGET, feed(samples), PairSchedule(pairs=5))
+            runtime.race((export, export, path), TARGET, feed(samples), RaceSchedule(heats=5))
     registry = MlflowRegistry(f"sqlite:///{folder / 'mlflow.db'}", artifact_root=str(folder / "mlartifacts"))
     versions = registry.publish(publication(variants))
     registry.set_alias("digits-mlp", "champion-cpu-1t", versions["fp32"])

@@ -13,9 +13,6 @@ import numpy.typing as npt
 from scipy import special
 
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.errors import MeasurementFailure
-
-Floats = npt.NDArray[np.float64]
 
 LOOKS = (5, 10, 20, 40)
 """Session pairs after which the samples may be looked at. Each look spends an equal share of the error rate."""
@@ -23,14 +20,7 @@ LOOKS = (5, 10, 20, 40)
 ALPHA = 0.05
 """One-sided error rate of a whole comparison."""
 
-BLOCKS = (8, 32)
-"""Fewest and most pairs of blocks in a session pair."""
-
-_SESSION_NOISE = 0.012
-"""Standard deviation of log ratios between pairs of sessions of one model, however long they are timed."""
-
 _EXACT_UP_TO = 50
-_FEWEST_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,33 +45,6 @@ class QuantileComparison:
     runs: int
     exceeding: int
     needed: int
-
-
-def block_log_ratios(nanoseconds: npt.ArrayLike, preempted: npt.ArrayLike) -> Floats:
-    """log(median B / median A) of each pair of blocks.
-
-    Medians are of the runs that were not preempted; of all runs in a block with fewer than three of those.
-
-    Args:
-        nanoseconds: shape (pairs, blocks, 2, runs); axis 2 is A, B.
-        preempted: the same shape, whether the run lost its core.
-
-    Returns:
-        Shape (pairs, blocks).
-
-    Raises:
-        MeasurementFailure: a block has no positive duration, so that there is no ratio.
-    """
-    times = np.asarray(nanoseconds, dtype=np.float64)
-    lost = np.asarray(preempted, dtype=bool)
-    enough = (~lost).sum(axis=-1, keepdims=True) >= _FEWEST_RUNS
-    medians = np.nanmedian(np.where(lost & enough, np.nan, times), axis=-1)
-    if not (medians > 0).all():
-        raise MeasurementFailure(
-            "a block of runs took no measurable time", remedy="Time more rows in one request: `benchmark.batch`."
-        )
-    logs = np.log(medians)
-    return np.asarray(logs[..., 1] - logs[..., 0], dtype=np.float64)
 
 
 def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, float, float]:
@@ -154,7 +117,7 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: f
     Each look is entitled to an equal share of alpha a side, so that all together stay below it (Bonferroni).
 
     Args:
-        log_ratios: `block_log_ratios`, one sequence for each session pair; at least one.
+        log_ratios: of the blocks, one sequence for each session pair; at least one.
         tolerance: allowed slow-down as a fraction; 0 asks whether B is faster.
         alpha: one-sided error rate over all looks.
 
@@ -246,20 +209,6 @@ def needs_more(
 def next_look(pairs: int) -> int:
     """Session pairs at the look that follows `pairs`; the last look if none does."""
     return LOOKS[min(bisect.bisect_right(LOOKS, pairs), len(LOOKS) - 1)]
-
-
-def blocks_needed(self_log_ratios: Sequence[Sequence[float]]) -> int:
-    """Pairs of blocks after which the noise between blocks adds no more than that between sessions does.
-
-    A machine whose speed changes from one millisecond to the next is averaged over more blocks of the same sessions,
-    which cost less than new sessions. The noise is read from the baseline against itself, so that what a candidate
-    measures has no part in how long it is measured.
-    """
-    spreads = [float(np.std(pair, ddof=1)) for pair in self_log_ratios if len(pair) > 1]
-    if not spreads:
-        return BLOCKS[0]
-    median_noise = math.sqrt(math.pi / 2) * float(np.median(spreads))
-    return min(max(BLOCKS[0], math.ceil((median_noise / _SESSION_NOISE) ** 2)), BLOCKS[1])
 
 
 def quantile_gate(

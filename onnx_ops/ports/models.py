@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -226,26 +226,32 @@ class Optimizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairSchedule:
-    """How two models are timed against each other.
+class RaceSchedule:
+    """How models are timed in turns.
 
-    Each of `pairs` session pairs builds both sessions fresh in random order, warms them up with `warmup` runs, and
-    times `blocks` pairs of blocks of `runs` runs, in random order within each pair.
+    Each of `heats` builds a session of every model fresh, in random order, warms it up with `warmup` runs, and times
+    `blocks` rounds in which every model has a block of `runs` runs, in random order within each round.
     """
 
-    pairs: int
-    blocks: int = 4
+    heats: int
+    blocks: int = 12
     runs: int = 10
     warmup: int = 20
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairSamples:
-    """Raw samples of a schedule: nanoseconds and preemptions of shape (pairs, blocks, 2, runs); axis 2 is A, B."""
+class RaceSamples:
+    """Raw samples of a race: nanoseconds and preemptions of shape (heats, blocks, models, runs).
+
+    `probe`, of the same shape, is how long a short piece of work that is always the same took right before or right
+    after each run on its core, the longer of the two: it tells how fast the machine was just then. None where a
+    runtime has no such probe.
+    """
 
     nanoseconds: Array
     preempted: Array
+    probe: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,24 +264,24 @@ class RunSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSchedule:
-    """How two models are put under load.
+    """How models are put under load.
 
-    Each of `pairs` session pairs builds both sessions fresh in random order, and has each answer `windows` windows of
-    `requests` requests that `concurrency` threads send without pause, the sides in random order within each pair of
-    windows. A window that is not timed comes before, on each session.
+    Each of `heats` builds a session of every model fresh, in random order, and has each answer `windows` windows of
+    `requests` requests that `concurrency` threads send without pause, the models in random order within each round. A
+    window that is not timed comes before, on each session.
     """
 
     concurrency: int
     requests: int
-    pairs: int
+    heats: int
     windows: int = 2
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSamples:
-    """Nanoseconds from the first request of a window to its last answer, of shape (pairs, windows, 2); axis 2 is
-    A, B. Every window answered `requests` requests."""
+    """Nanoseconds from the first request of a window to its last answer, of shape (heats, windows, models). Every
+    window answered `requests` requests."""
 
     nanoseconds: Array
     requests: int
@@ -283,16 +289,16 @@ class LoadSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSchedule:
-    """Fresh processes in `pairs` pairs, one model each, in random order within a pair; each answers `requests`."""
+    """Fresh processes in `heats`, one for each model, in random order within a heat; each answers `requests`."""
 
-    pairs: int
+    heats: int
     requests: int = 20
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSamples:
-    """Of each process, arrays of shape (pairs, 2); axis 1 is A, B.
+    """Of each process, arrays of shape (heats, models).
 
     `load_ns` is building the session, the runtime being imported; `first_ns` the first inference. `peak_bytes` is the
     highest resident memory, file mappings included, while it loaded and answered, less the resident memory just
@@ -331,22 +337,16 @@ class Runtime(Protocol):
         """Time single runs of one session."""
         ...
 
-    def pair(
-        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: PairSchedule
-    ) -> PairSamples:
-        """Time two models side by side."""
+    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+        """Time models side by side; one that stands there twice gets two sessions."""
         ...
 
-    def under_load(
-        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: LoadSchedule
-    ) -> LoadSamples:
-        """Time windows of requests that several threads send to one session, two models in turns."""
+    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of requests that several threads send to one session, the models in turns."""
         ...
 
-    def starts(
-        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: StartSchedule
-    ) -> StartSamples:
-        """Load two models in fresh processes, in turns, and have each answer requests.
+    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Load models in fresh processes, in turns, and have each answer requests.
 
         Raises:
             MeasurementFailure: a process crashed, or could not run its model.

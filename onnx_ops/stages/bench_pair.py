@@ -226,7 +226,7 @@ def _latencies(raw: Raw) -> tuple[float, float]:
     """Seconds of A and B over all blocks of all looks, without the runs that were preempted."""
     looks = [name.removesuffix("/nanoseconds") for name in raw if re.fullmatch(rf"{A}/look-\d+/nanoseconds", name)]
     sides = []
-    for side in (0, 1):
+    for side in (0, -1):
         ns, gone = (
             np.concatenate([raw[f"{look}/{kind}"][:, :, side].ravel() for look in looks])
             for kind in ("nanoseconds", "preempted")
@@ -239,9 +239,9 @@ def _medians(figure: str, raw: Raw) -> tuple[float, float]:
     """Of A and B over all pairs, in the figure's unit."""
     if figure in UNITS:
         scale = 1e9 if UNITS[figure] == "s" else 1.0
-        a, b = np.median(raw[f"starts/{A}/{figure}"].astype(np.float64), axis=0) / scale
+        a, _, b = np.median(raw[f"starts/{A}/{figure}"].astype(np.float64), axis=0) / scale
         return float(a), float(b)
     where = f"throughput/{figure.rpartition(' ')[2]}/{A}"
-    a, b = np.median(raw[f"{where}/nanoseconds"].astype(np.float64), axis=(0, 1)) / 1e9
+    a, _, b = np.median(raw[f"{where}/nanoseconds"].astype(np.float64), axis=(0, 1)) / 1e9
     requests = float(raw[f"{where}/requests"])
     return requests / float(a), requests / float(b)

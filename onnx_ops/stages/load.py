@@ -14,7 +14,7 @@ from onnx_ops.domain.evidence import PairedRatios, Throughput, throughput_figure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import LoadSamples, LoadSchedule, Runtime, Tensors
-from onnx_ops.stages.timing import LogRatios, Race, Raw, look_by_look, rows_of
+from onnx_ops.stages.timing import Figure, Race, Raw, figure_of, look_by_look, rows_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,7 +30,7 @@ FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
 FEWEST_EACH, MOST_REQUESTS = 4, 20_000
 """Requests of a window: for each thread at least, so that those that end last weigh little, and in all at most."""
 
-PAIRS_ALONE = 5
+HEATS_ALONE = 5
 _PROBES = 20
 
 
@@ -43,7 +43,7 @@ def throughput_alone(
         MeasurementFailure: the model does not run there.
     """
     schedule = replace(_schedule(runtime, model, target, feed, concurrency), seed=seed)
-    samples = runtime.under_load(model, model, target, feed, schedule)
+    samples = runtime.under_load((model, model), target, feed, schedule)
     per_second = samples.requests * 1e9 / np.median(_positive([samples]), axis=1)
     found = Throughput(
         concurrency=concurrency,
@@ -55,37 +55,31 @@ def throughput_alone(
 
 
 def throughput_against(race: Race, concurrency: int) -> tuple[PairedRatios, Raw]:
-    """Windows of baseline and candidate in turns, and of the baseline against itself, look by look.
+    """Windows of the baseline, of the baseline again and of the candidate in turns, look by look.
 
     Raises:
         MeasurementFailure: one of the models does not run there.
     """
     schedule = _schedule(race.runtime, race.baseline, race.target, race.feed, concurrency)
 
-    def measure(candidate: Path, pairs: int, seed: int, _: Sequence[LoadSamples]) -> LoadSamples:
-        now = replace(schedule, pairs=pairs, seed=seed)
-        return race.runtime.under_load(race.baseline, candidate, race.target, race.feed, now)
+    def measure(heats: int, seed: int) -> LoadSamples:
+        return race.runtime.under_load(race.models, race.target, race.feed, replace(schedule, heats=heats, seed=seed))
 
-    def ratios(samples: Sequence[LoadSamples]) -> tuple[LogRatios, ...]:
-        logs = np.log(_positive(samples))
-        return (tuple(tuple(float(b - a) for a, b in pair) for pair in logs),)
+    def figures(samples: Sequence[LoadSamples]) -> tuple[Figure]:
+        return (figure_of(np.log(_positive(samples))),)
 
     noun = f"session pairs under {concurrency} requests at once"
-    own, selves = look_by_look(race, noun, measure, ratios, (race.tolerances.get("throughput", ()),))
+    looks = look_by_look(race, noun, measure, figures, (race.tolerances.get("throughput", ()),))
+    ((own, itself),) = figures(looks)
     found = PairedRatios(
         figure=throughput_figure(concurrency),
         against=race.against,
         baseline=digest_file(race.baseline),
-        log_ratios=ratios(own)[0],
-        self_log_ratios=ratios(selves)[0],
+        log_ratios=own,
+        self_log_ratios=itself,
     )
     where = f"throughput/{concurrency}/{race.against}"
-    raw = {
-        f"{where}/nanoseconds": _joined(own),
-        f"{where}/self/nanoseconds": _joined(selves),
-        f"{where}/requests": np.array(schedule.requests),
-    }
-    return found, raw
+    return found, {f"{where}/nanoseconds": _joined(looks), f"{where}/requests": np.array(schedule.requests)}
 
 
 def _schedule(runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int) -> LoadSchedule:
@@ -95,7 +89,7 @@ def _schedule(runtime: Runtime, model: Path, target: Target, feed: Tensors, conc
     fewest = FEWEST_EACH * concurrency
     requests = int(np.clip(WINDOW_S / typical, fewest, max(fewest, MOST_REQUESTS)))
     windows = int(np.clip(SIDE_S / (requests * typical), FEWEST_WINDOWS, MOST_WINDOWS))
-    return LoadSchedule(concurrency=concurrency, requests=requests, pairs=PAIRS_ALONE, windows=windows)
+    return LoadSchedule(concurrency=concurrency, requests=requests, heats=HEATS_ALONE, windows=windows)
 
 
 def _joined(samples: Sequence[LoadSamples]) -> Floats:

@@ -13,11 +13,11 @@ from onnx_ops.domain.evidence import PairedRatios, Starts
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import Runtime, StartSamples, StartSchedule, Tensors
-from onnx_ops.stages.timing import LogRatios, Race, Raw, look_by_look, rows_of
+from onnx_ops.stages.timing import Figure, Race, Raw, figure_of, look_by_look, rows_of
 
 Counts = npt.NDArray[np.int64]
 
-PAIRS_ALONE = 5
+HEATS_ALONE = 5
 REQUESTS = 20
 FIGURES = ("load", "first", "peak")
 
@@ -28,8 +28,8 @@ def starts_alone(runtime: Runtime, model: Path, target: Target, feed: Tensors, s
     Raises:
         MeasurementFailure: a process crashed, or could not run the model.
     """
-    schedule = StartSchedule(pairs=PAIRS_ALONE, requests=REQUESTS, seed=seed)
-    samples = runtime.starts(model, model, target, feed, schedule)
+    schedule = StartSchedule(heats=HEATS_ALONE, requests=REQUESTS, seed=seed)
+    samples = runtime.starts((model, model), target, feed, schedule)
     load, first, peak = (_joined([samples], figure).ravel() for figure in FIGURES)
     found = Starts(
         batch=rows_of(feed),
@@ -42,7 +42,7 @@ def starts_alone(runtime: Runtime, model: Path, target: Target, feed: Tensors, s
 
 
 def starts_against(race: Race) -> tuple[tuple[PairedRatios, ...], Raw]:
-    """Fresh processes of baseline and candidate in turns, and of the baseline against itself, look by look.
+    """Fresh processes of the baseline, of the baseline again and of the candidate in turns, look by look.
 
     Memory has no entry where the system does not tell it.
 
@@ -50,28 +50,26 @@ def starts_against(race: Race) -> tuple[tuple[PairedRatios, ...], Raw]:
         MeasurementFailure: a process crashed, or could not run its model.
     """
 
-    def measure(candidate: Path, pairs: int, seed: int, _: Sequence[StartSamples]) -> StartSamples:
-        schedule = StartSchedule(pairs=pairs, requests=REQUESTS, seed=seed)
-        return race.runtime.starts(race.baseline, candidate, race.target, race.feed, schedule)
+    def measure(heats: int, seed: int) -> StartSamples:
+        schedule = StartSchedule(heats=heats, requests=REQUESTS, seed=seed)
+        return race.runtime.starts(race.models, race.target, race.feed, schedule)
 
-    def ratios(samples: Sequence[StartSamples]) -> tuple[LogRatios, ...]:
-        return tuple(_log_ratios(_joined(samples, figure)) for figure in FIGURES)
+    def figures(samples: Sequence[StartSamples]) -> tuple[Figure, ...]:
+        return tuple(_figure(_joined(samples, figure)) for figure in FIGURES)
 
     cold, memory = race.tolerances.get("cold_start", ()), race.tolerances.get("memory", ())
-    own, selves = look_by_look(race, "pairs of fresh processes", measure, ratios, (cold, cold, memory))
+    looks = look_by_look(race, "pairs of fresh processes", measure, figures, (cold, cold, memory))
     baseline = digest_file(race.baseline)
     found = tuple(
-        PairedRatios(
-            figure=figure, against=race.against, baseline=baseline, log_ratios=ratio, self_log_ratios=self_ratio
-        )
-        for figure, ratio, self_ratio in zip(FIGURES, ratios(own), ratios(selves), strict=True)
-        if ratio and self_ratio
+        PairedRatios(figure=figure, against=race.against, baseline=baseline, log_ratios=own, self_log_ratios=itself)
+        for figure, (own, itself) in zip(FIGURES, figures(looks), strict=True)
+        if own
     )
-    return found, {**_raw(f"starts/{race.against}", own), **_raw(f"starts/{race.against}/self", selves)}
+    return found, _raw(f"starts/{race.against}", looks)
 
 
 def _joined(samples: Sequence[StartSamples], figure: str) -> Counts:
-    """One figure of all processes, of shape (pairs, 2)."""
+    """One figure of all processes, of shape (heats, models)."""
     names = {"load": "load_ns", "first": "first_ns", "peak": "peak_bytes"}
     values = np.concatenate([getattr(s, names[figure]) for s in samples]).astype(np.int64)
     if figure != "peak" and not (values > 0).all():
@@ -79,12 +77,11 @@ def _joined(samples: Sequence[StartSamples], figure: str) -> Counts:
     return values
 
 
-def _log_ratios(values: Counts) -> LogRatios:
-    """log(B / A) of each pair; none where a value is not known."""
+def _figure(values: Counts) -> Figure:
+    """One block a heat; nothing where a value is not known."""
     if not (values > 0).all():
-        return ()
-    logs = np.log(values.astype(np.float64))
-    return tuple((float(b - a),) for a, b in logs)
+        return (), ()
+    return figure_of(np.log(values.astype(np.float64))[:, np.newaxis])
 
 
 def _raw(where: str, samples: Sequence[StartSamples]) -> Raw:

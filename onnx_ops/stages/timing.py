@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from onnx_ops.analysis.latency import LOOKS, block_log_ratios, blocks_needed, needs_more, next_look
+from onnx_ops.analysis.blocks import block_logs
+from onnx_ops.analysis.latency import LOOKS, needs_more, next_look
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
 from onnx_ops.domain.target import Target
-from onnx_ops.ports import PairSamples, PairSchedule, Runtime, Tensors
+from onnx_ops.ports import RaceSamples, RaceSchedule, Runtime, Tensors
 from onnx_ops.ports.models import Array
 
 RUNS_ALONE = 800
@@ -27,6 +29,9 @@ Raw = Mapping[str, Array]
 
 LogRatios = tuple[tuple[float, ...], ...]
 """log(B / A) of the blocks of each pair."""
+
+Figure = tuple[LogRatios, LogRatios]
+"""Ratios of the candidate, and of the baseline again, to the baseline."""
 
 S = TypeVar("S")
 
@@ -48,6 +53,11 @@ class Race:
     seed: int
     tolerances: Mapping[str, Sequence[float]]
     tell: Callable[[str], None] = lambda _: None
+
+    @property
+    def models(self) -> tuple[Path, Path, Path]:
+        """Measured in turns: the baseline, again the baseline, which tells the machine's noise, and the candidate."""
+        return self.baseline, self.baseline, self.candidate
 
 
 def feed_of(inputs: Tensors, batch: int) -> Tensors:
@@ -83,72 +93,80 @@ def time_alone(
 
 
 def time_against(race: Race) -> tuple[LatencyComparison, Raw]:
-    """Session pairs of baseline and candidate, and of the baseline against itself, look by look.
+    """Fresh sessions of the baseline, of the baseline again and of the candidate, in turns, look by look.
 
     Raises:
         MeasurementFailure: one of the models does not run there.
     """
 
-    def measure(candidate: Path, pairs: int, seed: int, selves: Sequence[PairSamples]) -> PairSamples:
-        schedule = PairSchedule(pairs=pairs, blocks=blocks_needed(ratios(selves)[0]), seed=seed)
-        return race.runtime.pair(race.baseline, candidate, race.target, race.feed, schedule)
+    def measure(heats: int, seed: int) -> RaceSamples:
+        schedule = RaceSchedule(heats=heats, seed=seed)
+        return race.runtime.race(race.models, race.target, race.feed, schedule)
 
-    def ratios(samples: Sequence[PairSamples]) -> tuple[LogRatios, ...]:
-        return (tuple(pair for look in samples for pair in _pairs(look)),)
+    def figures(looks: Sequence[RaceSamples]) -> tuple[Figure]:
+        logs = [block_logs(look.nanoseconds, look.preempted, look.probe) for look in looks]
+        return (figure_of(np.concatenate(logs)),)
 
-    own, selves = look_by_look(race, "session pairs", measure, ratios, (race.tolerances.get("latency", ()),))
+    looks = look_by_look(race, "session pairs", measure, figures, (race.tolerances.get("latency", ()),))
+    ((own, itself),) = figures(looks)
     comparison = LatencyComparison(
         against=race.against,
         baseline=digest_file(race.baseline),
-        log_ratios=ratios(own)[0],
-        self_log_ratios=ratios(selves)[0],
-        runs=sum(int(look.nanoseconds.size) for look in own),
-        preempted=sum(int(look.preempted.sum()) for look in own),
+        log_ratios=own,
+        self_log_ratios=itself,
+        runs=sum(int(look.nanoseconds.size) for look in looks),
+        preempted=sum(int(look.preempted.sum()) for look in looks),
     )
     return comparison, {
-        f"{race.against}{side}/look-{number}/{name}": array
-        for side, looks in (("", own), ("/self", selves))
+        f"{race.against}/look-{number}/{name}": array
         for number, look in enumerate(looks, start=1)
-        for name, array in (("nanoseconds", look.nanoseconds), ("preempted", look.preempted.astype(bool)))
+        for name, array in (("nanoseconds", look.nanoseconds), ("preempted", look.preempted), ("probe", look.probe))
+        if array is not None
     }
 
 
 def look_by_look(
     race: Race,
     noun: str,
-    measure: Callable[[Path, int, int, Sequence[S]], S],
-    ratios: Callable[[Sequence[S]], tuple[LogRatios, ...]],
+    measure: Callable[[int, int], S],
+    figures: Callable[[Sequence[S]], Sequence[Figure]],
     tolerances: Sequence[Sequence[float]],
-) -> tuple[list[S], list[S]]:
-    """Measure the candidate and the baseline against the baseline, up to each look, until every figure is decided.
+) -> list[S]:
+    """Measure `race.models` up to each look, until every figure is decided.
 
     Args:
         race: the two models.
         noun: what is measured in pairs, for whoever is told.
-        measure: measures the model of that path against the baseline, in so many pairs, with that seed, knowing what
-            the baseline showed against itself so far.
-        ratios: the figures of all samples so far; a figure that cannot be known is empty, and not waited for.
-        tolerances: the limits of each figure, in the order of `ratios`.
-
-    Returns:
-        Samples of the candidate, and of the baseline against itself.
+        measure: measures in so many heats, with that seed.
+        figures: the figures of all samples so far; one that cannot be known is empty, and not waited for.
+        tolerances: the limits of each figure, in the order of `figures`.
     """
-    own: list[S] = []
-    selves: list[S] = []
+    samples: list[S] = []
     measured = 0
     looks = ", ".join(map(str, LOOKS))
     while measured < LOOKS[-1]:
         goal = next_look(measured)
-        for samples, model, who in ((own, race.candidate, "B against A"), (selves, race.baseline, "A against itself")):
-            race.tell(f"{goal - measured} {noun}, {who} (looks after {looks})")
-            samples.append(measure(model, goal - measured, race.seed + measured, tuple(selves)))
+        race.tell(f"{goal - measured} {noun}, B and A again against A (looks after {looks})")
+        samples.append(measure(goal - measured, race.seed + measured))
         measured = goal
-        found = zip(ratios(own), ratios(selves), tolerances, strict=True)
-        if not any(needs_more(x, noise, limits) for x, noise, limits in found if x):
+        found = zip(figures(samples), tolerances, strict=True)
+        if not any(needs_more(own, itself, limits) for (own, itself), limits in found if own):
             break
-    return own, selves
+    return samples
 
 
-def _pairs(look: PairSamples) -> LogRatios:
-    log_ratios = block_log_ratios(look.nanoseconds, look.preempted.astype(bool))
-    return tuple(tuple(float(x) for x in pair) for pair in log_ratios)
+def figure_of(logs: npt.NDArray[np.float64]) -> Figure:
+    """Log ratios of the candidate, and of the baseline again, to the baseline.
+
+    One session of the baseline stands against one of each, not the mean of both against the candidate: noise that is
+    skewed, as that of run times is, cancels in a difference of two that are alike, and leaves a bias in the other.
+
+    Args:
+        logs: shape (heats, blocks, models), the models being `Race.models`.
+    """
+    first, again, candidate = np.moveaxis(logs, -1, 0)
+    return _rows(candidate - first), _rows(again - first)
+
+
+def _rows(values: npt.NDArray[np.float64]) -> LogRatios:
+    return tuple(tuple(float(x) for x in row) for row in values)

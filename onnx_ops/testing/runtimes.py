@@ -10,10 +10,10 @@ import pytest
 
 from onnx_ops.domain.target import Provider, Target
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.ports.models import LoadSchedule, PairSchedule, Runtime, StartSchedule
+from onnx_ops.ports.models import LoadSchedule, RaceSchedule, Runtime, StartSchedule
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 
-ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, pairs=1, windows=1)
+ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, heats=1, windows=1)
 
 
 class RuntimeSuite:
@@ -55,21 +55,22 @@ class RuntimeSuite:
         assert samples.preempted.dtype == np.bool_
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_pairs_are_timed_on_every_axis_of_the_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
-        schedule = PairSchedule(pairs=2, blocks=3, runs=4, warmup=1, seed=5)
-        samples = runtime.pair(file, file, target, rows(1), schedule)
-        assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 2, 4)
+    def test_races_are_timed_on_every_axis_of_the_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
+        schedule = RaceSchedule(heats=2, blocks=3, runs=4, warmup=1, seed=5)
+        samples = runtime.race((file, file, file), target, rows(1), schedule)
+        assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 3, 4)
+        assert samples.probe is None or samples.probe.shape == (2, 3, 3, 4)
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_windows_of_requests_are_timed_for_both_sides(self, runtime: Runtime, target: Target, file: Path) -> None:
-        schedule = LoadSchedule(concurrency=3, requests=20, pairs=2, windows=3, seed=5)
-        samples = runtime.under_load(file, file, target, rows(1), schedule)
-        assert samples.nanoseconds.shape == (2, 3, 2)
+    def test_windows_of_requests_are_timed_for_all_models(self, runtime: Runtime, target: Target, file: Path) -> None:
+        schedule = LoadSchedule(concurrency=3, requests=20, heats=2, windows=3, seed=5)
+        samples = runtime.under_load((file, file, file), target, rows(1), schedule)
+        assert samples.nanoseconds.shape == (2, 3, 3)
         assert samples.requests == 20
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
     def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
-        samples = runtime.starts(file, file, target, rows(1), StartSchedule(pairs=2, requests=3, seed=5))
+        samples = runtime.starts((file, file), target, rows(1), StartSchedule(heats=2, requests=3, seed=5))
         for figure in (samples.load_ns, samples.first_ns, samples.peak_bytes):
             assert figure.shape == (2, 2)
         assert int(samples.load_ns.astype(np.int64).min()) > 0
@@ -83,9 +84,9 @@ class RuntimeSuite:
             lambda: runtime.facts(file, elsewhere),
             lambda: runtime.run(file, elsewhere, (rows(1),)),
             lambda: runtime.sample(file, elsewhere, rows(1), runs=1, warmup=0),
-            lambda: runtime.pair(file, file, elsewhere, rows(1), PairSchedule(pairs=1)),
-            lambda: runtime.under_load(file, file, elsewhere, rows(1), ONE_WINDOW),
-            lambda: runtime.starts(file, file, elsewhere, rows(1), StartSchedule(pairs=1)),
+            lambda: runtime.race((file, file), elsewhere, rows(1), RaceSchedule(heats=1)),
+            lambda: runtime.under_load((file, file), elsewhere, rows(1), ONE_WINDOW),
+            lambda: runtime.starts((file, file), elsewhere, rows(1), StartSchedule(heats=1)),
         ):
             with pytest.raises(MeasurementFailure, match="NoSuchExecutionProvider"):
                 measure()
@@ -103,8 +104,8 @@ class RuntimeSuite:
         with pytest.raises(MeasurementFailure):
             runtime.sample(file, target, {"y": rows(1)["x"]}, runs=1, warmup=0)
         with pytest.raises(MeasurementFailure):
-            runtime.under_load(file, file, target, wrong, ONE_WINDOW)
+            runtime.under_load((file, file), target, wrong, ONE_WINDOW)
         with pytest.raises(MeasurementFailure):
-            runtime.starts(broken, file, target, rows(1), StartSchedule(pairs=1))
+            runtime.starts((broken, file), target, rows(1), StartSchedule(heats=1))
         with pytest.raises(MeasurementFailure):
-            runtime.starts(file, file, target, wrong, StartSchedule(pairs=1))
+            runtime.starts((file, file), target, wrong, StartSchedule(heats=1))

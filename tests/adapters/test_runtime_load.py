@@ -84,13 +84,13 @@ def test_sides_are_kept_apart_sessions_are_fresh_and_orders_follow_the_seed(
     monkeypatch.setattr(adapter, "new_session", session)
     monkeypatch.setattr(adapter, "_call", lambda session, _: session)
     monkeypatch.setattr(adapter, "window", spent)
-    schedule = LoadSchedule(concurrency=2, requests=5, pairs=3, windows=4, seed=2)
+    schedule = LoadSchedule(concurrency=2, requests=5, heats=3, windows=4, seed=2)
     runs = []
     for _ in range(2):
         built.clear()
         called.clear()
         samples = OnnxRuntime().under_load(
-            tmp_path / "baseline.onnx", tmp_path / "candidate.onnx", CPU, rows(1), schedule
+            (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"), CPU, rows(1), schedule
         )
         runs.append((tuple(built), tuple(called)))
         assert samples.nanoseconds.shape == (3, 4, 2)

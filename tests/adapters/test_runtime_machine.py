@@ -11,7 +11,7 @@ from onnx_ops.adapters.runtimes.hardware import lacking_flags
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.ports.models import LoadSchedule, PairSchedule, StartSchedule
+from onnx_ops.ports.models import LoadSchedule, RaceSchedule, StartSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 
 TARGET = Target(name="cpu-1t")
@@ -25,9 +25,9 @@ def test_a_cpu_without_the_features_of_a_target_measures_nothing(tmp_path: Path)
         lambda: runtime.facts(path, elsewhere),
         lambda: runtime.run(path, elsewhere, (rows(1),)),
         lambda: runtime.sample(path, elsewhere, rows(1), runs=1, warmup=0),
-        lambda: runtime.pair(path, path, elsewhere, rows(1), PairSchedule(pairs=1)),
-        lambda: runtime.under_load(path, path, elsewhere, rows(1), LoadSchedule(concurrency=1, requests=1, pairs=1)),
-        lambda: runtime.starts(path, path, elsewhere, rows(1), StartSchedule(pairs=1)),
+        lambda: runtime.race((path, path), elsewhere, rows(1), RaceSchedule(heats=1)),
+        lambda: runtime.under_load((path, path), elsewhere, rows(1), LoadSchedule(concurrency=1, requests=1, heats=1)),
+        lambda: runtime.starts((path, path), elsewhere, rows(1), StartSchedule(heats=1)),
     ):
         with pytest.raises(MeasurementFailure, match="lacks no_such_flag") as caught:
             measure()

@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes.hardware import conditions
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime, available_providers
 from onnx_ops.domain.target import Provider, SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.ports import PairSchedule
+from onnx_ops.ports import RaceSchedule
 from onnx_ops.testing.models import rows, write_external, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
 
@@ -126,7 +126,7 @@ def test_external_weights_are_found_beside_the_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(answer["y"], [[2, 3]])
 
 
-def test_every_pair_of_sessions_is_fresh_and_orders_follow_the_seed(
+def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other.onnx"
@@ -142,8 +142,8 @@ def test_every_pair_of_sessions_is_fresh_and_orders_follow_the_seed(
     orders = []
     for seed in (1, 1, 2):
         built.clear()
-        schedule = PairSchedule(pairs=4, blocks=1, runs=1, warmup=0, seed=seed)
-        OnnxRuntime().pair(file, other, CPU, rows(1), schedule)
+        schedule = RaceSchedule(heats=4, blocks=1, runs=1, warmup=0, seed=seed)
+        OnnxRuntime().race((file, other), CPU, rows(1), schedule)
         assert sorted(built) == ["model.onnx"] * 4 + ["other.onnx"] * 4
         assert all(set(built[i : i + 2]) == {"model.onnx", "other.onnx"} for i in range(0, 8, 2))
         orders.append(tuple(built))
@@ -151,7 +151,7 @@ def test_every_pair_of_sessions_is_fresh_and_orders_follow_the_seed(
     assert {orders[0][i] for i in range(0, 8, 2)} == {"model.onnx", "other.onnx"}
 
 
-def test_axis_2_is_baseline_then_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that tells the models apart: the candidate's runs take as long as it says."""
     for name in ("baseline", "candidate"):
         write_perceptron(tmp_path / f"{name}.onnx")
@@ -162,8 +162,8 @@ def test_axis_2_is_baseline_then_candidate(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(adapter, "new_session", fake)
     monkeypatch.setattr(adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx"))
-    samples = OnnxRuntime().pair(
-        tmp_path / "baseline.onnx", tmp_path / "candidate.onnx", CPU, rows(1), PairSchedule(pairs=3, seed=4)
+    samples = OnnxRuntime().race(
+        (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"), CPU, rows(1), RaceSchedule(heats=3, seed=4)
     )
     assert (samples.nanoseconds[:, :, 0] == 10).all()
     assert (samples.nanoseconds[:, :, 1] == 20).all()

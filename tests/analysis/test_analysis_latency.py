@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from onnx_ops.analysis.blocks import block_logs
 from onnx_ops.analysis.latency import (
-    BLOCKS,
     LOOKS,
-    block_log_ratios,
-    blocks_needed,
     compare,
     faster,
     hodges_lehmann,
@@ -29,51 +27,45 @@ from onnx_ops.analysis.latency import (
     withheld,
 )
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.errors import MeasurementFailure
 
-Blocks = npt.NDArray[np.float64]
+Logs = npt.NDArray[np.float64]
 
 SESSION_SD = 0.012
 RUN_SD = 0.05
 PREEMPTED_SHARE, PREEMPTED_COST = 0.05, 29.0
-SLOW_SPELL, SPELL_CHANGES = 2.0, 0.4
+SLOW_SPELL, SPELL_ENDS = 2.0, 0.04
+PROBE_SD = 0.15
+BLOCKS = 8
 
 
-def simulate(
-    trials: int, ratio: float, seed: int, *, flagged: float = 1.0, blocks: int = BLOCKS[0], spells: bool = False
-) -> Blocks:
-    """Block log ratios of shape (trials, pairs, blocks), made from raw runs on a noisy host.
-
-    With `spells` the host halves its speed for a few blocks at a time, as one does whose cores are shared.
-    """
+def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> Logs:
+    """Block logs of shape (trials, heats, blocks, 3), made from raw runs on a noisy host."""
     rng = np.random.default_rng(seed)
-    shape = (trials * LOOKS[-1], blocks, 2, 10)
-    nanoseconds = 1e5 * np.exp(rng.normal(0, RUN_SD, shape))
-    if spells:
-        turns = (rng.random((shape[0], blocks * 2)) < SPELL_CHANGES).cumsum(axis=1) + rng.integers(0, 2, (shape[0], 1))
-        nanoseconds *= np.where(turns % 2, SLOW_SPELL, 1.0).reshape(shape[0], blocks, 2, 1)
+    shape = (trials * LOOKS[-1], BLOCKS, 3, 10)
+    nanoseconds = 1e5 * np.exp(
+        rng.normal(0, RUN_SD, shape) + rng.normal(0, SESSION_SD / math.sqrt(2), (*shape[:1], 1, 3, 1))
+    )
     slow = rng.random(shape) < PREEMPTED_SHARE
     nanoseconds[slow] *= PREEMPTED_COST
-    nanoseconds[:, :, 1] *= ratio * np.exp(rng.normal(0, SESSION_SD, (shape[0], 1, 1)))
-    return block_log_ratios(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], blocks)
+    nanoseconds[:, :, 2] *= ratio
+    return block_logs(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], BLOCKS, 3)
 
 
-def decide(candidate: Blocks, itself: Blocks, tolerance: float) -> tuple[Verdict, int]:
+def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
     """One gate run as the benchmark stage does it: verdict and the session pairs it took."""
+    own, itself = ((logs[..., model] - logs[..., 0]).tolist() for model in (2, 1))
     pairs = 0
     while True:
         pairs = next_look(pairs)
-        if not needs_more(candidate[:pairs].tolist(), itself[:pairs].tolist(), [tolerance]):
+        if not needs_more(own[:pairs], itself[:pairs], [tolerance]):
             break
-    if withheld(candidate[:pairs].tolist(), itself[:pairs].tolist(), tolerance) is not None:
+    if withheld(own[:pairs], itself[:pairs], tolerance) is not None:
         return Verdict.INCONCLUSIVE, pairs
-    return compare(candidate[:pairs].tolist(), tolerance=tolerance).verdict, pairs
+    return compare(own[:pairs], tolerance=tolerance).verdict, pairs
 
 
 def rates(ratio: float, seed: int, *, trials: int = 500, flagged: float = 1.0) -> dict[Verdict, float]:
-    itself = simulate(trials, 1.0, seed + 1000, flagged=flagged)
-    candidates = simulate(trials, ratio, seed, flagged=flagged)
-    verdicts = [decide(c, a, 0.05)[0] for c, a in zip(candidates, itself, strict=True)]
+    verdicts = [decide(logs, 0.05)[0] for logs in simulate(trials, ratio, seed, flagged=flagged)]
     return {verdict: verdicts.count(verdict) / trials for verdict in Verdict}
 
 
@@ -149,37 +141,47 @@ class TestErrorRates:
         assert found[Verdict.PASS] <= 0.05
 
     def test_equal_models_are_decided_early(self) -> None:
-        itself, candidate = simulate(300, 1.0, 8), simulate(300, 1.0, 9)
-        pairs = [decide(c, a, 0.05)[1] for c, a in zip(candidate, itself, strict=True)]
+        pairs = [decide(logs, 0.05)[1] for logs in simulate(300, 1.0, 8)]
         assert np.mean(pairs) < 10
 
 
 class TestUnsteadyHost:
-    """A host whose speed doubles and halves between blocks."""
+    """A host that halves its speed for milliseconds at a time, and a probe that tells it roughly."""
+
+    TRIALS = 80
+
+    def decisions(self, ratio: float, seed: int, *, probed: bool) -> list[tuple[Verdict, int]]:
+        rng = np.random.default_rng(seed)
+        return [decide(self._one(ratio, rng, probed=probed), 0.05) for _ in range(self.TRIALS)]
 
     @staticmethod
-    def rates(ratio: float, blocks: int, seed: int, *, trials: int = 200) -> dict[Verdict, float]:
-        itself = simulate(trials, 1.0, seed, blocks=blocks, spells=True)
-        candidates = simulate(trials, ratio, seed + 1, blocks=blocks, spells=True)
-        verdicts = [decide(c, a, 0.05)[0] for c, a in zip(candidates, itself, strict=True)]
-        return {verdict: verdicts.count(verdict) / trials for verdict in Verdict}
+    def _one(ratio: float, rng: np.random.Generator, *, probed: bool) -> Logs:
+        """The looks one by one, as the stage has them."""
+        looks = []
+        for heats in np.diff((0, *LOOKS)):
+            shape = (int(heats), BLOCKS, 3, 10)
+            slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
+            session = rng.normal(0, SESSION_SD / math.sqrt(2), (shape[0], 1, 3, 1))
+            times = 1e5 * np.exp(rng.normal(0, RUN_SD, shape) + math.log(SLOW_SPELL) * slow + session)
+            times[:, :, 2] *= ratio
+            probe = 2e3 * np.exp(rng.normal(0, PROBE_SD, shape) + math.log(SLOW_SPELL) * slow)
+            looks.append(block_logs(times, np.zeros(shape), probe if probed else None))
+        return np.concatenate(looks)
 
-    def test_asks_for_more_blocks_where_speed_changes_between_them(self) -> None:
-        steady, unsteady = (simulate(1, 1.0, 11, spells=spells)[0, :5].tolist() for spells in (False, True))
-        assert BLOCKS[0] <= blocks_needed(steady) < BLOCKS[1]
-        assert blocks_needed(unsteady) == BLOCKS[1]
+    def test_the_probe_saves_most_of_the_work(self) -> None:
+        without, probed = (
+            np.mean([pairs for _, pairs in self.decisions(1.0, 21, probed=probed)]) for probed in (False, True)
+        )
+        assert probed < 0.6 * without
 
-    def test_nothing_measured_asks_for_the_fewest(self) -> None:
-        assert blocks_needed([]) == blocks_needed([[0.1]]) == BLOCKS[0]
+    def test_ten_percent_slower_is_caught(self) -> None:
+        verdicts = [verdict for verdict, _ in self.decisions(1.10, 22, probed=True)]
+        assert verdicts.count(Verdict.FAIL) == len(verdicts)
 
-    def test_more_blocks_decide_what_few_leave_open(self) -> None:
-        few, many = (self.rates(1.10, blocks, 12) for blocks in (4, BLOCKS[1]))
-        assert few[Verdict.FAIL] < 0.5
-        assert many[Verdict.FAIL] >= 0.99
-
-    def test_equal_models_do_not_fail(self) -> None:
-        assert self.rates(1.0, BLOCKS[0], 14)[Verdict.FAIL] <= 0.01
-        assert self.rates(1.02, BLOCKS[1], 16)[Verdict.FAIL] <= 0.01
+    @pytest.mark.parametrize("probed", [False, True])
+    @pytest.mark.parametrize("ratio", [1.0, 1.02])
+    def test_good_models_do_not_fail(self, ratio: float, probed: bool) -> None:
+        assert Verdict.FAIL not in {verdict for verdict, _ in self.decisions(ratio, 23, probed=probed)}
 
 
 class TestCompare:
@@ -278,27 +280,6 @@ class TestLooks:
     def test_goes_on_between_looks_and_stops_after_the_last(self) -> None:
         assert needs_more([[-0.3]] * 7, [[0.0]] * 7, [0.05])
         assert not needs_more([[0.05], [0.04]] * 20, [[0.0]] * 40, [0.05])
-
-
-class TestBlocks:
-    def test_median_ratio_of_each_block_pair(self) -> None:
-        nanoseconds = np.full((3, 4, 2, 10), 100)
-        nanoseconds[:, :, 1] = 150
-        ratios = block_log_ratios(nanoseconds, np.zeros_like(nanoseconds))
-        assert ratios.shape == (3, 4)
-        assert ratios == pytest.approx(math.log(1.5))
-
-    def test_preempted_runs_are_left_out_while_three_remain(self) -> None:
-        nanoseconds = np.full((1, 1, 2, 5), 100)
-        preempted = np.zeros((1, 1, 2, 5), dtype=bool)
-        nanoseconds[0, 0, 1, :2], preempted[0, 0, 1, :2] = 9000, True
-        assert block_log_ratios(nanoseconds, preempted)[0, 0] == 0
-        nanoseconds[0, 0, 1, 2], preempted[0, 0, 1, 2] = 9000, True
-        assert block_log_ratios(nanoseconds, preempted)[0, 0] == pytest.approx(math.log(90))
-
-    def test_no_duration_is_no_measurement(self) -> None:
-        with pytest.raises(MeasurementFailure, match="no measurable time"):
-            block_log_ratios(np.zeros((1, 1, 2, 4)), np.zeros((1, 1, 2, 4)))
 
 
 class TestQuantileGate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +19,8 @@ from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import (
     LoadSamples,
     LoadSchedule,
-    PairSamples,
-    PairSchedule,
+    RaceSamples,
+    RaceSchedule,
     RunSamples,
     Runtime,
     StartSamples,
@@ -49,31 +50,27 @@ class Scripted:
             nanoseconds=np.full(runs, self.typical_ns * float(model.read_text())), preempted=np.zeros(runs, dtype=bool)
         )
 
-    def pair(self, baseline: Path, candidate: Path, target: Target, feed: Any, schedule: PairSchedule) -> PairSamples:
-        shape = (schedule.pairs, schedule.blocks, 2, schedule.runs)
-        times = self._costs(baseline, candidate, schedule).reshape(1, 1, 2, 1) * self._jitter(shape)
-        return PairSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
+    def race(self, models: Sequence[Path], target: Target, feed: Any, schedule: RaceSchedule) -> RaceSamples:
+        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
+        times = self._costs(models, schedule)[:, np.newaxis] * self._jitter(shape)
+        return RaceSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
 
-    def under_load(
-        self, baseline: Path, candidate: Path, target: Target, feed: Any, schedule: LoadSchedule
-    ) -> LoadSamples:
-        times = self._costs(baseline, candidate, schedule) * self._jitter((schedule.pairs, schedule.windows, 2))
+    def under_load(self, models: Sequence[Path], target: Target, feed: Any, schedule: LoadSchedule) -> LoadSamples:
+        times = self._costs(models, schedule) * self._jitter((schedule.heats, schedule.windows, len(models)))
         return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
 
-    def starts(
-        self, baseline: Path, candidate: Path, target: Target, feed: Any, schedule: StartSchedule
-    ) -> StartSamples:
-        costs = self._costs(baseline, candidate, schedule) * self._jitter((schedule.pairs, 2))
-        peak = costs if self.peak else np.full((schedule.pairs, 2), -1)
+    def starts(self, models: Sequence[Path], target: Target, feed: Any, schedule: StartSchedule) -> StartSamples:
+        costs = self._costs(models, schedule) * self._jitter((schedule.heats, len(models)))
+        peak = costs if self.peak else np.full((schedule.heats, len(models)), -1)
         return StartSamples(
             load_ns=costs.astype(np.int64), first_ns=(costs / 10).astype(np.int64), peak_bytes=peak.astype(np.int64)
         )
 
-    def _costs(self, baseline: Path, candidate: Path, schedule: Any) -> Any:
-        if {baseline, candidate} & set(self.refused):
+    def _costs(self, models: Sequence[Path], schedule: Any) -> Any:
+        if set(models) & set(self.refused):
             raise MeasurementFailure("it takes other inputs")
         self.asked.append(schedule)
-        return self.typical_ns * np.array([float(baseline.read_text()), float(candidate.read_text())])
+        return self.typical_ns * np.array([float(model.read_text()) for model in models])
 
     def _jitter(self, shape: tuple[int, ...]) -> Any:
         return np.exp(self.noise * self.draw.standard_normal(shape))
@@ -111,7 +108,7 @@ def test_only_latency_is_measured_unless_more_is_asked(models: dict[str, Path]) 
     runtime = Scripted()
     found = measured(runtime, models, Asked(), "fp32")
     assert (found.throughput, found.starts, found.ratios) == ((), None, ())
-    assert {type(schedule) for schedule in runtime.asked} == {PairSchedule}
+    assert {type(schedule) for schedule in runtime.asked} == {RaceSchedule}
     assert found.latency.batch == 2
 
 
@@ -132,7 +129,7 @@ def test_every_rival_is_timed_and_the_last_one_is_the_baseline_of_the_rest(model
     assert found.throughput[0].per_second[0] == pytest.approx(1e9 / 1.2e6, rel=0.01)
     assert found.starts is not None
     assert len(found.starts.load_s) == len(found.starts.peak_bytes) == 10
-    assert {"throughput/8/champion/self/nanoseconds", "starts/champion/peak", "starts/alone/load"} <= set(found.raw)
+    assert {"throughput/8/champion/nanoseconds", "starts/champion/peak", "starts/alone/load"} <= set(found.raw)
 
 
 def test_the_export_at_its_first_release_is_measured_alone(models: dict[str, Path]) -> None:

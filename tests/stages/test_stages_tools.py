@@ -24,8 +24,8 @@ from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.ports import (
     LoadSamples,
     LoadSchedule,
-    PairSamples,
-    PairSchedule,
+    RaceSamples,
+    RaceSchedule,
     RunSamples,
     StartSamples,
     StartSchedule,
@@ -370,7 +370,7 @@ class TestBench:
         assert found.verdict is Verdict.INCONCLUSIVE
         assert "noisy host" in found.decision.reason
         assert len(found.latency.ratios) == LOOKS[-1]
-        assert len(told) == 2 * len(LOOKS)
+        assert len(told) == len(LOOKS)
 
     def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))
@@ -396,25 +396,23 @@ class Scripted(OnnxRuntime):
     def sample(self, model: Path, target: Any, feed: Any, *, runs: int, warmup: int) -> RunSamples:
         return RunSamples(nanoseconds=np.full(runs, 1_000_000), preempted=np.zeros(runs, dtype=bool))
 
-    def pair(self, baseline: Path, candidate: Path, target: Any, feed: Any, schedule: PairSchedule) -> PairSamples:
-        shape = (schedule.pairs, schedule.blocks, 2, schedule.runs)
-        cost = np.array([self._cost[baseline], self._cost[candidate]]).reshape(1, 1, 2, 1)
-        session = np.exp(self._noise * self._draw.standard_normal((schedule.pairs, 1, 2, 1)))
+    def race(self, models: Sequence[Path], target: Any, feed: Any, schedule: RaceSchedule) -> RaceSamples:
+        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
+        cost = np.array([self._cost[model] for model in models])[:, np.newaxis]
+        session = np.exp(self._noise * self._draw.standard_normal((schedule.heats, 1, len(models), 1)))
         times = 1e6 * cost * session * np.exp(0.01 * self._draw.standard_normal(shape))
-        return PairSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
+        return RaceSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
 
-    def under_load(
-        self, baseline: Path, candidate: Path, target: Any, feed: Any, schedule: LoadSchedule
-    ) -> LoadSamples:
-        times = self._drawn(baseline, candidate, (schedule.pairs, schedule.windows, 2))
+    def under_load(self, models: Sequence[Path], target: Any, feed: Any, schedule: LoadSchedule) -> LoadSamples:
+        times = self._drawn(models, (schedule.heats, schedule.windows, len(models)))
         return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
 
-    def starts(self, baseline: Path, candidate: Path, target: Any, feed: Any, schedule: StartSchedule) -> StartSamples:
-        load, first, peak = (self._drawn(baseline, candidate, (schedule.pairs, 2)) for _ in range(3))
+    def starts(self, models: Sequence[Path], target: Any, feed: Any, schedule: StartSchedule) -> StartSamples:
+        load, first, peak = (self._drawn(models, (schedule.heats, len(models))) for _ in range(3))
         return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak)
 
-    def _drawn(self, baseline: Path, candidate: Path, shape: tuple[int, ...]) -> Any:
-        cost = 1e6 * np.array([self._cost[baseline], self._cost[candidate]])
+    def _drawn(self, models: Sequence[Path], shape: tuple[int, ...]) -> Any:
+        cost = 1e6 * np.array([self._cost[model] for model in models])
         return (cost * np.exp(self._noise * self._draw.standard_normal(shape))).astype(np.int64)
 
 

@@ -7,11 +7,11 @@ import importlib
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_ops.adapters.runtimes.hardware import fingerprint
 from onnx_ops.adapters.runtimes.onnxruntime_load import window
@@ -23,15 +23,20 @@ from onnx_ops.ports.models import (
     Array,
     LoadSamples,
     LoadSchedule,
-    PairSamples,
-    PairSchedule,
+    RaceSamples,
+    RaceSchedule,
     RunSamples,
     StartSamples,
     StartSchedule,
     Tensors,
 )
 
+if TYPE_CHECKING:
+    from numpy.random import Generator
+
 DISTRIBUTION = "onnxruntime"
+
+_PROBE_LOOPS = 100
 
 _T = TypeVar("_T")
 
@@ -86,17 +91,11 @@ class OnnxRuntime:
             preempted=np.array([lost for _, lost in samples], dtype=bool),
         )
 
-    def pair(
-        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: PairSchedule
-    ) -> PairSamples:
+    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
-        shape = (schedule.pairs, schedule.blocks, 2, schedule.runs)
-        nanoseconds = np.zeros(shape, dtype=np.int64)
-        preempted = np.zeros(shape, dtype=bool)
-
-        models = (baseline, candidate)
+        figures = np.zeros((3, schedule.heats, schedule.blocks, len(models), schedule.runs), dtype=np.int64)
 
         def warm(model: Path) -> Timed:
             timed = _timed(new_session(model, target), feed)
@@ -106,54 +105,45 @@ class OnnxRuntime:
             return timed
 
         with _undisturbed():
-            for pair in range(schedule.pairs):
-                sides = _fresh_pair(models, bool(order.integers(2)), warm)
+            for heat in range(schedule.heats):
+                sessions = _fresh(models, order, warm)
                 for block in range(schedule.blocks):
-                    first = int(order.integers(2))
-                    for side in (first, 1 - first):
-                        with failures(models[side]):
-                            samples = [sides[side]() for _ in range(schedule.runs)]
-                        nanoseconds[pair, block, side] = [ns for ns, _ in samples]
-                        preempted[pair, block, side] = [lost for _, lost in samples]
-        return PairSamples(nanoseconds=nanoseconds, preempted=preempted)
+                    for turn in order.permutation(len(models)):
+                        with failures(models[turn]):
+                            figures[:, heat, block, turn] = np.array(_block(sessions[turn], schedule.runs)).T
+        return RaceSamples(nanoseconds=figures[0], preempted=figures[1].astype(bool), probe=figures[2])
 
-    def under_load(
-        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: LoadSchedule
-    ) -> LoadSamples:
+    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         import numpy as np
 
-        models, order = (baseline, candidate), np.random.default_rng(schedule.seed)
-        nanoseconds = np.zeros((schedule.pairs, schedule.windows, 2), dtype=np.int64)
+        order = np.random.default_rng(schedule.seed)
+        nanoseconds = np.zeros((schedule.heats, schedule.windows, len(models)), dtype=np.int64)
         with ThreadPoolExecutor(schedule.concurrency, thread_name_prefix="load") as pool:
 
             def loaded(model: Path) -> Callable[[], int]:
                 call = _call(new_session(model, target), feed)
                 return lambda: window(call, pool, schedule.concurrency, schedule.requests)
 
-            for pair in range(schedule.pairs):
-                sides = _fresh_pair(models, bool(order.integers(2)), loaded)
+            for heat in range(schedule.heats):
+                sessions = _fresh(models, order, loaded)
                 with _undisturbed():
-                    for turn in range(-1, schedule.windows):
-                        first = int(order.integers(2))
-                        for side in (first, 1 - first):
-                            with failures(models[side]):
-                                spent = sides[side]()
-                            if turn >= 0:
-                                nanoseconds[pair, turn, side] = spent
+                    for number in range(-1, schedule.windows):
+                        for turn in order.permutation(len(models)):
+                            with failures(models[turn]):
+                                spent = sessions[turn]()
+                            if number >= 0:
+                                nanoseconds[heat, number, turn] = spent
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
-    def starts(
-        self, baseline: Path, candidate: Path, target: Target, feed: Tensors, schedule: StartSchedule
-    ) -> StartSamples:
+    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         import numpy as np
 
-        models, order = (baseline, candidate), np.random.default_rng(schedule.seed)
-        figures = np.zeros((3, schedule.pairs, 2), dtype=np.int64)
+        order = np.random.default_rng(schedule.seed)
+        figures = np.zeros((3, schedule.heats, len(models)), dtype=np.int64)
         with stored_feed(feed) as stored:
-            for pair in range(schedule.pairs):
-                first = int(order.integers(2))
-                for side in (first, 1 - first):
-                    figures[:, pair, side] = start(models[side], target, stored, schedule.requests)
+            for heat in range(schedule.heats):
+                for turn in order.permutation(len(models)):
+                    figures[:, heat, turn] = start(models[turn], target, stored, schedule.requests)
         return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
 
@@ -162,10 +152,30 @@ def available_providers() -> tuple[str, ...]:
     return tuple(importlib.import_module("onnxruntime").get_available_providers())
 
 
-def _fresh_pair(models: tuple[Path, Path], swap: bool, make: Callable[[Path], _T]) -> tuple[_T, _T]:
-    """Both sessions, built and warmed up in the given order: memory layout is part of a session's latency."""
-    built = {side: make(models[side]) for side in ((1, 0) if swap else (0, 1))}
-    return built[0], built[1]
+def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:
+    """A session of each model, built and warmed up in random order: memory layout is part of a session's latency."""
+    built = {int(turn): make(models[turn]) for turn in order.permutation(len(models))}
+    return [built[turn] for turn in range(len(models))]
+
+
+def _block(timed: Timed, runs: int) -> list[tuple[int, bool, int]]:
+    """Each run with the longer of the probes right before and right after it."""
+    samples, before = [], _probe()
+    for _ in range(runs):
+        spent, lost = timed()
+        after = _probe()
+        samples.append((spent, lost, max(before, after)))
+        before = after
+    return samples
+
+
+def _probe() -> int:
+    """Nanoseconds of about two microseconds' work, in this thread."""
+    clock = time.perf_counter_ns
+    begun = clock()
+    for _ in range(_PROBE_LOOPS):
+        pass
+    return clock() - begun
 
 
 def _call(session: Any, feed: Tensors) -> Callable[[], object]:

@@ -1,0 +1,146 @@
+"""How often does the latency gate err, and how long does it measure? Thousands of decisions from one recording.
+
+    python benchmarks/latency_replay.py [--heats 240] [--decisions 2000] [--load "as it is"|bursts]
+
+One model races two copies of itself for a while; the decisions draw from that recording, so that what the machine does
+later does not matter. Each starts at a heat of its own, takes the heats that follow, deals the three sessions of every
+heat out anew and slows one of them down by a known ratio. Ends 1 if a promised bound does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from truth.claims import Claim, at_least, at_most, summary, table
+from truth.latency import LIMIT, LOADS, QUIET, TARGET, WIDTH, write_layers
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.analysis.blocks import block_logs
+from onnx_ops.analysis.latency import LOOKS, compare, needs_more, withheld
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.ports import RaceSamples, RaceSchedule
+from onnx_ops.stages.timing import figure_of
+
+RATIOS = (1.0, 1.02, 1.0 + LIMIT, 1.10)
+COPIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A race of one model with itself; `heat_s` is what a heat took, sessions built and warmed up included."""
+
+    samples: RaceSamples
+    heat_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    verdict: Verdict
+    heats: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heats", type=int, default=240, help="heats to record")
+    parser.add_argument("--decisions", type=int, default=2000, help="of each ratio")
+    parser.add_argument("--load", choices=LOADS, default=QUIET)
+    options = parser.parse_args()
+    with LOADS[options.load]():
+        recording = record(options.heats)
+    rows, claims = [], []
+    for ratio in RATIOS:
+        for probed in (True, False):
+            found = decisions(recording, ratio, options.decisions, probed=probed)
+            rows.append(_row(found, recording, ratio, probed=probed))
+            claims += _claims(found, ratio) if probed else []
+    conditions = f"{1e3 * recording.heat_s:.0f} ms a heat, load average {os.getloadavg()[0]:.1f}"
+    table(
+        f"latency, limit {100 * LIMIT:g} %, {conditions}",
+        ("true ratio", "probe", "FAIL/PASS/INCONCLUSIVE %", "heats", "median", "95 %"),
+        rows,
+    )
+    summary(claims)
+    return 0 if all(claim.held for claim in claims) else 1
+
+
+def record(heats: int) -> Recording:
+    feed = {"x": np.random.default_rng(1).standard_normal((1, WIDTH)).astype(np.float32)}
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-replay-") as folder:
+        model = write_layers(Path(folder) / "model.onnx", 0)
+        begun = time.perf_counter()
+        samples = OnnxRuntime().race((model,) * COPIES, TARGET, feed, RaceSchedule(heats=heats))
+        return Recording(samples=samples, heat_s=(time.perf_counter() - begun) / heats)
+
+
+def decisions(recording: Recording, ratio: float, count: int, *, probed: bool) -> list[Decided]:
+    draw = np.random.default_rng(0)
+    samples = recording.samples if probed else replace(recording.samples, probe=None)
+    return [_decide(samples, ratio, draw) for _ in range(count)]
+
+
+def _decide(samples: RaceSamples, ratio: float, draw: np.random.Generator) -> Decided:
+    """As `stages.timing` does it, look by look."""
+    recorded = len(samples.nanoseconds)
+    start, logs = int(draw.integers(recorded)), np.empty((0, samples.nanoseconds.shape[1], COPIES))
+    for goal in LOOKS:
+        heats = (start + np.arange(len(logs), goal)) % recorded
+        deal = np.argsort(draw.random((len(heats), COPIES)), axis=1)
+        logs = np.concatenate([logs, _look(samples, heats, deal, ratio)])
+        own, itself = figure_of(logs)
+        if not needs_more(own, itself, (LIMIT,)):
+            break
+    noisy = withheld(own, itself, LIMIT) is not None
+    verdict = Verdict.INCONCLUSIVE if noisy else compare(own, tolerance=LIMIT).verdict
+    return Decided(verdict=verdict, heats=len(logs))
+
+
+def _look(
+    samples: RaceSamples, heats: npt.NDArray[np.int64], deal: npt.NDArray[np.int64], ratio: float
+) -> npt.NDArray[np.float64]:
+    def dealt(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.take_along_axis(array[heats], deal[:, np.newaxis, :, np.newaxis], axis=2)
+
+    times = dealt(samples.nanoseconds.astype(np.float64))
+    times[:, :, -1] *= ratio
+    return block_logs(times, dealt(samples.preempted), None if samples.probe is None else dealt(samples.probe))
+
+
+def _row(found: list[Decided], recording: Recording, ratio: float, *, probed: bool) -> tuple[str, ...]:
+    verdicts = Counter(decided.verdict for decided in found)
+    heats = Counter(decided.heats for decided in found)
+    seconds = recording.heat_s * np.array([decided.heats for decided in found])
+    shares = (100 * verdicts[v] / len(found) for v in (Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE))
+    return (
+        f"{ratio:g}",
+        "yes" if probed else "no",
+        "/".join(f"{share:.1f}" for share in shares),
+        ", ".join(f"{look}: {100 * heats[look] / len(found):.0f} %" for look in LOOKS),
+        f"{np.median(seconds):.2f} s",
+        f"{np.quantile(seconds, 0.95):.2f} s",
+    )
+
+
+def _claims(found: list[Decided], ratio: float) -> list[Claim]:
+    failed, passed = (sum(decided.verdict is v for decided in found) for v in (Verdict.FAIL, Verdict.PASS))
+    trials, what = len(found), f"true ratio {ratio:g}"
+    if ratio < 1 + LIMIT:
+        return [at_most("latency", f"{what}: false FAIL", failed, trials, 0.01, quick=False)]
+    if ratio > 1 + LIMIT:
+        return [at_least("latency", f"{what}: FAIL", failed, trials, 0.99, quick=False)]
+    return [
+        at_most("latency", f"{what}: {verdict}", events, trials, 0.05, quick=False)
+        for verdict, events in (("FAIL", failed), ("PASS", passed))
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
