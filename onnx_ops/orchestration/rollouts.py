@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-import time
+from time import sleep
 from typing import Any
 
 from prefect import State
@@ -57,7 +57,7 @@ def drive(ports: Ports, endpoint: str, *, by: str, limit: str, every: str) -> St
         over = journal.state.roles.candidate is None and error is None and reports[-1].settled
         if over or ports.clock.monotonic() >= deadline:
             return _end(ports, endpoint, reports, error, over=over)
-        time.sleep(pause)
+        sleep(pause)
 
 
 def publish_rollout(ports: Ports, endpoint: str) -> None:

@@ -43,9 +43,9 @@ def promoted(policy: RolloutPolicy = CANARY) -> Scene:
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, *deeds: Callable[[], object]) -> None:
-    """What happens between the looks, one deed in each pause."""
+    """What happens between the looks, one deed in each pause; pauses of other threads are their own."""
     left = list(deeds)
-    monkeypatch.setattr(rollouts.time, "sleep", lambda _: left.pop(0)())
+    monkeypatch.setattr(rollouts, "sleep", lambda _: left.pop(0)())
 
 
 def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
