@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.gate import Decision, Verdict, combine
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import Choice
+from onnx_ops.domain.standing import Policy
+
+LATENCY = Policy()
 
 
-def choose(decisions: Sequence[Decision]) -> Choice:
-    """The variant to serve on one target: the fastest that passes, but fp32 unless one beats it with confidence.
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    """A variant that passes. `key` is what is preferred, less being better; its place in the file breaks ties."""
+
+    decision: Decision
+    key: Interval | None
+    place: int
+
+    @property
+    def estimate(self) -> float:
+        return math.inf if self.key is None else self.key.estimate
+
+    @property
+    def bytes(self) -> float:
+        standing = self.decision.standing
+        return standing.size_bytes if standing and standing.size_bytes else math.inf
+
+
+def choose(decisions: Sequence[Decision], policy: Policy = LATENCY) -> Choice:
+    """The variant to serve on one target: of those that pass, the best by what is preferred.
+
+    Where latency or cost is preferred, a passing fp32 stands unless a variant beats it with confidence. Variants whose
+    intervals overlap that of the best are tied with it; of those the one with the fewest bytes is chosen, then the
+    first in the file.
 
     Args:
-        decisions: of all variants on that target, in the order of the pipeline file, which breaks ties.
+        decisions: of all variants on that target, in the order of the pipeline file.
+        policy: what is preferred there.
 
     Raises:
         ValueError: there is no decision, or they are about several targets.
@@ -26,14 +54,62 @@ def choose(decisions: Sequence[Decision]) -> Choice:
     passing = [d for d in decisions if d.verdict is Verdict.PASS]
     if not passing:
         verdict = combine(d.verdict for d in decisions)
-        return Choice(target=target, variant=None, verdict=verdict, reason=_blame(decisions))
-    export = next((d for d in passing if d.variant == EXPORT), None)
-    rivals = [d for d in passing if d.variant != EXPORT and (export is None or d.faster_than_export is True)]
-    if not rivals:
-        reason = f"{EXPORT} passes and no passing variant is faster with confidence"
-        return Choice(target=target, variant=EXPORT, verdict=Verdict.PASS, reason=reason)
-    best = min(rivals, key=lambda d: math.inf if d.latency_ratio is None else d.latency_ratio)
-    return Choice(target=target, variant=best.variant, verdict=Verdict.PASS, reason=_praise(best, export))
+        reason = _blame(decisions)
+        return Choice(target=target, variant=None, verdict=verdict, reason=reason, prefer=policy.prefer)
+    loaded = policy.prefer == "cost" and all(d.standing and d.standing.load for d in passing)
+    contenders = [_Contender(d, _key(d, policy, loaded=loaded), place) for place, d in enumerate(passing)]
+    export = next((c for c in contenders if c.decision.variant == EXPORT), None)
+    if policy.prefer in ("latency", "cost") and export is not None:
+        rivals = [c for c in contenders if c is not export and _beats(c, export, loaded=loaded)]
+        contenders = rivals or [export]
+    best = min(contenders, key=lambda c: (c.estimate, c.bytes, c.place))
+    tied = [c for c in contenders if c is best or _overlaps(c.key, best.key)]
+    chosen = min(tied, key=lambda c: (c.bytes, c.place))
+    others = tuple(c.decision.variant for c in tied if c is not chosen)
+    told = _praise(chosen, export, policy, loaded=loaded) + _tie(chosen, [c for c in tied if c is not chosen])
+    return Choice(
+        target=target,
+        variant=chosen.decision.variant,
+        verdict=Verdict.PASS,
+        reason=told,
+        prefer=policy.prefer,
+        tied=others,
+    )
+
+
+def _key(decision: Decision, policy: Policy, *, loaded: bool) -> Interval | None:
+    standing = decision.standing
+    match policy.prefer:
+        case "size":
+            return _point(float(standing.size_bytes)) if standing and standing.size_bytes else None
+        case "accuracy":
+            change = standing.change if standing else None
+            return change and Interval(estimate=-change.estimate, low=-change.high, high=-change.low)
+        case "cost" if loaded and standing:
+            return standing.load
+        case _:
+            if decision.variant == EXPORT:
+                return _point(1.0)
+            if standing and standing.ratio:
+                return standing.ratio
+            return None if decision.latency_ratio is None else _point(decision.latency_ratio)
+
+
+def _beats(rival: _Contender, export: _Contender, *, loaded: bool) -> bool:
+    if loaded and rival.key and export.key:
+        return rival.key.high < export.key.low
+    return rival.decision.faster_than_export is True
+
+
+def _point(value: float) -> Interval:
+    return Interval(estimate=value, low=value, high=value)
+
+
+def _overlaps(one: Interval | None, best: Interval | None) -> bool:
+    """Whether a contender may be as good as the best; of two that were not measured neither is better."""
+    if one is None or best is None:
+        return one is best
+    return one.low <= best.high
 
 
 def _blame(decisions: Sequence[Decision]) -> str:
@@ -44,6 +120,42 @@ def _blame(decisions: Sequence[Decision]) -> str:
     return "; ".join(f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in shared.items())
 
 
-def _praise(best: Decision, export: Decision | None) -> str:
-    ratio = "" if best.latency_ratio is None else f", {best.latency_ratio:.3g}x the latency of {EXPORT}"
-    return f"{best.variant} passes{ratio}" + ("" if export else f"; {EXPORT} does not pass")
+def _praise(chosen: _Contender, export: _Contender | None, policy: Policy, *, loaded: bool) -> str:
+    name, standing = chosen.decision.variant, chosen.decision.standing
+    alone = "" if export else f"; {EXPORT} does not pass"
+    if chosen.key is None:
+        return f"{name} passes; {policy.prefer} was not measured{alone}"
+    match policy.prefer:
+        case "size":
+            return f"{name} passes, and of what passes it is the smallest, {chosen.bytes / 1e3:.4g} kB{alone}"
+        case "accuracy":
+            metric = standing.metric if standing else "the task metric"
+            change = f"{-100 * chosen.estimate:+.2g} points against {EXPORT}"
+            return f"{name} passes with the best {metric}" + ("" if name == EXPORT else f", {change}") + alone
+        case "cost":
+            return f"{name} passes, {_cost(chosen, policy, loaded=loaded)}{_faster(chosen)}{alone}"
+        case _:
+            return f"{name} passes{_faster(chosen)}{alone}"
+
+
+def _faster(chosen: _Contender) -> str:
+    if chosen.decision.variant == EXPORT:
+        return " and no passing variant is faster with confidence"
+    ratio = chosen.decision.latency_ratio
+    return "" if ratio is None else f", {ratio:.3g}x the latency of {EXPORT}"
+
+
+def _cost(chosen: _Contender, policy: Policy, *, loaded: bool) -> str:
+    standing = chosen.decision.standing
+    seconds = None if standing is None else standing.load.estimate if loaded and standing.load else standing.seconds
+    if seconds is None or policy.price is None:
+        return "at the lowest cost of a request"
+    return f"a million requests cost {1e6 * seconds * policy.price / 3600:.3g}"
+
+
+def _tie(chosen: _Contender, others: Sequence[_Contender]) -> str:
+    if not others:
+        return ""
+    names = ", ".join(c.decision.variant for c in others)
+    why = "it has the fewest bytes" if all(chosen.bytes < c.bytes for c in others) else "it stands first in the file"
+    return f"; tied with {names} inside the noise, and {why}"

@@ -16,6 +16,7 @@ from onnx_ops.analysis.rules.provider import judge_provider
 from onnx_ops.analysis.rules.size import judge_size
 from onnx_ops.analysis.rules.starts import judge_cold_start, judge_memory
 from onnx_ops.analysis.rules.throughput import judge_throughput
+from onnx_ops.analysis.standing import standing
 from onnx_ops.domain.evidence import (
     Evidence,
     LatencyComparison,
@@ -72,6 +73,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         results=results,
         faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
         latency_ratio=ratio if math.isfinite(ratio) else None,
+        standing=standing(gates, sound),
     )
 
 

@@ -37,6 +37,12 @@ class TerminalProgress:
         else:
             self._console.print(text)
 
+    def told(self, stage: Stage, line: str) -> None:
+        if self._status is not None:
+            self._status.update(f"[{self._done + 1}/{self._total}] {escape(stage.id)}: {escape(line)}")
+        else:
+            self._console.print(f"   {escape(line)}", soft_wrap=True, highlight=False)
+
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         if self._status is not None:
             self._status.stop()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.cli.common import AsJson, Quiet, print_json, reported
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def quantize(
     model: Annotated[Path, typer.Argument(help="ONNX file in float.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The variant; must not exist.", show_default=False)],
     *,
-    method: Annotated[str, typer.Option(help="static, dynamic, fp16, weight-only, graph, fusion, fixed-shapes.")],
+    method: Annotated[str, typer.Option(help="auto, static, dynamic, fp16, weight-only, graph, fusion, fixed-shapes.")],
     targets: Annotated[
         list[str] | None, typer.Option("--target", help="Where it is to run; may be repeated. Default: cpu-1t.")
     ] = None,
@@ -36,9 +36,25 @@ def quantize(
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the method, e.g. bits=4.")
     ] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = True,
+    tune: Annotated[
+        Path | None, typer.Option(help="auto: rows that it decides by: .npz, with labels.", show_default=False)
+    ] = None,
+    label: Annotated[str, typer.Option(help="auto: array of the labels among them.")] = "label",
+    metric: Annotated[str, typer.Option(help="auto: task metric that must be kept.")] = "accuracy",
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="auto: metric_drop=0.5%, size=2MB, p99=5ms, max_minutes=5, max_builds=9."
+        ),
+    ] = None,
+    keep: Annotated[str, typer.Option(help="auto: what of the front is wanted: fast, small or exact.")] = "fast",
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Make a variant of an ONNX file by a recipe that follows its targets, and say what each makes of it.
+
+    `--method auto` searches for the recipe under a budget, and goes on where it was stopped when it is called again.
+    It writes everything it tried beside OUT, as OUT.search.json.
 
     What is told: how it was made and why, its size, what runs in int8, and what slows it down with the setting that
     mends it. Whether it is right and fast is told by `compare` and `bench`, and by the gates of a pipeline.
@@ -46,8 +62,12 @@ def quantize(
     Exit code: 0 made, 2 wrong input, 4 the library failed.
 
     Example: onnx-ops quantize model.onnx int8.onnx --method static --data train.npz
+
+    Example: onnx-ops quantize model.onnx best.onnx --method auto --tune tune.npz --budget metric_drop=0.5%
     """
+    from onnx_ops.cli.tools import telling
     from onnx_ops.domain.pipeline import Quantize
+    from onnx_ops.domain.search import AUTO
     from onnx_ops.settings import load_settings
     from onnx_ops.spec.builtin import find_target
     from onnx_ops.stages.derive import derive
@@ -65,7 +85,16 @@ def quantize(
         options=_options(options or []),
     )
     rows = _rows(ports, model, data, samples) if data else None
-    found = derive(ports, section, model, out, targets=chosen, calibration=rows)
+    if method == AUTO:
+        from onnx_ops.cli.searching import Tuning, quantize_by_search
+
+        tuning = Tuning(tune=tune, label=label, metric=metric, budget=tuple(budget or ()), keep=keep, data=data)
+        with telling(quiet=quiet or as_json) as tell:
+            found = quantize_by_search(ports, section, model, out, chosen, rows, tuning, tell)
+    elif tune or budget:
+        raise UserError(f"{method} does as it is told", where="--tune, --budget", remedy="They are for --method auto.")
+    else:
+        found = derive(ports, section, model, out, targets=chosen, calibration=rows)
     if as_json:
         print_json(_document(found, model, out))
     else:

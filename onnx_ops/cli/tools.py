@@ -65,7 +65,7 @@ def compare(
 
     ports, chosen = _bench_of(target)
     samples = _samples(shared_inputs(a, b), ports, data, dims, rows=rows, seed=seed)
-    with _telling(quiet=quiet or as_json) as tell:
+    with telling(quiet=quiet or as_json) as tell:
         found = use_case(shielded(ports.runtime(chosen.runtime)), chosen, a, b, samples, tell)
     source = str(data) if data else f"random rows (seed {seed})"
     if as_json:
@@ -119,7 +119,7 @@ def bench(
     gates = pair_gates(_tolerance(max_regression, paired=b is not None), concurrency=concurrency, cold=cold)
     ports, chosen = _bench_of(target)
     feed = _samples(shared_inputs(a, b), ports, data, dims, rows=batch, seed=seed).feed(batch)
-    with _telling(quiet=quiet or as_json) as tell:
+    with telling(quiet=quiet or as_json) as tell:
         show = (
             _time_pair(ports, chosen, a, b, feed, gates, seed, tell)
             if b
@@ -251,7 +251,7 @@ def _tolerance(text: str | None, *, paired: bool) -> float | None:
 
 
 @contextmanager
-def _telling(*, quiet: bool) -> Iterator[Tell]:
+def telling(*, quiet: bool) -> Iterator[Tell]:
     """Tells on standard error what is at work: a spinner on a terminal, else a line each."""
     from rich.markup import escape
 

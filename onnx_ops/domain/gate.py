@@ -12,6 +12,7 @@ from annotated_types import Ge, Le, doc
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.metric import IGNORED_TOKEN, TOP_K, Average, MetricDefinition, MetricName
 from onnx_ops.domain.quantities import Amount, Bytes, Count, Fraction, PerSecond, Seconds
+from onnx_ops.domain.standing import Standing
 
 
 class Verdict(Enum):
@@ -205,6 +206,7 @@ class Decision:
     results: tuple[GateResult, ...]
     faster_than_export: bool | None = None
     latency_ratio: float | None = None
+    standing: Standing | None = None
 
     @property
     def verdict(self) -> Verdict:

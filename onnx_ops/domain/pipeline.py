@@ -13,6 +13,8 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.gate import Gate, ParityGate
 from onnx_ops.domain.quantities import Bytes, Fraction, Json, Seconds
 from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.search import AUTO, ROLES, Budget, Role, Tune
+from onnx_ops.domain.standing import Prefer
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9-]*"
 """Names of pipelines, variants, targets and endpoints."""
@@ -124,11 +126,22 @@ class Calibrate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Attempts):
     name: Annotated[str, doc("Name of the variant.")]
-    method: Annotated[str, doc("Optimizer plugin: dynamic, static, fp16, weight-only, graph, fusion, fixed-shapes.")]
+    method: Annotated[str, doc("auto, or a plugin: dynamic, static, fp16, weight-only, graph, fusion, fixed-shapes …")]
     calibrate: Annotated[Calibrate | None, doc("Calibration data; static quantization needs it.")] = None
     per_channel: Annotated[bool, doc("One scale per output channel of a weight.")] = True
     exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()
     options: Annotated[Mapping[str, Json], doc("Options of this optimizer.")] = field(default_factory=dict)
+    tune: Annotated[Tune | None, doc("auto: the rows that it decides by.")] = None
+    budget: Annotated[Budget | None, doc("auto: what a variant may cost, and the search for it.")] = None
+    keep: Annotated[tuple[Role, ...], MinLen(1), doc("auto: which of what it finds become variants NAME-fast …")] = (
+        ROLES
+    )
+
+    def variants(self) -> tuple[str, ...]:
+        """Names of what this entry makes: several variants where it is a search."""
+        if self.method != AUTO:
+            return (self.name,)
+        return tuple(f"{self.name}-{role}" for role in dict.fromkeys(self.keep))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,11 +190,12 @@ class Pipeline:
     quantize: tuple[Quantize, ...] = ()
     benchmark: Benchmark
     gates: Annotated[tuple[Gate, ...], MinLen(1)] = (ParityGate(),)
+    prefer: Annotated[Prefer, doc("Which variant a target gets of those that pass.")] = field(default_factory=Prefer)
     register: Annotated[Register | None, doc("Where versions go; without it the pipeline ends at the gates.")] = None
     deploy: tuple[Deploy, ...] = ()
 
     def variants(self) -> tuple[str, ...]:
-        return (EXPORT, *(entry.name for entry in self.quantize))
+        return (EXPORT, *(name for entry in self.quantize for name in entry.variants()))
 
 
 class StageKind(StrEnum):
@@ -189,6 +203,7 @@ class StageKind(StrEnum):
     TRAIN = "train"
     EXPORT = "export"
     VALIDATE = "validate"
+    SEARCH = "search"
     QUANTIZE = "quantize"
     BENCHMARK = "benchmark"
     GATE = "gate"

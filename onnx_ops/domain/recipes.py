@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from onnx_ops.domain.search import Recipe
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
 CPU = "CPUExecutionProvider"
@@ -127,3 +128,24 @@ def types_problem(options: Mapping[str, Any]) -> str:
     if options.get("activations") == "uint16" and options.get("reduce_range"):
         return "reduce_range is for products of 8 bits; leave it out with activations: uint16"
     return ""
+
+
+def searched(machines: Sequence[Arithmetic], *, calibrated: bool, small: bool) -> tuple[Recipe, ...]:
+    """The recipes that a search tries, as far as the machines of all targets allow.
+
+    Types within each follow the machines (`static_recipe`, `reduced`).
+
+    Args:
+        machines: those of all targets.
+        calibrated: there are rows to find ranges with.
+        small: size counts, not only time.
+    """
+    found = [Recipe(name="static", method="static")] if calibrated else []
+    found.append(Recipe(name="dynamic", method="dynamic"))
+    if machines and all(one.fp16 for one in machines):
+        found.append(Recipe(name="fp16", method="fp16"))
+    if small:
+        found += [
+            Recipe(name=f"weights-{bits}", method="weight-only", options={"bits": bits}, late=True) for bits in (8, 4)
+        ]
+    return tuple(found)

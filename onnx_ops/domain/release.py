@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
+from onnx_ops.domain.standing import Preference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +80,17 @@ class ListedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The variant that a release serves on one target, or why there is none."""
+    """The variant that a release serves on one target, or why there is none.
+
+    `prefer` is what was preferred; `tied` names variants that are as good, as far as the noise lets know.
+    """
 
     target: str
     variant: str | None
     verdict: Verdict
     reason: str
+    prefer: Preference = "latency"
+    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, MinLen, Predicate, doc
 
 from onnx_ops.domain.artifact import Digest, digest_json, is_digest
-from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.quantities import Amount, Json
 
 GraphLevel = Literal["disabled", "basic", "extended", "all"]
 
@@ -63,9 +63,12 @@ class Target:
     requires_cpu_flags: Annotated[tuple[str, ...], doc("CPU features without which figures mean nothing.")] = ()
     custom_ops: Annotated[tuple[CustomOps, ...], doc("Libraries of operators that sessions register.")] = ()
     dedicated: Annotated[bool, doc("Nothing else runs here: absolute latency gates are enforced.")] = False
+    price_per_hour: Annotated[Amount | None, doc("What an hour of it costs, in any currency; for `prefer: cost`.")] = (
+        None
+    )
 
     def digest(self) -> Digest:
-        """Digest of everything that shapes a measurement (the description does not)."""
+        """Digest of everything that shapes a measurement (description and price do not)."""
         return digest_json(_measured(self))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onnx_ops.engine.planning import Probe, plan
+from onnx_ops.engine.parts import Probe
+from onnx_ops.engine.planning import plan
 from onnx_ops.engine.run import Handler, InlineExecutor, RunResult, Silent, preview, run
 from onnx_ops.engine.usercode import code_digest
 

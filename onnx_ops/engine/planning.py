@@ -2,70 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.metric import ACCURACY
-from onnx_ops.domain.pipeline import (
-    EXPORT,
-    Attempts,
-    DataSection,
-    Environment,
-    Pipeline,
-    Plan,
-    Quantize,
-    Stage,
-    StageKind,
-)
+from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
-
-REVISIONS: Mapping[StageKind, int] = {
-    **dict.fromkeys(StageKind, 1),
-    StageKind.EXPORT: 3,
-    StageKind.VALIDATE: 3,
-    StageKind.QUANTIZE: 4,
-    StageKind.BENCHMARK: 5,
-    StageKind.GATE: 3,
-    StageKind.REGISTER: 4,
-}
-"""Raised by one when the code of a stage changes what it produces from the same inputs."""
-
-
-class Probe(Protocol):
-    """Cheap questions a plan asks of the world. No answer imports a framework."""
-
-    def data(self, section: DataSection) -> str:
-        """Fingerprint of a data set."""
-        ...
-
-    def code(self, reference: str, depends: tuple[str, ...]) -> Digest: ...
-
-    def model(self, path: str) -> Digest:
-        """Digest of a model file or folder that the pipeline brings."""
-        ...
-
-    def tools(self, kind: str, name: str) -> Mapping[str, str]:
-        """Versions of the distributions that shape what a plugin produces."""
-        ...
-
-    def is_quantizer(self, name: str) -> bool: ...
-
-    def hardware(self, target: Target) -> Digest: ...
-
-    def arithmetic(self, target: Target) -> Arithmetic:
-        """How the machine of a target computes in few bits."""
-        ...
-
-    def signer(self) -> Digest | None:
-        """Key that signs decisions; None where runs stop at the gates."""
-        ...
+from onnx_ops.engine.parts import (
+    Probe,
+    benchmark_id,
+    data_id,
+    env_of,
+    gate_id,
+    make_stage,
+    measured_target,
+    section_of,
+    variant_id,
+)
+from onnx_ops.engine.releasing import policy_of, release
+from onnx_ops.engine.variants import derived, is_quantized
 
 
 def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, until: StageKind | None = None) -> Plan:
@@ -82,61 +40,15 @@ def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, unt
         for variant in pipeline.variants():
             stages += _judged(pipeline, targets[name], variant, probe)
     if pipeline.register is not None and probe.signer() is not None:
-        stages += _release(pipeline, targets, probe)
+        stages += release(pipeline, targets)
     order = list(StageKind)
     last = len(order) if until is None else order.index(until)
     return Plan(pipeline=pipeline.pipeline, stages=tuple(s for s in stages if order.index(s.kind) <= last))
 
 
-def data_id(name: str) -> str:
-    return f"data/{name}"
-
-
-def variant_id(variant: str) -> str:
-    return "export" if variant == EXPORT else f"quantize/{variant}"
-
-
-def benchmark_id(variant: str, target: str) -> str:
-    return f"benchmark/{variant}@{target}"
-
-
-def gate_id(variant: str, target: str) -> str:
-    return f"gate/{variant}@{target}"
-
-
-def _stage(
-    kind: StageKind, stage_id: str, section: Attempts | None, settings: Mapping[str, Json], **rest: object
-) -> Stage:
-    """A stage whose attempts come from its section; they do not shape the result and stay out of the settings."""
-    return codec.from_json(
-        {
-            "id": stage_id,
-            "kind": kind.value,
-            "settings": {**settings, "revision": REVISIONS[kind]},
-            "retries": section.retries if section else 0,
-            "timeout": section.timeout if section else None,
-            **rest,
-        },
-        Stage,
-    )
-
-
-def _section(section: Attempts) -> dict[str, Json]:
-    """A section without what only concerns its attempts, and without its environment, which `_env` tells."""
-    document = codec.to_json(section)
-    return {key: value for key, value in document.items() if key not in ("retries", "timeout", "env")}
-
-
-def _env(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Settings and hints of a stage that runs in an environment of its own; none where the exporter decides."""
-    if env is None:
-        return {}, {}
-    return {"env": env.content()}, {"env": codec.to_json(env)}
-
-
 def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     stages = [
-        _stage(
+        make_stage(
             StageKind.DATA,
             data_id(name),
             None,
@@ -146,10 +58,10 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     ]
     scored = pipeline.validate.samples.data
     framework = pipeline.export.framework
-    env, hints = _env((pipeline.train.env if pipeline.train else None) or pipeline.export.env)
+    env, hints = env_of((pipeline.train.env if pipeline.train else None) or pipeline.export.env)
     if pipeline.train is not None:
         code = probe.code(pipeline.train.run, pipeline.train.depends)
-        settings: dict[str, Json] = {**_section(pipeline.train), "code": code, "framework": framework}
+        settings: dict[str, Json] = {**section_of(pipeline.train), "code": code, "framework": framework}
         needs = [data_id(name) for name in pipeline.data if name != scored]
     else:
         brought = pipeline.model or ""
@@ -159,7 +71,7 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     # A user's code may crash, or be edited while this process lives: it runs in a process of its own.
     own = pipeline.train is not None
     stages.append(
-        _stage(
+        make_stage(
             StageKind.TRAIN,
             "train",
             pipeline.train,
@@ -177,18 +89,17 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
     tools = probe.tools("exporters", pipeline.export.framework)
-    env, hints = _env(pipeline.export.env)
+    env, hints = env_of(pipeline.export.env)
     export: dict[str, Json] = {
-        "section": _section(pipeline.export),
+        "section": section_of(pipeline.export),
         "limit": samples.limit,
         "data": samples.data,
         "pipeline": pipeline.pipeline,
         **env,
     }
-    machines = _machines(pipeline.benchmark.targets, targets, probe)
-    validate: dict[str, Json] = {"section": _section(pipeline.validate), "export": _section(pipeline.export)}
+    validate: dict[str, Json] = {"section": section_of(pipeline.validate), "export": section_of(pipeline.export)}
     return [
-        _stage(
+        make_stage(
             StageKind.EXPORT,
             "export",
             pipeline.export,
@@ -198,7 +109,7 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
             variant=EXPORT,
             hints=hints,
         ),
-        _stage(
+        make_stage(
             StageKind.VALIDATE,
             "validate",
             pipeline.validate,
@@ -208,42 +119,22 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
             variant=EXPORT,
             hints=hints,
         ),
-        *(_quantize(entry, machines, probe) for entry in pipeline.quantize),
+        *derived(pipeline, targets, probe),
     ]
 
 
-def _machines(names: Iterable[str], targets: Mapping[str, Target], probe: Probe) -> list[Json]:
-    """The kinds of machine that a variant is made for, each once: recipes follow them."""
-    kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in names]
-    return sorted((kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=_plain)
-
-
-def _quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
-    calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
-    return _stage(
-        StageKind.QUANTIZE,
-        variant_id(entry.name),
-        entry,
-        {"section": _section(entry), "quantized": probe.is_quantizer(entry.method), "machines": list(machines)},
-        needs=["export", *calibration],
-        tools=probe.tools("optimizers", entry.method),
-        variant=entry.name,
-    )
-
-
 def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> list[Stage]:
-    quantized = any(q.name == variant and probe.is_quantizer(q.method) for q in pipeline.quantize)
     model = pipeline.register.model if pipeline.register else ""
     asked = asked_by(pipeline.gates)
     measure: dict[str, Json] = {
         "pipeline": pipeline.pipeline,
         "model": model,
-        "target": codec.to_json(target),
+        "target": codec.to_json(measured_target(target)),
         "hardware": probe.hardware(target),
         "batch": pipeline.benchmark.batch,
         "limit": pipeline.validate.samples.limit,
         "data": pipeline.validate.samples.data,
-        "quantized": quantized,
+        "quantized": is_quantized(pipeline, variant, probe),
         "source": variant_id(variant),
         **_measurements(asked),
         "metrics": _metrics(pipeline, probe),
@@ -251,7 +142,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
     gates: Json = [codec.to_json(gate) for gate in pipeline.gates]
     return [
-        _stage(
+        make_stage(
             StageKind.BENCHMARK,
             benchmark_id(variant, target.name),
             pipeline.benchmark,
@@ -263,7 +154,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
             own_process=True,
             hints={"tolerances": codec.to_json(asked)["tolerances"]},
         ),
-        _stage(
+        make_stage(
             StageKind.GATE,
             gate_id(variant, target.name),
             None,
@@ -271,6 +162,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
             needs=[benchmark_id(variant, target.name)],
             variant=variant,
             target=target.name,
+            hints={"policy": codec.to_json(policy_of(pipeline, target))},
         ),
     ]
 
@@ -288,81 +180,3 @@ def _metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
         {"definition": codec.to_json(one), "code": probe.code(one.use, ()) if one.use else None}
         for one in sorted(asked, key=lambda one: one.label)
     ]
-
-
-def _release(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
-    section = pipeline.register
-    if section is None:
-        return []
-    names = pipeline.benchmark.targets
-    pairs = [(variant, target) for target in names for variant in pipeline.variants()]
-    register = _stage(
-        StageKind.REGISTER,
-        "register",
-        section,
-        {
-            "model": section.model,
-            "pipeline": pipeline.pipeline,
-            "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
-            "targets": list(names),
-            "parameters": _parameters(pipeline),
-            "measured_on": pipeline.validate.samples.data,
-        },
-        needs=["train", "export"],
-        tolerates=[
-            *(data_id(name) for name in pipeline.data),
-            *(variant_id(v) for v in pipeline.variants() if v != EXPORT),
-            *(benchmark_id(*pair) for pair in pairs),
-            *(gate_id(*pair) for pair in pairs),
-        ],
-    )
-    promotes = [
-        _stage(
-            StageKind.PROMOTE,
-            f"promote@{name}",
-            None,
-            {"endpoints": _endpoints(pipeline, name)},
-            needs=["register"],
-            target=name,
-        )
-        for name in names
-        if section.promote == "auto"
-    ]
-    deploys = [
-        _stage(
-            StageKind.DEPLOY,
-            f"deploy/{entry.endpoint}",
-            entry,
-            {
-                "section": _section(entry),
-                "model": section.model,
-                "pipeline": pipeline.pipeline,
-                "target_digest": targets[entry.target].digest(),
-                "auto": section.promote == "auto",
-            },
-            needs=["register", *(p.id for p in promotes if p.target == entry.target)],
-            target=entry.target,
-        )
-        for entry in pipeline.deploy
-    ]
-    return [register, *promotes, *deploys]
-
-
-def _parameters(pipeline: Pipeline) -> dict[str, Json]:
-    """How the model was made, recorded with its versions."""
-    recorded: dict[str, Json] = {
-        "export.framework": pipeline.export.framework,
-        "export.opset": str(pipeline.export.opset),
-    }
-    if pipeline.train is None:
-        return recorded | {"model": pipeline.model}
-    values = {f"train.{name}": value for name, value in pipeline.train.with_.items()}
-    return {**recorded, "train.run": pipeline.train.run, **{name: _plain(value) for name, value in values.items()}}
-
-
-def _plain(value: Json) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _endpoints(pipeline: Pipeline, target: str) -> list[Json]:
-    return [entry.endpoint for entry in pipeline.deploy if entry.target == target]

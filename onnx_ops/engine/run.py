@@ -56,6 +56,9 @@ class Silent:
     def started(self, stage: Stage) -> None:
         del stage
 
+    def told(self, stage: Stage, line: str) -> None:
+        del stage, line
+
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         del stage, outcome
 

@@ -30,7 +30,7 @@ from onnx_ops.ports.models import (
 from onnx_ops.ports.notify import Notifier
 from onnx_ops.ports.release import Diagnosing, EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
-from onnx_ops.ports.store import Signer, Store, Verifier
+from onnx_ops.ports.store import Journal, Signer, Store, Verifier
 from onnx_ops.ports.toolbox import Ports
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Exporter",
     "Exporters",
     "Host",
+    "Journal",
     "Ledger",
     "LoadSamples",
     "LoadSchedule",

@@ -49,6 +49,10 @@ class Observer(Protocol):
 
     def started(self, stage: Stage) -> None: ...
 
+    def told(self, stage: Stage, line: str) -> None:
+        """How far a long stage is."""
+        ...
+
     def finished(self, stage: Stage, outcome: StageOutcome) -> None: ...
 
 

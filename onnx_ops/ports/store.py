@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from onnx_ops.domain.artifact import Digest, Manifest
 
@@ -54,4 +54,20 @@ class Verifier(Protocol):
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
         """Raises SignatureInvalid if the key is not trusted or the signature does not fit."""
+        ...
+
+
+class Journal(Protocol):
+    """What one long stage has done so far, in order. It survives the death of its writer at any moment."""
+
+    def read(self) -> tuple[Any, ...]:
+        """The documents appended so far; those behind a torn or altered one are dropped for good."""
+        ...
+
+    def append(self, document: Any) -> None:
+        """Add a JSON document. It is on the disk when this returns."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all of them."""
         ...

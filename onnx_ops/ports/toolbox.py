@@ -6,12 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.ports.models import DataSource, Exporters, ModelSource, Optimizer, Runtime
 from onnx_ops.ports.notify import Notifier
 from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Host
-from onnx_ops.ports.store import Signer, Store, Verifier
+from onnx_ops.ports.store import Journal, Signer, Store, Verifier
+
+
+def _silent(_: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +25,7 @@ class Ports:
 
     `root` is the project's folder, on which user code and relative paths stand. `signer` gives None where decisions
     are not signed. `notifiers` are the ways to reach people, by name. `conditions` tells the state of the machine
-    (load, governor, limits) as text.
+    (load, governor, limits) as text. `journal` is that of the stage with a key, `tell` hears what a long stage is at.
     """
 
     root: Path
@@ -42,3 +47,5 @@ class Ports:
     notifiers: Callable[[], Mapping[str, Notifier]]
     git_sha: Callable[[], str]
     conditions: Callable[[], Mapping[str, str]]
+    journal: Callable[[Digest], Journal]
+    tell: Callable[[str], None] = _silent

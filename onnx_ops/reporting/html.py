@@ -11,6 +11,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, Verdict, combine
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import Choice, Lineage
+from onnx_ops.domain.search import SearchRecord
 from onnx_ops.reporting.figures import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
 from onnx_ops.reporting.measured import headline, median_latency, task_metric
@@ -23,6 +24,7 @@ from onnx_ops.reporting.plots import (
     weights_figure,
 )
 from onnx_ops.reporting.ratio_plots import measured_ratio, ratio_figure
+from onnx_ops.reporting.searches import search_section
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.style import STYLE
 
@@ -43,6 +45,7 @@ def release_report(
     versions: Mapping[str, str],
     *,
     digests: Mapping[tuple[str, str], Digest] | None = None,
+    searches: Sequence[SearchRecord] = (),
 ) -> str:
     """The page: the choice of each target, every gate with its figures, the plots, how it was measured.
 
@@ -55,6 +58,7 @@ def release_report(
         lineage: where the release comes from, if known.
         versions: registered version by variant; empty before registration.
         digests: of the stored evidence by variant and target; by default of its canonical text.
+        searches: those that found some of the variants.
     """
     known = {(e.variant, e.target): e for e in evidence}
     stored = dict(digests or {})
@@ -72,6 +76,7 @@ def release_report(
         gate_table(decisions, known, stored),
         _meaning(),
         *_plots(decisions, evidence, choices),
+        *(part for record in searches for part in search_section(record, _figure)),
         "<h2>How it was measured</h2>",
         *(_conditions(e, stored[e.variant, e.target]) for e in evidence),
         *_origin(lineage),

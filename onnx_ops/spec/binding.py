@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from onnx_ops.domain.pipeline import NAME_PATTERN, Benchmark, Deploy, Pipeline, Quantize
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
+from onnx_ops.domain.standing import Prefer
 from onnx_ops.domain.target import Provider, Target
 from onnx_ops.spec.quantities import SCALES, format_quantity, parse_quantity
 from onnx_ops.spec.unions import annotated_with, refuse, tag_of, union, yaml_key
@@ -40,7 +41,7 @@ _NAMES: Mapping[tuple[type, str], int] = {
 _ONE_OR_MANY = frozenset({(Pipeline, "deploy"), (RolloutPolicy, "min_requests"), (Target, "custom_ops")})
 """Lists for which one entry may stand alone."""
 
-_SHORT_FORMS: Mapping[type, str] = {Provider: "name", Guardrail: "name"}
+_SHORT_FORMS: Mapping[type, str] = {Provider: "name", Guardrail: "name", Prefer: "default"}
 """Dataclasses for which a plain text may stand, and the field that it fills."""
 
 _ATTRIBUTE = "x_"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.pipeline import Benchmark, DataSection, Deploy, Export, Quantize, Register, Train, Validate
+from onnx_ops.domain.standing import Prefer, Preference
 from onnx_ops.spec.binding import Bound
 from onnx_ops.spec.document import Document, Loc
 
@@ -30,6 +31,7 @@ class Draft:
     quantize: tuple[tuple[Loc, Quantize], ...]
     benchmark: Benchmark | None
     gates: tuple[tuple[Loc, Gate], ...]
+    prefer: Prefer
     register: Register | None
     deploy: tuple[tuple[Loc, Deploy], ...]
 
@@ -62,6 +64,15 @@ def draft_of(document: Document, bound: Bound) -> Draft:
         quantize=entries("quantize"),
         benchmark=section("benchmark"),
         gates=entries("gates"),
+        prefer=_prefer(section("prefer"), root.get("prefer")),
         register=section("register"),
         deploy=entries("deploy"),
     )
+
+
+def _prefer(section: Prefer | None, written: Any) -> Prefer:
+    """What is preferred, also in the short form; the default stands in for what is wrong."""
+    if section is not None:
+        return section
+    found = next((one for one in get_args(Preference) if one == written), None)
+    return Prefer() if found is None else Prefer(default=found)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.pipeline import PluginData
+from onnx_ops.domain.search import AUTO
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound, Problem, SpecError, UserError
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.functions import function_problem
 from onnx_ops.spec.metrics import function_findings
+from onnx_ops.spec.searches import price_findings
 from onnx_ops.spec.targets import FOLDER, load_target, target_names, target_path
 from onnx_ops.spec.text import read_file, shown_path
 from onnx_ops.spec.words import did_you_mean, listing
@@ -43,7 +45,12 @@ def benchmarked_targets(draft: Draft, root: Path) -> tuple[dict[str, Target], li
 
 def project_findings(draft: Draft, root: Path, targets: Mapping[str, Target]) -> list[Finding]:
     """Targets that do not exist, models that a target cannot run, functions that are not there."""
-    findings = [*_missing_targets(draft, root), *_ceilings(draft, targets), *function_findings(draft, root)]
+    findings = [
+        *_missing_targets(draft, root),
+        *_ceilings(draft, targets),
+        *price_findings(draft, targets),
+        *function_findings(draft, root),
+    ]
     if draft.train and (problem := function_problem(draft.train.run, root)):
         findings.append(Finding(loc=("train", "run"), message=problem))
     return findings
@@ -89,7 +96,8 @@ def _plugin_names(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple
     if draft.export:
         yield "exporters", ("export", "framework"), draft.export.framework
     for loc, entry in draft.quantize:
-        yield "optimizers", (*loc, "method"), entry.method
+        if entry.method != AUTO:
+            yield "optimizers", (*loc, "method"), entry.method
     for index, name in enumerate(draft.benchmark.targets if draft.benchmark else ()):
         if name in targets:
             yield "runtimes", ("benchmark", "targets", index), targets[name].runtime

@@ -11,6 +11,7 @@ from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.metrics import label_findings, metric_findings
 from onnx_ops.spec.rollouts import rollout_findings, staging_findings
+from onnx_ops.spec.searches import preference_findings, search_findings
 from onnx_ops.spec.words import did_you_mean, listing
 
 Rule = Callable[[Draft], Iterator[Finding]]
@@ -36,6 +37,7 @@ def _data_sets(draft: Draft) -> Iterator[Finding]:
     if draft.validate:
         used.append((("validate", "samples", "data"), draft.validate.samples.data))
     used += [((*loc, "calibrate", "data"), entry.calibrate.data) for loc, entry in draft.quantize if entry.calibrate]
+    used += [((*loc, "tune", "data"), entry.tune.data) for loc, entry in draft.quantize if entry.tune]
     for loc, name in used:
         if name not in draft.sets:
             known = f"; data has {listing(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
@@ -70,7 +72,8 @@ def _same_rows(draft: Draft, one: str, other: str) -> bool:
 
 
 def _variants(draft: Draft) -> Iterator[Finding]:
-    yield from _unique((((*loc, "name"), entry.name) for loc, entry in draft.quantize), "variant")
+    named = (((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variants())
+    yield from _unique(named, "variant")
     for loc, entry in draft.quantize:
         if entry.name == EXPORT:
             message = f"'{EXPORT}' is the name of the export itself; choose another"
@@ -138,6 +141,8 @@ RULES: tuple[Rule, ...] = (
     _data_sets,
     _calibration,
     _recipes,
+    search_findings,
+    preference_findings,
     _variants,
     _benchmark,
     _gates,

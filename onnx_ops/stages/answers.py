@@ -41,7 +41,7 @@ def read_answers(
         MeasurementFailure: the model does not run there.
         UserError: an output does not have one entry a row.
     """
-    batches = list(_batches(model, inputs))
+    batches = list(batches_of(model, inputs))
     found: list[T] = []
     at_once = 1
     while batches:
@@ -53,8 +53,8 @@ def read_answers(
     return found
 
 
-def _batches(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
-    """Feeds, and how many rows of each count."""
+def batches_of(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
+    """Feeds that the model takes, and how many rows of each count."""
     fixed = {spec.shape[0] for spec in info(model).inputs if spec.shape and isinstance(spec.shape[0], int)}
     total = len(next(iter(inputs.values())))
     row_bytes = sum(array.nbytes for array in inputs.values()) // total

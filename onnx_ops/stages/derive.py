@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onnx_ops.domain.artifact import MODEL_FILE
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.recipes import arithmetic
+from onnx_ops.domain.recipes import Arithmetic, arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import full_check
@@ -51,26 +51,52 @@ def derive(
         UserError: a file is not valid or exists already, or the recipe does not fit.
         StageFailure: the library failed.
     """
+    check_places(source, path)
+    machines = machines_of(ports, targets)
+    with scratch() as folder:
+        made = folder / MODEL_FILE
+        recipe = ports.optimizer(section.method).optimize(
+            OptimizeRequest(section=section, source=source, path=made, calibration=calibration, machines=machines)
+        )
+        return delivered(ports, made, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
+
+
+def check_places(source: Path, path: Path) -> None:
+    """Raises UserError if the source is no valid model, or the variant cannot be written to its path."""
     full_check(source)
     if path.exists():
         raise UserError("there is a file of that name", where=str(path), remedy="Remove it, or name another.")
     if not path.parent.is_dir():
         raise UserError("there is no such folder", where=str(path.parent))
-    machines = dict.fromkeys(arithmetic(ports.runtime(t.runtime).fingerprint(t), t) for t in targets)
-    with scratch() as folder:
-        made = folder / MODEL_FILE
-        recipe = ports.optimizer(section.method).optimize(
-            OptimizeRequest(
-                section=section, source=source, path=made, calibration=calibration, machines=tuple(machines)
-            )
+
+
+def machines_of(ports: Ports, targets: Sequence[Target]) -> tuple[Arithmetic, ...]:
+    """The kinds of machine of the targets, each once."""
+    return tuple(dict.fromkeys(arithmetic(ports.runtime(t.runtime).fingerprint(t), t) for t in targets))
+
+
+def delivered(
+    ports: Ports,
+    made: Path,
+    source: Path,
+    path: Path,
+    *,
+    targets: Sequence[Target],
+    recipe: tuple[str, ...],
+    excluded: tuple[str, ...],
+) -> Derived:
+    """Put a variant that was made to its path, and say what each target makes of it.
+
+    Raises:
+        UserError: its weights do not fit into one file.
+    """
+    if made.with_name(f"{made.name}.data").exists():
+        raise UserError(
+            "the variant needs a second file for its weights", where=str(path), remedy="Use a pipeline for it."
         )
-        if made.with_name(f"{made.name}.data").exists():
-            raise UserError(
-                "the variant needs a second file for its weights", where=str(path), remedy="Use a pipeline for it."
-            )
-        examined = {t.name: examine(ports.runtime(t.runtime), source, made, t, section.exclude) for t in targets}
-        sizes = info(source).size_bytes, info(made).size_bytes
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(made.read_bytes())
-        os.replace(partial, path)
+    examined = {t.name: examine(ports.runtime(t.runtime), source, made, t, excluded) for t in targets}
+    sizes = info(source).size_bytes, info(made).size_bytes
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(made.read_bytes())
+    os.replace(partial, path)
     return Derived(recipe=recipe, sizes=sizes, examined=examined)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +13,79 @@ from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import WeightMeasurement
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.search import SEARCH_FILE, SearchRecord, Trial
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
 from onnx_ops.graph.weights import kept_weights, quantized_weights
 from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
 from onnx_ops.stages.activations import AS_WRITTEN, ROWS, measure_activations
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder, scratch
+from onnx_ops.stages.search import recipe_notes
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     del key
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
-    machines = tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"])
-    calibration = unseen = None
-    if section.calibrate is not None:
-        dataset = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"])
-        calibration = dataset.head(section.calibrate.samples).inputs
-        unseen = _unseen(dataset, section.calibrate.samples)
+    dataset = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"]) if section.calibrate else None
     with scratch() as folder:
         source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
-        derived = folder / "onnx"
-        derived.mkdir()
-        path = derived / MODEL_FILE
-        recipe = ports.optimizer(section.method).optimize(
-            OptimizeRequest(section=section, source=source, path=path, calibration=calibration, machines=machines)
-        )
-        write_lineage(path, {"onnx-ops.variant": section.name})
-        files = put_folder(ports.store, derived, MODEL)
+        made = _chosen(settings, inputs, ports, folder) if "search" in settings else None
+        made = made or _derived(section, settings, dataset, source, folder, ports)
+        write_lineage(made.path, {"onnx-ops.variant": stage.variant or section.name})
+        files = put_folder(ports.store, made.path.parent, MODEL)
         runtime = ports.runtime(AS_WRITTEN.runtime)
-        activations = measure_activations(runtime, source, path, unseen) if unseen else ()
+        unseen = _unseen(dataset, section.calibrate.samples) if dataset and section.calibrate else None
+        activations = measure_activations(runtime, source, made.path, unseen) if unseen else ()
+        searched = {SEARCH_FILE: inputs[settings["search"]][SEARCH_FILE]} if "search" in settings else {}
         return Manifest(
             files={
                 **files,
-                "info.json": put_document(ports.store, info(path)),
-                "weights.json": put_document(ports.store, measure_weights(source, path)),
+                **searched,
+                "info.json": put_document(ports.store, info(made.path)),
+                "weights.json": put_document(ports.store, measure_weights(source, made.path)),
                 "activations.json": put_document(ports.store, activations),
-                "excluded.json": put_document(ports.store, section.exclude),
-                "recipe.json": put_document(ports.store, recipe),
+                "excluded.json": put_document(ports.store, made.excluded),
+                "recipe.json": put_document(ports.store, made.recipe),
             }
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """A variant, the nodes that were to stay in float, and how it was made."""
+
+    path: Path
+    excluded: tuple[str, ...]
+    recipe: tuple[str, ...]
+
+
+def _derived(
+    section: Quantize,
+    settings: Mapping[str, Any],
+    dataset: Dataset | None,
+    source: Path,
+    folder: Path,
+    ports: Ports,
+) -> _Made:
+    derived = folder / "onnx"
+    derived.mkdir()
+    machines = tuple(codec.from_json(one, Arithmetic) for one in settings["machines"])
+    calibration = dataset.head(section.calibrate.samples).inputs if dataset and section.calibrate else None
+    request = OptimizeRequest(
+        section=section, source=source, path=derived / MODEL_FILE, calibration=calibration, machines=machines
+    )
+    recipe = ports.optimizer(section.method).optimize(request)
+    return _Made(path=request.path, excluded=section.exclude, recipe=recipe)
+
+
+def _chosen(settings: Mapping[str, Any], inputs: Mapping[str, Manifest], ports: Ports, folder: Path) -> _Made:
+    """What the search found for the role."""
+    found, role = inputs[settings["search"]], settings["role"]
+    trial = codec.loads(ports.store.read(found[f"{role}/trial.json"]), Trial)
+    record = codec.loads(ports.store.read(found[SEARCH_FILE]), SearchRecord)
+    path = checkout(ports.store, found, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
+    return _Made(path=path, excluded=trial.excluded, recipe=tuple(recipe_notes(record, trial)))
 
 
 def _unseen(dataset: Dataset, calibrated: int) -> Tensors:

@@ -16,6 +16,8 @@ from onnx_ops.domain.evidence import Evidence, Starts
 from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
+from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
+from onnx_ops.domain.standing import Policy
 from onnx_ops.ports import Ports
 from onnx_ops.reporting.description import version_description
 from onnx_ops.reporting.html import release_report
@@ -35,12 +37,15 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         parameters=settings["parameters"],
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
     )
-    chosen = choices(settings["targets"], decisions(inputs, ports))
-    report = _report(inputs, ports, lineage, chosen)
+    policies = {name: codec.from_json(one, Policy) for name, one in settings["policies"].items()}
+    chosen = choices(policies, decisions(inputs, ports))
+    shared = {REPORT: ports.store.path(_report(inputs, ports, lineage, chosen))}
+    for choice in chosen:
+        shared[f"evidence/{choice.target}.choice.json"] = ports.store.path(put_document(ports.store, choice))
     example = request_example(inputs["export"], ports.store)
     records = tuple(
         replace(
-            _variant(entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, report),
+            _variant(entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, shared),
             measured_on=settings["measured_on"],
             example=example,
         )
@@ -70,15 +75,18 @@ def decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decision, .
     )
 
 
-def choices(targets: list[str], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
+def choices(policies: Mapping[str, Policy], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
     """Per target the variant to serve. A target of which nothing could be measured is an ERROR, not a failure."""
     found = []
-    for target in targets:
+    for target, policy in policies.items():
         here = tuple(d for d in judged if d.target == target)
         if here:
-            found.append(choose(here))
+            found.append(choose(here, policy))
         else:
-            found.append(Choice(target=target, variant=None, verdict=Verdict.ERROR, reason="nothing could be measured"))
+            reason = "nothing could be measured"
+            found.append(
+                Choice(target=target, variant=None, verdict=Verdict.ERROR, reason=reason, prefer=policy.prefer)
+            )
     return tuple(found)
 
 
@@ -87,8 +95,15 @@ def _report(inputs: Mapping[str, Manifest], ports: Ports, lineage: Lineage, chos
     stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
     evidence = {digest: codec.loads(ports.store.read(digest), Evidence) for digest in stored}
     digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
+    found = dict.fromkeys(m[SEARCH_FILE] for m in inputs.values() if SEARCH_FILE in m)
     page = release_report(
-        decisions(inputs, ports), tuple(evidence.values()), chosen, lineage, versions={}, digests=digests
+        decisions(inputs, ports),
+        tuple(evidence.values()),
+        chosen,
+        lineage,
+        versions={},
+        digests=digests,
+        searches=tuple(codec.loads(ports.store.read(digest), SearchRecord) for digest in found),
     )
     return ports.store.put_bytes(page.encode("utf-8"))
 
@@ -100,11 +115,13 @@ def _variant(
     inputs: Mapping[str, Manifest],
     ports: Ports,
     lineage: Lineage,
-    report: Digest,
+    shared: Mapping[str, Path],
 ) -> VariantRecord:
     model = manifest.subset(MODEL)
     store = ports.store
-    evidence: dict[str, Path] = {REPORT: store.path(report)}
+    evidence: dict[str, Path] = dict(shared)
+    if SEARCH_FILE in manifest:
+        evidence[SEARCH_FILE] = store.path(manifest[SEARCH_FILE])
     judged: dict[str, Decision] = {}
     signed: dict[str, SignedDecision] = {}
     metrics: dict[str, float] = {}

@@ -32,7 +32,10 @@ Readings = Mapping[str, Reading | OnnxOpsError]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """What metrics are measured with. `models` are named as in the evidence, the candidate by `CANDIDATE`."""
+    """What metrics are measured with. `models` are named as in the evidence, the candidate by `CANDIDATE`.
+
+    `known` holds what was read of some of them before.
+    """
 
     runtime: Runtime
     target: Target
@@ -40,6 +43,7 @@ class Scorer:
     dataset: Dataset
     seed: int
     functions: Mapping[str, OwnMetric] = field(default_factory=dict)
+    known: Mapping[str, Readings] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
     asked = [d for d in definitions if scorer.dataset.label is not None or d.label_free]
     if not asked:
         return TaskMetrics()
-    readings = {name: _readings(scorer, name, asked) for name in scorer.models}
+    readings = {name: scorer.known.get(name) or read_model(scorer, name, asked) for name in scorer.models}
     counts: list[PairedCounts] = []
     scores: list[ScoreComparison] = []
     for definition in asked:
@@ -91,7 +95,13 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
     return TaskMetrics(counts=tuple(counts), scores=tuple(scores))
 
 
-def _readings(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> Readings:
+def read_model(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> Readings:
+    """What one of the models says in the terms of each metric.
+
+    Raises:
+        MeasurementFailure: the candidate or the export does not run.
+    """
+
     def read_all(outputs: Tensors) -> dict[str, Reading | OnnxOpsError]:
         return {definition.label: _read(definition, outputs) for definition in asked}
 

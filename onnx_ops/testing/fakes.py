@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from onnx_ops.adapters.brought import BroughtModels
+from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.objects import FsspecObjects
 from onnx_ops.adapters.store.content import ContentStore
@@ -421,6 +422,7 @@ class FakeWorld:
             notifiers=lambda: self.notifiers,
             git_sha=lambda: "",
             conditions=dict,
+            journal=lambda key: FileJournal(root / "search" / f"{key[-16:]}.jsonl"),
         )
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from onnx_ops import plugins
 from onnx_ops.adapters.brought import BroughtModels, RegisteredModels
 from onnx_ops.adapters.host import LocalHost, SystemClock
+from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.store.content import ContentStore
@@ -50,6 +51,7 @@ def connect(settings: Settings) -> Ports:
         notifiers=_once(lambda: _notifiers(settings)),
         git_sha=_once(lambda: git_sha(settings.root)),
         conditions=_conditions,
+        journal=lambda key: FileJournal(settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"),
     )
 
 

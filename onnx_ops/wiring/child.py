@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,20 @@ from onnx_ops.settings import Settings, to_environ
 from onnx_ops.stages import execute
 from onnx_ops.stages.champion import with_champion
 
+PROGRESS = b"\x1eprogress "
+"""What a line of a child's output begins with that tells how far its stage is."""
+
+Told = Callable[[Stage, str], None]
+
+_TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
+"""Stages whose figures are times: one of them at once."""
+
+_POLL_S = 0.2
+
+
+def _silent(stage: Stage, line: str) -> None:
+    del stage, line
+
 
 @dataclass(frozen=True)
 class Performer:
@@ -31,27 +46,30 @@ class Performer:
 
     settings: Settings
     ports: Ports
+    tell: Told = _silent
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         if not stage.own_process and stage.timeout is None:
             return execute(stage, key, inputs, self.ports)
-        if stage.kind is not StageKind.BENCHMARK:
-            return in_child(self.settings, stage, key, inputs)
-        told = with_champion(stage, self.ports)
+        if stage.kind not in _TIMED:
+            return in_child(self.settings, stage, key, inputs, self.tell)
+        told = with_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
         with machine_lock():
-            return in_child(self.settings, told, key, inputs)
+            return in_child(self.settings, told, key, inputs, self.tell)
 
 
 @contextlib.contextmanager
 def machine_lock() -> Iterator[None]:
-    """One benchmark at a time on this machine. The lock goes with its holder, however that ends."""
+    """One measurement of times at once on this machine. The lock goes with its holder, however that ends."""
     path = Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock"
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
-def in_child(settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+def in_child(
+    settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], tell: Told = _silent
+) -> Manifest:
     """Raises what the stage raised; StageFailure if its process crashed, was killed or ran past the time-out."""
     with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
@@ -61,7 +79,7 @@ def in_child(settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str,
             "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
             "result": str(result),
         }
-        code = _spawn(settings, json.dumps(request), log, stage)
+        code = _spawn(settings, json.dumps(request), log, stage, tell)
         if not result.exists():
             raise StageFailure(
                 f"its process ended with {ending(code)}",
@@ -75,7 +93,7 @@ def in_child(settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str,
     return Manifest(files=document["files"])
 
 
-def _spawn(settings: Settings, request: str, log: Path, stage: Stage) -> int:
+def _spawn(settings: Settings, request: str, log: Path, stage: Stage, tell: Told) -> int:
     """The child lives no longer than this process: it watches its standard input, which stays open until then."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -90,7 +108,7 @@ def _spawn(settings: Settings, request: str, log: Path, stage: Stage) -> int:
             if process.stdin is not None:
                 process.stdin.write(request.encode("utf-8") + b"\n")
                 process.stdin.flush()
-            return process.wait(timeout=stage.timeout)
+            return _listen(process, log, stage, tell)
         except BrokenPipeError:
             return process.wait()
         except subprocess.TimeoutExpired:
@@ -109,6 +127,33 @@ def _spawn(settings: Settings, request: str, log: Path, stage: Stage) -> int:
                     process.stdin.close()
 
 
+def _listen(process: subprocess.Popen[bytes], log: Path, stage: Stage, tell: Told) -> int:
+    """Its exit code; meanwhile its lines that tell of progress are passed on.
+
+    Raises:
+        TimeoutExpired: the stage's time-out passed.
+    """
+    left = math.inf if stage.timeout is None else stage.timeout
+    with log.open("rb") as lines:
+        rest = b""
+        while True:
+            step = min(_POLL_S, max(left, 0.0))
+            try:
+                code: int | None = process.wait(timeout=step)
+            except subprocess.TimeoutExpired:
+                code = None
+            left -= step
+            *whole, rest = (rest + lines.read()).split(b"\n")
+            for line in whole:
+                if line.startswith(PROGRESS):
+                    tell(stage, line.removeprefix(PROGRESS).decode("utf-8", "replace"))
+            if code is not None:
+                return code
+            if left <= 0:
+                raise subprocess.TimeoutExpired(process.args, stage.timeout or 0.0)
+
+
 def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in log.read_bytes().split(b"\n") if not line.startswith(PROGRESS)]
+    lines = b"\n".join(said).decode("utf-8", errors="replace").splitlines()
     return "\n".join(lines[-LAST_LINES:])

@@ -14,6 +14,7 @@ from onnx_ops.domain.ledger import ReleaseState, fold
 from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
 from onnx_ops.errors import Conflict, Refused, ServiceUnavailable
 from onnx_ops.operations.journal import stream
 from onnx_ops.operations.promote import configure, promote
@@ -44,6 +45,8 @@ class StageHandler:
         return Manifest(files={}) if current(self.ports, stage, *chosen) else None
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
+        if stage.kind is StageKind.QUANTIZE and "search" in stage.settings:
+            return _vacant(self.ports, stage, inputs)
         if stage.kind not in RELEASE:
             return ""
         registration, choice = _chosen(self.ports, stage, inputs)
@@ -88,6 +91,13 @@ class StageHandler:
         reports = settle(self.ports, config.endpoint, actor=self.actor)
         at_rest(config.endpoint, reports)
         return Manifest(files={"steps.json": self.ports.store.put_bytes(codec.dumps(reports))})
+
+
+def _vacant(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
+    """Why a search has found nothing for this variant's role; empty if it has."""
+    settings: Mapping[str, Any] = stage.settings
+    record = codec.loads(ports.store.read(inputs[settings["search"]][SEARCH_FILE]), SearchRecord)
+    return next((slot.reason for slot in record.slots if slot.role == settings["role"] and slot.trial is None), "")
 
 
 def _registered(ports: Ports, key: Digest) -> Manifest | None:

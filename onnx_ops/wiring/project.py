@@ -32,12 +32,13 @@ class Project:
     settings: Settings
     ports: Ports
 
-    def handler(self, actor: str = "") -> StageHandler:
-        """How stages are done; `actor` is answerable for what they release."""
+    def handler(self, actor: str = "", observer: Observer | None = None) -> StageHandler:
+        """How stages are done; `actor` is answerable for what they release, `observer` hears how far they are."""
+        from onnx_ops.engine import Silent
         from onnx_ops.wiring.child import Performer
         from onnx_ops.wiring.handler import StageHandler
 
-        perform = Performer(settings=self.settings, ports=self.ports)
+        perform = Performer(settings=self.settings, ports=self.ports, tell=(observer or Silent()).told)
         return StageHandler(ports=self.ports, perform=perform, actor=actor)
 
 
@@ -147,7 +148,7 @@ def execute(
 
     return run(
         prepared.plan,
-        handler=project.handler(actor),
+        handler=project.handler(actor, observer),
         executor=executor or InlineExecutor(),
         observer=observer or Silent(),
         clock=project.ports.clock,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx_ops import codec
@@ -10,6 +10,7 @@ from onnx_ops.analysis.choice import choose
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Pipeline, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
+from onnx_ops.domain.standing import Policy
 from onnx_ops.engine import RunResult
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Ports
@@ -43,10 +44,14 @@ def where_to_read(registration: Registration) -> str:
 
 def summarise(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
     """Everything a person or a machine wants to know about a finished run."""
-    gates = [stage for stage in result.plan.stages if stage.kind is StageKind.GATE]
+    gates = [
+        stage
+        for stage in result.plan.stages
+        if stage.kind is StageKind.GATE and _root(stage.id, result.outcomes).status is not StageStatus.SKIPPED
+    ]
     decisions = tuple(_decision(stage, result.outcomes, ports) for stage in gates)
     choices = tuple(
-        choose(tuple(d for d in decisions if d.target == target))
+        choose(tuple(d for d in decisions if d.target == target), _policy(result.plan.stages, target))
         for target in pipeline.benchmark.targets
         if any(d.target == target for d in decisions)
     )
@@ -64,6 +69,12 @@ def summarise(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
     )
 
 
+def _policy(stages: Sequence[Stage], target: str) -> Policy:
+    gates = (stage for stage in stages if stage.kind is StageKind.GATE and stage.target == target)
+    hints = next(stage.hints for stage in gates)
+    return codec.from_json(hints.get("policy", {}), Policy)
+
+
 def _decision(stage: Stage, outcomes: Mapping[str, StageOutcome], ports: Ports) -> Decision:
     """A pair that could not be measured has a decision too: ERROR, with the stage that failed."""
     manifest = outcomes[stage.id].manifest
@@ -75,14 +86,19 @@ def _decision(stage: Stage, outcomes: Mapping[str, StageOutcome], ports: Ports) 
 
 
 def _cause(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> str:
-    """The failure at the root of a chain of skipped stages."""
+    outcome = _root(stage_id, outcomes)
+    return f"{outcome.stage}: {outcome.reason}"
+
+
+def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
+    """The outcome at the root of a chain of skipped stages: a failure, or a place that a search left empty."""
     outcome = outcomes[stage_id]
     while outcome.status is StageStatus.SKIPPED:
         needed = outcome.reason.removeprefix("needs ").partition(",")[0]
         if needed not in outcomes:
             break
         outcome = outcomes[needed]
-    return f"{outcome.stage}: {outcome.reason}"
+    return outcome
 
 
 def _registration(outcomes: Mapping[str, StageOutcome], ports: Ports) -> Registration | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.settings import load_settings
 from onnx_ops.stages import execute
 from onnx_ops.wiring import connect
+from onnx_ops.wiring.child import PROGRESS
 
 
 def main() -> None:
@@ -43,10 +45,16 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     stage = codec.from_json(request["stage"], Stage)
     inputs = {name: Manifest(files=files) for name, files in request["inputs"].items()}
     try:
-        manifest = execute(stage, Digest(request["key"]), inputs, connect(load_settings()))
+        ports = replace(connect(load_settings()), tell=_tell)
+        manifest = execute(stage, Digest(request["key"]), inputs, ports)
     except OnnxOpsError as error:
         return {"error": error.as_document()}
     return {"files": dict(manifest.files)}
+
+
+def _tell(line: str) -> None:
+    """To the parent, which reads what this process prints."""
+    os.write(sys.stdout.fileno(), PROGRESS + line.replace("\n", " ").encode("utf-8") + b"\n")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.analysis.choice import choose
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.analysis.standing import standing
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.evidence import (
+    Evidence,
+    Interval,
+    LatencyComparison,
+    LatencySamples,
+    PairedCounts,
+    ScoreComparison,
+    Throughput,
+)
+from onnx_ops.domain.gate import Decision, GateResult, MetricGate, Verdict
+from onnx_ops.domain.standing import Policy, Preference, Standing
+from onnx_ops.domain.target import HardwareFingerprint
 
 
 def decision(
@@ -89,3 +105,195 @@ def test_without_a_pass_the_worst_verdict_is_told(judged: list[Decision]) -> Non
     failed = [d for d in judged if d.verdict is not Verdict.PASS]
     if failed:
         assert choose(failed).verdict.rank == max(d.verdict.rank for d in failed)
+
+
+def standing_of(
+    size: int,
+    ratio: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    change: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    *,
+    load: tuple[float, float, float] | None = None,
+) -> Standing:
+    def interval(values: tuple[float, float, float]) -> Interval:
+        return Interval(estimate=values[1], low=values[0], high=values[2])
+
+    return Standing(
+        size_bytes=size,
+        ratio=interval(ratio),
+        metric="accuracy",
+        change=interval(change),
+        seconds=0.01 * ratio[1],
+        load=interval(load) if load else None,
+    )
+
+
+def measured(variant: str, verdict: Verdict, found: Standing) -> Decision:
+    ratio = found.ratio
+    return replace(
+        decision(variant, verdict),
+        standing=found,
+        faster_than_export=None if variant == "fp32" or ratio is None else ratio.high < 1,
+        latency_ratio=None if variant == "fp32" or ratio is None else ratio.estimate,
+    )
+
+
+EXPORT_ROW = measured("fp32", Verdict.PASS, standing_of(1000))
+FAST = measured("fast", Verdict.PASS, standing_of(300, (0.4, 0.45, 0.5), (-0.03, -0.02, -0.015)))
+ALIKE = measured("alike", Verdict.PASS, standing_of(280, (0.42, 0.47, 0.52), (-0.05, -0.04, -0.035)))
+SMALL = measured("small", Verdict.PASS, standing_of(150, (0.9, 1.1, 1.3), (-0.01, 0.0, 0.01)))
+
+
+def test_ties_within_the_noise_are_told_and_broken_by_bytes() -> None:
+    found = choose([EXPORT_ROW, FAST, ALIKE, SMALL])
+    assert (found.variant, found.tied) == ("alike", ("fast",))
+    assert found.reason == (
+        "alike passes, 0.47x the latency of fp32; tied with fast inside the noise, and it has the fewest bytes"
+    )
+    equal = [replace(one, standing=replace(one.standing, size_bytes=300)) for one in (FAST, ALIKE) if one.standing]
+    found = choose([EXPORT_ROW, *equal])
+    assert (found.variant, found.tied) == ("fast", ("alike",))
+    assert found.reason.endswith("it stands first in the file")
+
+
+def test_the_smallest_serves_where_size_is_preferred_though_it_is_no_faster() -> None:
+    found = choose([EXPORT_ROW, FAST, ALIKE, SMALL], Policy(prefer="size"))
+    assert (found.variant, found.tied, found.prefer) == ("small", (), "size")
+    assert "it is the smallest, 0.15 kB" in found.reason
+
+
+def test_the_most_accurate_serves_where_accuracy_is_preferred() -> None:
+    """fp32 and the small one cannot be told apart, and the small one has fewer bytes."""
+    found = choose([EXPORT_ROW, FAST, SMALL], Policy(prefer="accuracy"))
+    assert (found.variant, found.tied) == ("small", ("fp32",))
+    assert found.reason.startswith("small passes with the best accuracy")
+    better = measured("better", Verdict.PASS, standing_of(900, change=(0.02, 0.03, 0.04)))
+    found = choose([EXPORT_ROW, FAST, SMALL, better], Policy(prefer="accuracy"))
+    assert (found.variant, found.tied) == ("better", ())
+    assert "+3 points against fp32" in found.reason
+
+
+def test_cost_is_time_under_load_where_it_was_measured() -> None:
+    policy = Policy(prefer="cost", price=0.36)
+    found = choose([EXPORT_ROW, FAST], policy)
+    assert found.variant == "fast"
+    assert "a million requests cost 0.45" in found.reason
+    loads = ((0.010, 0.010, 0.011), (0.012, 0.013, 0.014))
+    loaded = [
+        replace(one, standing=replace(one.standing, load=Interval(estimate=load[1], low=load[0], high=load[2])))
+        for one, load in zip((EXPORT_ROW, FAST), loads, strict=True)
+        if one.standing
+    ]
+    found = choose(loaded, policy)
+    assert found.variant == "fp32"
+    assert "a million requests cost 1" in found.reason
+
+
+def test_what_was_not_measured_is_said() -> None:
+    found = choose([decision("a", Verdict.PASS), decision("b", Verdict.PASS)], Policy(prefer="accuracy"))
+    assert (found.variant, found.tied) == ("a", ("b",))
+    assert "accuracy was not measured" in found.reason
+
+
+spans = st.lists(st.floats(0.1, 2.0), min_size=3, max_size=3).map(lambda values: tuple(sorted(values)))
+changes = st.lists(st.floats(-0.5, 0.5), min_size=3, max_size=3).map(lambda values: tuple(sorted(values)))
+contestants = st.lists(
+    st.builds(
+        measured,
+        st.sampled_from(["fp32", "a", "b", "c", "d"]),
+        st.sampled_from([Verdict.PASS, Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE]),
+        st.builds(standing_of, st.integers(1, 10**9), spans, changes),
+    ),
+    min_size=1,
+    max_size=5,
+    unique_by=(lambda d: d.variant, lambda d: d.standing.size_bytes if d.standing else 0),
+)
+preferences = st.sampled_from(["latency", "size", "accuracy", "cost"])
+
+
+@given(contestants, preferences, st.randoms(use_true_random=False))
+def test_the_order_of_decisions_does_not_matter(judged: list[Decision], prefer: Preference, random: Random) -> None:
+    shuffled = list(judged)
+    random.shuffle(shuffled)
+    one, other = choose(judged, Policy(prefer=prefer)), choose(shuffled, Policy(prefer=prefer))
+    assert (one.variant, set(one.tied)) == (other.variant, set(other.tied))
+
+
+@given(contestants, preferences)
+def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision], prefer: Preference) -> None:
+    found = choose(judged, Policy(prefer=prefer))
+    passing = {d.variant for d in judged if d.verdict is Verdict.PASS}
+    assert ({found.variant, *found.tied} <= passing) if passing else (found.variant is None)
+    assert found.variant not in found.tied
+
+
+@given(contestants, preferences)
+def test_what_fails_has_no_say(judged: list[Decision], prefer: Preference) -> None:
+    passing = [d for d in judged if d.verdict is Verdict.PASS]
+    if passing:
+        assert choose(judged, Policy(prefer=prefer)) == choose(passing, Policy(prefer=prefer))
+
+
+@given(contestants)
+def test_a_passing_export_gives_way_only_to_what_is_surely_faster(judged: list[Decision]) -> None:
+    found = choose(judged)
+    chosen = next((d for d in judged if d.variant == found.variant), None)
+    if chosen and any(d.variant == "fp32" and d.verdict is Verdict.PASS for d in judged):
+        assert chosen.variant == "fp32" or chosen.faster_than_export is True
+
+
+@given(contestants)
+def test_nothing_that_passes_is_smaller_than_the_smallest(judged: list[Decision]) -> None:
+    found = choose(judged, Policy(prefer="size"))
+    sizes = {d.variant: d.standing.size_bytes for d in judged if d.verdict is Verdict.PASS and d.standing}
+    if sizes:
+        assert found.variant is not None
+        assert sizes[found.variant] == min(sizes.values())
+
+
+def evidence(variant: str, **found: object) -> Evidence:
+    digest = Digest(f"sha256:{'0' * 64}")
+    hardware = HardwareFingerprint(
+        machine="x86_64", cpu_model="c", cpu_flags=(), cores=1, memory_bytes=1, runtime="r", runtime_version="1"
+    )
+    return Evidence(
+        pipeline="p", variant=variant, target="cpu", quantized=False, release=digest, manifest=digest,
+        target_digest=digest, dedicated=False, size_bytes=7, hardware=hardware, **found,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_the_figures_of_a_variant_are_read_off_its_evidence() -> None:
+    ratios = LatencyComparison(
+        against="fp32",
+        baseline=Digest(f"sha256:{'0' * 64}"),
+        log_ratios=((-0.7,),) * 10,
+        self_log_ratios=((0.0,),) * 10,
+        runs=1,
+        preempted=0,
+    )
+    counts = PairedCounts(metric="accuracy", against="fp32", n=100, both=90, only_baseline=4, only_candidate=1)
+    found = standing(
+        [MetricGate(max_drop=0.1)],
+        evidence(
+            "int8",
+            comparisons=(ratios,),
+            latency=LatencySamples(batch=1, runs=9, preempted=0, quantiles_ns={"p50": 2e6}),
+            metrics=(counts,),
+            throughput=(Throughput(concurrency=4, batch=1, requests=9, per_second=(100.0,) * 9),),
+        ),
+    )
+    assert found.ratio is not None
+    assert found.change is not None
+    assert found.load is not None
+    assert (found.size_bytes, found.seconds, found.load.estimate) == (7, 0.002, 0.01)
+    assert found.ratio.estimate == pytest.approx(0.4966, abs=1e-4)
+    assert found.change.estimate == pytest.approx(-0.03)
+    assert found.change.low < -0.03 < found.change.high
+
+
+def test_a_growing_error_is_a_change_for_the_worse() -> None:
+    growth = Interval(estimate=1.2, low=1.1, high=1.3)
+    score = ScoreComparison(metric="rmse", against="fp32", n=100, ratio=growth)
+    found = standing([MetricGate(name="rmse", max_increase=0.5)], evidence("int8", scores=(score,)))
+    assert found.change is not None
+    assert (found.change.low, found.change.high) == (pytest.approx(-0.3), pytest.approx(-0.1))
+    assert standing([], evidence("fp32")).change == Interval(estimate=0.0, low=0.0, high=0.0)

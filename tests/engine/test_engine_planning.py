@@ -103,7 +103,7 @@ def test_a_person_promotes_where_the_pipeline_says_manual() -> None:
 def test_until_leaves_out_what_comes_later(until: StageKind) -> None:
     order = list(StageKind)
     kinds = {stage.kind for stage in planned(until=until).stages}
-    assert kinds == set(order[: order.index(until) + 1])
+    assert kinds == set(order[: order.index(until) + 1]) & {stage.kind for stage in planned().stages}
 
 
 def with_section(name: str, **values: object) -> Pipeline:

@@ -193,3 +193,21 @@ def test_one_benchmark_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with path.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project: Settings) -> None:
+    (project.root / "telling.py").write_text(
+        "import os\n"
+        "def train(data):\n"
+        "    for number in range(3):\n"
+        "        os.write(1, b'\\x1eprogress step %d\\n' % number)\n"
+        "    print('last words', flush=True)\n"
+        "    os._exit(7)\n"
+    )
+    settings = {"run": "telling:train", "with_": {}, "framework": "sklearn"}
+    telling = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
+    heard: list[tuple[str, str]] = []
+    with pytest.raises(StageFailure) as caught:
+        in_child(project, telling, KEY, {}, lambda stage, line: heard.append((stage.id, line)))
+    assert heard == [("train", f"step {number}") for number in range(3)]
+    assert caught.value.why == "last words"

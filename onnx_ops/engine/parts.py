@@ -1,0 +1,115 @@
+"""What every kind of stage is planned with: identities, settings, and the questions that a plan asks of the world."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Environment, Stage, StageKind
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.target import Target
+
+REVISIONS: Mapping[StageKind, int] = {
+    **dict.fromkeys(StageKind, 1),
+    StageKind.EXPORT: 3,
+    StageKind.VALIDATE: 3,
+    StageKind.QUANTIZE: 5,
+    StageKind.BENCHMARK: 6,
+    StageKind.GATE: 4,
+    StageKind.REGISTER: 5,
+}
+"""Raised by one when the code of a stage changes what it produces from the same inputs."""
+
+
+class Probe(Protocol):
+    """Cheap questions a plan asks of the world. No answer imports a framework."""
+
+    def data(self, section: DataSection) -> str:
+        """Fingerprint of a data set."""
+        ...
+
+    def code(self, reference: str, depends: tuple[str, ...]) -> Digest: ...
+
+    def model(self, path: str) -> Digest:
+        """Digest of a model file or folder that the pipeline brings."""
+        ...
+
+    def tools(self, kind: str, name: str) -> Mapping[str, str]:
+        """Versions of the distributions that shape what a plugin produces."""
+        ...
+
+    def is_quantizer(self, name: str) -> bool: ...
+
+    def hardware(self, target: Target) -> Digest: ...
+
+    def arithmetic(self, target: Target) -> Arithmetic:
+        """How the machine of a target computes in few bits."""
+        ...
+
+    def signer(self) -> Digest | None:
+        """Key that signs decisions; None where runs stop at the gates."""
+        ...
+
+
+def data_id(name: str) -> str:
+    return f"data/{name}"
+
+
+def search_id(name: str) -> str:
+    return f"search/{name}"
+
+
+def variant_id(variant: str) -> str:
+    return "export" if variant == EXPORT else f"quantize/{variant}"
+
+
+def benchmark_id(variant: str, target: str) -> str:
+    return f"benchmark/{variant}@{target}"
+
+
+def gate_id(variant: str, target: str) -> str:
+    return f"gate/{variant}@{target}"
+
+
+def make_stage(
+    kind: StageKind, stage_id: str, section: Attempts | None, settings: Mapping[str, Json], **rest: object
+) -> Stage:
+    """A stage whose attempts come from its section; they do not shape the result and stay out of the settings."""
+    return codec.from_json(
+        {
+            "id": stage_id,
+            "kind": kind.value,
+            "settings": {**settings, "revision": REVISIONS[kind]},
+            "retries": section.retries if section else 0,
+            "timeout": section.timeout if section else None,
+            **rest,
+        },
+        Stage,
+    )
+
+
+def section_of(section: Attempts) -> dict[str, Json]:
+    """A section without what only concerns its attempts, and without its environment, which `env_of` tells."""
+    document = codec.to_json(section)
+    return {key: value for key, value in document.items() if key not in ("retries", "timeout", "env")}
+
+
+def env_of(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Settings and hints of a stage that runs in an environment of its own; none where the exporter decides."""
+    if env is None:
+        return {}, {}
+    return {"env": env.content()}, {"env": codec.to_json(env)}
+
+
+def plain(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def measured_target(target: Target) -> Target:
+    """The target without its price: what an hour costs changes no measurement."""
+    return replace(target, price_per_hour=None)

@@ -1,0 +1,99 @@
+"""Derive by search: the best variant of one ONNX file under a budget, without a pipeline."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, digest_file, digest_json
+from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.search import Budget, SearchRecord
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.ports import Dataset, Ports, Tensors
+from onnx_ops.stages.derive import Derived, check_places, delivered, machines_of
+from onnx_ops.stages.files import scratch
+from onnx_ops.stages.search import Tell, recipe_notes, search
+from onnx_ops.stages.trying import Ground
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be found. `section.keep` is the one role that is wanted; `data` are digests of the rows, by use."""
+
+    section: Quantize
+    source: Path
+    path: Path
+    targets: tuple[Target, ...]
+    tune: Dataset
+    metric: MetricDefinition
+    calibration: Tensors | None = None
+    data: Mapping[str, Digest] = field(default_factory=dict)
+
+
+def derive_searched(ports: Ports, order: Order, *, tell: Tell) -> tuple[Derived, SearchRecord]:
+    """Search, and write the variant of the wanted role to its path; the same order goes on where it was stopped.
+
+    Raises:
+        UserError: a file is not valid or exists already, or nothing keeps the budget.
+        StageFailure: a library failed.
+    """
+    check_places(order.source, order.path)
+    key = _key(ports, order)
+    with scratch() as folder:
+        source = folder / "source" / MODEL_FILE
+        source.parent.mkdir()
+        for file in (order.source, order.source.with_name(f"{order.source.name}.data")):
+            if file.exists():
+                shutil.copyfile(file, source.with_name(file.name if file != order.source else MODEL_FILE))
+        ground = Ground(
+            ports=ports,
+            section=order.section,
+            source=source,
+            folder=folder / "trials",
+            targets=order.targets,
+            machines=machines_of(ports, order.targets),
+            tune=order.tune,
+            calibration=order.calibration,
+            metric=order.metric,
+            lower=order.metric.higher_is_better is False,
+            batch=1,
+            budget=order.section.budget or Budget(),
+            seed=int(key[-8:], 16),
+        )
+        found = search(ground, ports.journal(key), tell)
+        if not found.models:
+            raise UserError(
+                "nothing keeps the budget",
+                where=order.path.name,
+                why="; ".join(slot.reason for slot in found.record.slots),
+                remedy="Allow more with `--budget metric_drop=…`, or keep the float model.",
+            )
+        ((made, trial),) = found.models.values()
+        derived = delivered(
+            ports,
+            made,
+            source,
+            order.path,
+            targets=order.targets,
+            recipe=tuple(recipe_notes(found.record, trial)),
+            excluded=trial.excluded,
+        )
+    return derived, found.record
+
+
+def _key(ports: Ports, order: Order) -> Digest:
+    return digest_json(
+        {
+            "section": codec.to_json(order.section),
+            "model": digest_file(order.source),
+            "data": dict(order.data),
+            "metric": codec.to_json(order.metric),
+            "targets": [target.digest() for target in order.targets],
+            "hardware": [ports.runtime(target.runtime).fingerprint(target).digest() for target in order.targets],
+        }
+    )

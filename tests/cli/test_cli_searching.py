@@ -1,0 +1,78 @@
+"""`onnx-ops quantize --method auto`: what it finds, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from onnx_ops import codec
+from onnx_ops.cli.main import app
+from onnx_ops.domain.search import Budget, SearchRecord
+from onnx_ops.domain.target import Target
+from onnx_ops.plugins import load
+from onnx_ops.testing.models import rows, write_perceptron
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_perceptron(tmp_path / "model.onnx")
+    tune = rows(200, seed=1)
+    (answers,) = load("runtimes", "onnxruntime").run(tmp_path / "model.onnx", Target(name="cpu-1t"), (tune,))
+    scores = next(array for array in answers.values() if array.ndim == 2)
+    np.savez(tmp_path / "tune.npz", **tune, label=scores.argmax(axis=1))
+    np.savez(tmp_path / "bare.npz", **tune)
+    np.savez(tmp_path / "rows.npz", **rows(64))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["quantize", "model.onnx", "best.onnx", *arguments])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    budget = ["--budget", "metric_drop=40%", "--budget", "max_builds=9", "--budget", "size=1MB"]
+    run("--method", "auto", "--data", "rows.npz", "--tune", "tune.npz", "--keep", "exact", *budget, "--json")
+    found = json.loads(capfd.readouterr().out)
+    record = codec.loads((folder / "best.onnx.search.json").read_bytes(), SearchRecord)
+    assert (folder / "best.onnx").stat().st_size == found["variant"]["bytes"]
+    assert found["recipe"][0].startswith("found by search best among")
+    assert record.budget == Budget(metric_drop=0.4, size=10**6, max_builds=9)
+    assert {trial.recipe for trial in record.trials} >= {"static", "dynamic", "weights-8"}
+    assert record.rows == 200
+
+
+def test_nothing_within_the_budget_is_told_and_nothing_is_written(folder: Path) -> None:
+    said = run("--method", "auto", "--tune", "tune.npz", "--budget", "size=1B", code=2)
+    assert "nothing keeps the budget" in said
+    assert not list(folder.glob("best*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "needs rows that it decides by"),
+        (["--tune", "none.npz"], "no such file"),
+        (["--tune", "bare.npz"], "--label NAME"),
+        (["--tune", "tune.npz", "--metric", "accurracy"], "no metric is called"),
+        (["--tune", "tune.npz", "--budget", "speed=5"], "a budget has no 'speed'"),
+        (["--tune", "tune.npz", "--budget", "metric_drop=0.5"], "percentage"),
+        (["--tune", "tune.npz", "--budget", "max_builds=0"], "above 0"),
+        (["--tune", "tune.npz", "--keep", "best"], "there are fast, small, exact"),
+        (["--tune", "tune.npz", "--exclude", "first"], "finds its own"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_is_refused(arguments: list[str], said: str) -> None:
+    assert said in run("--method", "auto", *arguments, code=2)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_search_that_is_told_what_to_do_is_none() -> None:
+    assert "They are for --method auto" in run("--method", "dynamic", "--tune", "tune.npz", code=2)

@@ -1,0 +1,85 @@
+"""The section of a search in the report: its plot, what nodes bought, everything tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onnx_ops.domain.evidence import Interval
+from onnx_ops.domain.search import Bought, Budget, SearchRecord, Sensitivity, Slot, Trial
+from onnx_ops.reporting.html import release_report
+from onnx_ops.reporting.searches import search_figure, search_section
+
+
+def drawn(svg: str) -> None:
+    """It is one element, closed, and holds no figure that is no number."""
+    assert svg.startswith("<svg")
+    assert svg.rstrip().endswith("</svg>")
+    assert "nan" not in svg.lower().replace("dominant", "")
+
+
+def trial(recipe: str, drop: float, time: float, size: int, *excluded: str) -> Trial:
+    ratio = Interval(estimate=time, low=0.9 * time, high=1.1 * time)
+    return Trial(recipe=recipe, excluded=excluded, drop=drop, size_bytes=size, ratios={"cpu": ratio}, why="to see")
+
+
+RECORD = SearchRecord(
+    name="best",
+    metric="accuracy",
+    rows=400,
+    export_bytes=4000,
+    targets=("cpu",),
+    budget=Budget(metric_drop=0.005, size=3000, p99=0.005),
+    trials=(
+        trial("static", 0.15, 0.4, 1000),
+        trial("dynamic", 0.002, 0.5, 1100, "head<b>"),
+        Trial(recipe="fp16", failure="the library failed"),
+    ),
+    sensitivities=(Sensitivity(recipe="dynamic", node="head<b>", error=0.7),),
+    bought=(Bought(recipe="dynamic", node="head<b>", metric=0.11, time={"cpu": 1.04}, kept=True),),
+    front=(1,),
+    slots=(Slot(role="fast", trial=1), Slot(role="small", reason="best-fast is the best for this too")),
+    stopped="every recipe was tried",
+    seconds=41.0,
+)
+
+
+def test_the_plot_names_the_front_the_budget_and_the_variants() -> None:
+    figure = search_figure(RECORD, "cpu")
+    assert figure is not None
+    drawn(figure.svg)
+    assert [key.text.partition(",")[0] for key in figure.keys] == [
+        "fp32: 4 kB",
+        "best-fast = 1: dynamic with 1 node in float",
+    ]
+    assert "400 tuning rows" in figure.caption
+    assert "0.5 points" in figure.caption
+    assert search_figure(RECORD, "gpu") is None
+    assert search_figure(replace(RECORD, trials=()), "cpu") is None
+
+
+def test_every_loss_alike_still_makes_a_plot() -> None:
+    alike = replace(
+        RECORD, trials=(trial("static", 0.0, 1.0, 1000),), budget=Budget(metric_drop=0.0), slots=(), front=()
+    )
+    figure = search_figure(alike, "cpu")
+    assert figure is not None
+    drawn(figure.svg)
+
+
+def test_the_section_tells_what_each_node_bought_and_escapes_names() -> None:
+    page = "".join(search_section(RECORD, lambda figure: figure.title))
+    assert "What each node kept in float bought" in page
+    assert "11 points" in page
+    assert "1.04×" in page
+    assert "head&lt;b&gt;" in page
+    assert "head<b>" not in page
+    assert "the library failed" in page
+    assert "empty: best-fast is the best for this too" in page
+    assert "All 3 models tried" in page
+    assert "a loss of at most 0.5% of accuracy, at most 3 kB, p99 within 5 ms" in page
+
+
+def test_it_stands_in_the_report_of_a_release() -> None:
+    page = release_report([], [], [], None, {}, searches=(RECORD,))
+    assert "<h2>Search best</h2>" in page
+    assert "What the search best saw on cpu" in page
