@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from cattrs import transform_error
 from cattrs.errors import BaseValidationError
+from cattrs.gen import make_dict_unstructure_fn, override
 from cattrs.preconf.json import JsonConverter, make_converter
 from cattrs.v import format_exception
 from typing_extensions import TypeForm
@@ -83,12 +84,23 @@ def _converter() -> JsonConverter:
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(bool, _exactly(bool))
+    converter.register_unstructure_hook_factory(_grew, lambda kind: _without_later(kind, converter))
     converter.register_unstructure_hook(Enum, lambda value: value.value)
     converter.register_unstructure_hook(StrEnum, lambda value: value.value)
     converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))  # else the hook of str would take it
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     converter.register_unstructure_hook(Path, str)
     return converter
+
+
+def _grew(kind: Any) -> bool:
+    return is_dataclass(kind) and any(field.metadata.get("later") for field in fields(kind))
+
+
+def _without_later(kind: Any, converter: JsonConverter) -> Callable[[Any], Any]:
+    """See `domain.quantities.LATER`."""
+    overrides = {f.name: override(omit_if_default=True) for f in fields(kind) if f.metadata.get("later")}
+    return make_dict_unstructure_fn(kind, converter, **overrides)  # type: ignore[arg-type]
 
 
 def _members(kind: Any) -> tuple[Any, ...]:

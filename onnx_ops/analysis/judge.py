@@ -43,6 +43,9 @@ from onnx_ops.domain.gate import (
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.structure import ActivationMeasurement
 
+_STANDINGS = 2
+"""Schema of evidence since which decisions tell figures for a choice; older is judged as it was, to the byte."""
+
 
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
     """What the gates say about the evidence.
@@ -73,7 +76,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         results=results,
         faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
         latency_ratio=ratio if math.isfinite(ratio) else None,
-        standing=standing(gates, sound),
+        standing=standing(gates, sound) if evidence.schema >= _STANDINGS else None,
     )
 
 

@@ -22,7 +22,13 @@ def quantize(
     model: Annotated[Path, typer.Argument(help="ONNX file in float.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The variant; must not exist.", show_default=False)],
     *,
-    method: Annotated[str, typer.Option(help="auto, static, dynamic, fp16, weight-only, graph, fusion, fixed-shapes.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, onnxsim, onnxoptimizer, fusion, "
+            "fixed-shapes."
+        ),
+    ],
     targets: Annotated[
         list[str] | None, typer.Option("--target", help="Where it is to run; may be repeated. Default: cpu-1t.")
     ] = None,
@@ -56,8 +62,9 @@ def quantize(
     `--method auto` searches for the recipe under a budget, and goes on where it was stopped when it is called again.
     It writes everything it tried beside OUT, as OUT.search.json.
 
-    What is told: how it was made and why, its size, what runs in int8, and what slows it down with the setting that
-    mends it. Whether it is right and fast is told by `compare` and `bench`, and by the gates of a pipeline.
+    What is told: how it was made and why, its size, what runs in int8 (of a float variant: a first look at its time),
+    and what slows it down with the setting that mends it. Whether it is right and fast is told by `compare` and
+    `bench`, and by the gates of a pipeline.
 
     Exit code: 0 made, 2 wrong input, 4 the library failed.
 
@@ -145,6 +152,10 @@ def _document(found: Derived, model: Path, out: Path) -> dict[str, Any]:
         "variant": {"path": str(out), "bytes": found.sizes[1]},
         "recipe": list(found.recipe),
         "targets": {name: codec.to_json(one) for name, one in found.examined.items()},
+        "times": {
+            name: {"why": one.why} if one.why else {"ratio": one.ratio, "low": one.low, "high": one.high}
+            for name, one in found.effects.items()
+        },
         "exit_code": 0,
     }
 
@@ -167,4 +178,6 @@ def _report(found: Derived, out: Path, targets: list[Target]) -> None:
         one = found.examined[target.name]
         for line in coverage_lines(one.coverage):
             show.print(escape(f"{target.name}: {line}"), soft_wrap=True)
+        if target.name in found.effects:
+            show.print(escape(f"{target.name}: {found.effects[target.name].words()}"), soft_wrap=True)
         advise(one.advice)

@@ -46,6 +46,7 @@ def compare(
     rows: Annotated[int, typer.Option(min=1, max=100_000, help="Rows to compare on.")] = 128,
     dims: Dims = None,
     seed: Seed = 0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the runs of one session may take.")] = 1800,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -58,7 +59,7 @@ def compare(
 
     Example: onnx-ops compare model.onnx model-optimised.onnx --data samples.npz
     """
-    from onnx_ops.adapters.runtimes.shielded import shielded
+    from onnx_ops.adapters.runtimes.shielded import shielded_runtime
     from onnx_ops.cli.tool_reports import parity_document, parity_report
     from onnx_ops.stages.compare import compare as use_case
     from onnx_ops.stages.probing import shared_inputs
@@ -66,7 +67,7 @@ def compare(
     ports, chosen = _bench_of(target)
     samples = _samples(shared_inputs(a, b), ports, data, dims, rows=rows, seed=seed)
     with telling(quiet=quiet or as_json) as tell:
-        found = use_case(shielded(ports.runtime(chosen.runtime)), chosen, a, b, samples, tell)
+        found = use_case(shielded_runtime(ports.runtime(chosen.runtime), timeout), chosen, a, b, samples, tell)
     source = str(data) if data else f"random rows (seed {seed})"
     if as_json:
         print_json(parity_document(found, a, b, chosen.name, source))

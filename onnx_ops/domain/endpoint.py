@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.quantities import LATER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +15,8 @@ class Deployment:
 
     `batchable` says that the evidence shows each row's answer to be independent of the rows beside it, so that a server
     may run requests of several clients together. `evidence` is the digest of what it was approved on; empty where a
-    person overrode that.
+    person overrode that. `custom_ops` names those of its files that are libraries of operators for this endpoint's
+    target.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Deployment:
     location: str
     batchable: bool = False
     evidence: Digest | None = None
+    custom_ops: tuple[str, ...] = field(default=(), metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,8 @@ class EndpointState:
 def _effect(state: EndpointState) -> tuple[object, ...]:
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {
-        d.name: (d.manifest, d.batchable, weights.get(d.name, 0), shadow.get(d.name, 0)) for d in state.deployments
+        d.name: (d.manifest, d.batchable, d.custom_ops, weights.get(d.name, 0), shadow.get(d.name, 0))
+        for d in state.deployments
     }
     return per_name, state.split.shadow_tolerance if any(shadow.values()) else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Literal, NoReturn
 
@@ -11,7 +11,7 @@ from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.metric import IGNORED_TOKEN, TOP_K, Average, MetricDefinition, MetricName
-from onnx_ops.domain.quantities import Amount, Bytes, Count, Fraction, PerSecond, Seconds
+from onnx_ops.domain.quantities import LATER, Amount, Bytes, Count, Fraction, PerSecond, Seconds
 from onnx_ops.domain.standing import Standing
 
 
@@ -206,7 +206,7 @@ class Decision:
     results: tuple[GateResult, ...]
     faster_than_export: bool | None = None
     latency_ratio: float | None = None
-    standing: Standing | None = None
+    standing: Standing | None = field(default=None, metadata=LATER)
 
     @property
     def verdict(self) -> Verdict:

@@ -29,6 +29,7 @@ class Attempts:
 
     retries: Annotated[int, Ge(0), Le(10), doc("Further attempts after a failure of the environment.")] = 0
     timeout: Annotated[Seconds | None, doc("Longest run of one attempt; the stage's process is then killed.")] = None
+    memory: Annotated[Bytes | None, doc("Most memory of the stage's process; what the machine has if left out.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,13 @@ class Calibrate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Attempts):
     name: Annotated[str, doc("Name of the variant.")]
-    method: Annotated[str, doc("auto, or a plugin: dynamic, static, fp16, weight-only, graph, fusion, fixed-shapes …")]
+    method: Annotated[
+        str,
+        doc(
+            "auto, or a plugin: dynamic, static, fp16, weight-only, graph, onnxslim, onnxsim, onnxoptimizer, fusion, "
+            "fixed-shapes."
+        ),
+    ]
     calibrate: Annotated[Calibrate | None, doc("Calibration data; static quantization needs it.")] = None
     per_channel: Annotated[bool, doc("One scale per output channel of a weight.")] = True
     exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()
@@ -232,6 +239,7 @@ class Stage:
     target: str | None = None
     retries: int = 0
     timeout: float | None = None
+    memory: int | None = None
     own_process: bool = False
     hints: Mapping[str, Json] = field(default_factory=dict)
 

@@ -9,6 +9,10 @@ from annotated_types import Ge, Gt, Unit
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
+LATER: Mapping[str, bool] = {"later": True}
+"""Metadata of a field that values got after they were first stored: while it has its default it is not written, so that
+older programs read what they know, and digests of documents stay."""
+
 Seconds = Annotated[float, Unit("s"), Gt(0)]
 """Written with a unit in YAML: `5 ms`, `30 s`, `24h`."""
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Environment, Stage, StageKind
+from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Environment, Pipeline, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
@@ -87,6 +87,7 @@ def make_stage(
             "settings": {**settings, "revision": REVISIONS[kind]},
             "retries": section.retries if section else 0,
             "timeout": section.timeout if section else None,
+            "memory": section.memory if section else None,
             **rest,
         },
         Stage,
@@ -96,7 +97,7 @@ def make_stage(
 def section_of(section: Attempts) -> dict[str, Json]:
     """A section without what only concerns its attempts, and without its environment, which `env_of` tells."""
     document = codec.to_json(section)
-    return {key: value for key, value in document.items() if key not in ("retries", "timeout", "env")}
+    return {key: value for key, value in document.items() if key not in ("retries", "timeout", "memory", "env")}
 
 
 def env_of(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
@@ -104,6 +105,18 @@ def env_of(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
     if env is None:
         return {}, {}
     return {"env": env.content()}, {"env": codec.to_json(env)}
+
+
+def operators_of(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Settings and hints of stages that put libraries of operators beside a model; none where no target has any."""
+    found = {name: targets[name].custom_ops for name in pipeline.benchmark.targets if targets[name].custom_ops}
+    if not found:
+        return {}, {}
+    content: Json = {
+        name: [{"digest": one.digest, "domains": list(one.domains)} for one in libraries]
+        for name, libraries in found.items()
+    }
+    return {"custom_ops": content}, {"custom_ops": codec.to_json(found)}
 
 
 def plain(value: Json) -> str:

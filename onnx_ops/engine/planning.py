@@ -19,6 +19,7 @@ from onnx_ops.engine.parts import (
     gate_id,
     make_stage,
     measured_target,
+    operators_of,
     section_of,
     variant_id,
 )
@@ -86,18 +87,26 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
 
 
 def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
+    """Converters, quantizers and the runtime may take their process down: each stage has its own."""
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
     tools = probe.tools("exporters", pipeline.export.framework)
     env, hints = env_of(pipeline.export.env)
+    operators, libraries = operators_of(pipeline, targets)
+    hints |= libraries
     export: dict[str, Json] = {
         "section": section_of(pipeline.export),
         "limit": samples.limit,
         "data": samples.data,
         "pipeline": pipeline.pipeline,
         **env,
+        **operators,
     }
-    validate: dict[str, Json] = {"section": section_of(pipeline.validate), "export": section_of(pipeline.export)}
+    validate: dict[str, Json] = {
+        "section": section_of(pipeline.validate),
+        "export": section_of(pipeline.export),
+        **operators,
+    }
     return [
         make_stage(
             StageKind.EXPORT,
@@ -107,6 +116,7 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
             needs=["train", scored],
             tools=tools,
             variant=EXPORT,
+            own_process=True,
             hints=hints,
         ),
         make_stage(
@@ -117,6 +127,7 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
             needs=["export", "train"],
             tools=probe.tools("runtimes", "onnxruntime"),
             variant=EXPORT,
+            own_process=True,
             hints=hints,
         ),
         *derived(pipeline, targets, probe),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from onnx_ops import codec
 from onnx_ops.domain.gate import MetricGate
@@ -11,19 +12,35 @@ from onnx_ops.domain.pipeline import Pipeline, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.search import AUTO
 from onnx_ops.domain.target import Target
-from onnx_ops.engine.parts import Probe, data_id, make_stage, measured_target, plain, search_id, section_of, variant_id
+from onnx_ops.engine.parts import (
+    Probe,
+    data_id,
+    make_stage,
+    measured_target,
+    operators_of,
+    plain,
+    search_id,
+    section_of,
+    variant_id,
+)
 
 
 def derived(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
     """Stages of every entry of `quantize`."""
     machines = _machines(pipeline.benchmark.targets, targets, probe)
+    operators, libraries = operators_of(pipeline, targets)
     stages: list[Stage] = []
     for entry in pipeline.quantize:
         if entry.method == AUTO:
             stages += _searched(pipeline, entry, targets, machines, probe)
         else:
             stages.append(_quantize(entry, machines, probe))
-    return stages
+    return [
+        replace(stage, settings={**stage.settings, **operators}, hints={**stage.hints, **libraries})
+        if stage.kind is StageKind.QUANTIZE
+        else stage
+        for stage in stages
+    ]
 
 
 def _machines(names: Iterable[str], targets: Mapping[str, Target], probe: Probe) -> list[Json]:
@@ -38,10 +55,15 @@ def _quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
         StageKind.QUANTIZE,
         variant_id(entry.name),
         entry,
-        {"section": section_of(entry), "quantized": probe.is_quantizer(entry.method), "machines": list(machines)},
+        {
+            "section": section_of(entry),
+            "quantized": probe.is_quantizer(entry.method),
+            "machines": list(machines),
+        },
         needs=["export", *calibration],
         tools=probe.tools("optimizers", entry.method),
         variant=entry.name,
+        own_process=True,
     )
 
 
@@ -71,7 +93,10 @@ def _searched(
         tools=_tools(here, probe),
         own_process=True,
     )
-    return [search, *(_role(entry, role, search.id, calibration, probe) for role in dict.fromkeys(entry.keep))]
+    return [
+        search,
+        *(_role(entry, role, search.id, calibration, probe) for role in dict.fromkeys(entry.keep)),
+    ]
 
 
 def _role(entry: Quantize, role: str, search: str, calibration: Sequence[str], probe: Probe) -> Stage:
@@ -84,6 +109,7 @@ def _role(entry: Quantize, role: str, search: str, calibration: Sequence[str], p
         needs=["export", search, *calibration],
         tools=probe.tools("optimizers", "dynamic"),
         variant=name,
+        own_process=True,
     )
 
 

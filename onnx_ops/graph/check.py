@@ -59,12 +59,14 @@ def full_check(path: Path) -> None:
 def ceiling(info: ModelInfo, target: Target) -> str:
     """Why a target does not accept a model's versions; empty if it does."""
     opset = info.opsets.get("", 0)
-    if opset > target.max_opset:
-        return f"target {target.name} accepts opset <= {target.max_opset}, the model has {opset}: set export.opset"
-    if info.ir_version > target.max_ir_version:
-        accepted, found = target.max_ir_version, info.ir_version
-        return f"target {target.name} accepts IR version <= {accepted}, the model has {found}: set export.ir_version"
-    return ""
+    wanted = {"opset": (opset, target.max_opset), "ir_version": (info.ir_version, target.max_ir_version)}
+    settings = [f"export.{name}: {most}" for name, (found, most) in wanted.items() if found > most]
+    if not settings:
+        return ""
+    return (
+        f"target {target.name} accepts opset <= {target.max_opset}, IR version <= {target.max_ir_version}; "
+        f"this model has opset {opset}, IR version {info.ir_version}: set {' and '.join(settings)}"
+    )
 
 
 def foreign(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:

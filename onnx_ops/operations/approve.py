@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from onnx_ops.domain.artifact import Digest, short
+from onnx_ops.domain.artifact import CUSTOM_OPS, Digest, short
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.gate import DecisionRecord
 from onnx_ops.domain.release import VersionRecord
@@ -37,12 +37,13 @@ def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Dig
     return about
 
 
-def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | None) -> Deployment:
+def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | None, target: str) -> Deployment:
     """The version's files, verified against its manifest, where an endpoint can load them.
 
     Args:
         record: the version.
         decision: what it was approved on; None where a person overrode that.
+        target: what it is to serve.
 
     Raises:
         DigestMismatch: what the registry holds is not what was registered.
@@ -69,4 +70,11 @@ def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | 
         location=location,
         batchable=decision is not None and decision.batchable,
         evidence=None if decision is None else decision.evidence,
+        custom_ops=_libraries(Path(location), target),
     )
+
+
+def _libraries(folder: Path, target: str) -> tuple[str, ...]:
+    """Those of a version's files that are libraries of operators for a target."""
+    found = (folder / CUSTOM_OPS / target).glob("*")
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in found if path.is_file()))

@@ -104,7 +104,7 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
         # Before its files are fetched: it may wait for days.
         if why := waits_for(journal, record):
             return Desired(wanted=None, waits=why)
-        return Desired(wanted=materialise(ports, record, decision))
+        return Desired(wanted=materialise(ports, record, decision, config.target))
     except (Refused, NotFound) as error:
         champion = alias("champion", config.target)
         restored = state.aliases.get(champion) if name == champion else None

@@ -12,7 +12,7 @@ from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.pipeline import DataSection, Environment, Export, Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.target import CustomOps, HardwareFingerprint, Target
 
 if TYPE_CHECKING:
     import numpy as np
@@ -187,6 +187,15 @@ class TreeExporter(Exporter, Protocol):
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
         """The trees in the order of the file, with weights as they should stand there; None if it cannot tell."""
+        ...
+
+
+@runtime_checkable
+class SessionExporter(Exporter, Protocol):
+    """An exporter whose source is run by ONNX Runtime, which may lack its operators."""
+
+    def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
+        """The same, with libraries of operators for its sessions."""
         ...
 
 

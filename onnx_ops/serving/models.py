@@ -81,8 +81,12 @@ def load_model(deployment: Deployment, prepacked: Prepacked | None = None) -> Lo
     path = folder / MODEL_FILE
     if not path.is_file():
         raise NotFound(f"no {MODEL_FILE} there", where=str(folder))
+    libraries = [folder / name for name in deployment.custom_ops]
     try:
-        session = open_session(path) if prepacked is None else prepacked.session(path, deployment.manifest)
+        if prepacked is None:
+            session = open_session(path, libraries=libraries)
+        else:
+            session = prepacked.session(path, deployment.manifest, libraries)
     except RUNTIME_ERRORS as error:
         raise EnvironmentFailure("the runtime cannot load the model", where=str(path), why=first_line(error)) from error
     native = getattr(getattr(session, "_sess", None), "run", session.run)

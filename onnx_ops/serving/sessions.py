@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,12 @@ _FORMAT = 1
 _MOST_ENTRIES = 8
 
 
-def open_session(path: Path, *, optimise: bool = True, **entries: str) -> Any:
+def open_session(path: Path, *, libraries: Sequence[Path] = (), optimise: bool = True, **entries: str) -> Any:
     """A session on one thread that does not spin while it waits.
 
     Args:
         path: the model. It is loaded by path, as the interpreter stands still while bytes are loaded.
+        libraries: of custom operators, which have been verified: loading one runs its code.
         optimise: whether the graph is optimised; not needed if it was before it was written.
         entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
 
@@ -62,6 +63,8 @@ def open_session(path: Path, *, optimise: bool = True, **entries: str) -> Any:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     for name, value in entries.items():
         options.add_session_config_entry(f"session.{name}", value)
+    for library in libraries:
+        options.register_custom_ops_library(str(library))
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -81,47 +84,48 @@ class Prepacked:
         self._folder = folder
         self._smallest = smallest
 
-    def session(self, path: Path, manifest: Digest) -> Any:
+    def session(self, path: Path, manifest: Digest, libraries: Sequence[Path] = ()) -> Any:
         """A session of the model at `path`, from its entry where there is a good one. Else one is made.
 
         Raises:
             one of RUNTIME_ERRORS: the runtime cannot load the model.
         """
         if sum(p.stat().st_size for p in path.parent.rglob("*") if p.is_file()) < self._smallest:
-            return open_session(path)
-        place = self._folder / hex_of(_key(manifest))
+            return open_session(path, libraries=libraries)
+        place = self._folder / hex_of(_key(manifest, libraries))
         try:
             with self._alone(place.name):
-                return self._from(place) or self._make(path, place)
+                return self._from(place, libraries) or self._make(path, place, libraries)
         except OSError as error:
             _log.warning("%s is loaded without the cache of packed models: %s", path, error)
-            return open_session(path)
+            return open_session(path, libraries=libraries)
 
-    def _from(self, place: Path) -> Any:
+    def _from(self, place: Path, libraries: Sequence[Path]) -> Any:
         """A session from an entry; None if there is none that can be trusted."""
         try:
             recorded = json.loads((place / _ENTRY).read_bytes())
             if recorded != {"format": _FORMAT, "files": dict(_files(place).files)}:
                 raise ValueError("its files are not those that were recorded")
             os.utime(place)
-            return open_session(place / _MODEL, optimise=False)
+            return open_session(place / _MODEL, libraries=libraries, optimise=False)
         except FileNotFoundError:
             return None
         except (ValueError, *RUNTIME_ERRORS) as error:
             _log.warning("the packed model in %s is made again: %s", place, error)
             return None
 
-    def _make(self, path: Path, place: Path) -> Any:
+    def _make(self, path: Path, place: Path, libraries: Sequence[Path]) -> Any:
         temporary = Path(tempfile.mkdtemp(dir=self._folder, prefix=".tmp-"))
         try:
             original = open_session(
                 path,
+                libraries=libraries,
                 optimized_model_filepath=str(temporary / _MODEL),
                 optimized_model_external_initializers_file_name=_WEIGHTS,
                 optimized_model_external_initializers_min_size_in_bytes=str(_SMALLEST_WEIGHT),
                 save_external_prepacked_constant_initializers="1",
             )
-            packed = open_session(temporary / _MODEL, optimise=False)
+            packed = open_session(temporary / _MODEL, libraries=libraries, optimise=False)
             if not same_answers(original, packed):
                 _log.warning("%s is not kept packed: its answers would differ", path)
                 return original
@@ -131,10 +135,10 @@ class Prepacked:
             shutil.rmtree(place, ignore_errors=True)
             temporary.rename(place)
             self._prune()
-            return open_session(place / _MODEL, optimise=False)
+            return open_session(place / _MODEL, libraries=libraries, optimise=False)
         except RUNTIME_ERRORS as error:
             _log.warning("%s cannot be kept packed: %s", path, first_line(error))
-            return open_session(path)
+            return open_session(path, libraries=libraries)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -187,8 +191,10 @@ def _same_bits(a: Array, b: Array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and (a.tobytes() == b.tobytes())
 
 
-def _key(manifest: Digest) -> Digest:
-    return digest_json({"manifest": manifest, "processor": _processor(), "runtime": ort.__version__})
+def _key(manifest: Digest, libraries: Sequence[Path]) -> Digest:
+    """Constants may have been computed by kernels of the libraries, whose names tell their target and content."""
+    operators = {"custom_ops": [str(path.relative_to(path.parents[2])) for path in libraries]} if libraries else {}
+    return digest_json({"manifest": manifest, "processor": _processor(), "runtime": ort.__version__, **operators})
 
 
 def _processor() -> str:

@@ -10,11 +10,11 @@ from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound
 
 
 def verify(folder: Path, deployment: Deployment) -> None:
-    """Compare every file below the folder with the deployment's manifest.
+    """Compare every file below the folder with the deployment's manifest, which its libraries of operators must be in.
 
     Raises:
         NotFound: there is no such folder.
-        DigestMismatch: the files are not those of the manifest.
+        DigestMismatch: the files are not those of the manifest, or a library is none of them.
         EnvironmentFailure: a file cannot be read.
     """
     if not folder.is_dir():
@@ -30,4 +30,11 @@ def verify(folder: Path, deployment: Deployment) -> None:
             where=str(folder),
             why=f"the files there have {short(found)}",
             remedy="Fetch the version again; its files were changed after they were registered.",
+        )
+    if strange := sorted(set(deployment.custom_ops) - set(files)):
+        raise DigestMismatch(
+            f"the library of operators {strange[0]} is not among the files of {deployment.name}",
+            where=str(folder),
+            why="only a library that was registered with the version is loaded",
+            remedy="Run the pipeline again, so that the version holds the libraries of its target.",
         )

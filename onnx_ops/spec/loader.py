@@ -13,11 +13,13 @@ from onnx_ops.errors import SpecError
 from onnx_ops.spec.document import Document, Finding, Loc
 from onnx_ops.spec.draft import draft_of
 from onnx_ops.spec.project import (
+    BroughtCheck,
     SettingsCheck,
     benchmarked_targets,
     endpoint_findings,
     metrics_findings,
     no_check,
+    nothing_brought,
     plugin_findings,
     project_findings,
     setting_findings,
@@ -57,6 +59,7 @@ def check_pipeline(
     settings: SettingsCheck = no_check,
     metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
+    brought: BroughtCheck = nothing_brought,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Pipeline:
@@ -67,6 +70,7 @@ def check_pipeline(
         plugins: installed names by kind (`onnx_ops.plugins.GROUPS`); a kind that is left out is not checked.
         settings: raises UserError for settings that an installed endpoint plugin does not take.
         metrics: raises UserError for settings that an installed source of metrics does not take.
+        brought: what speaks against the model that the pipeline brings.
         capabilities: of an entry whose endpoint plugin is installed; without it policies are not held against it.
 
     Raises:
@@ -81,6 +85,7 @@ def check_pipeline(
         settings=settings,
         metrics=metrics,
         capabilities=capabilities,
+        brought=brought,
         overrides=overrides,
         environ=environ,
     )
@@ -95,6 +100,7 @@ def _load(
     settings: SettingsCheck = no_check,
     metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
+    brought: BroughtCheck = nothing_brought,
     overrides: Sequence[str],
     environ: Mapping[str, str] | None,
 ) -> Pipeline:
@@ -113,6 +119,9 @@ def _load(
     ]
     problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems
     pipeline: Pipeline | None = bound.result
+    if pipeline is not None and not problems:
+        wrong = (Finding(loc=("model",), message=message) for message in brought(pipeline, targets))
+        problems = [document.problem(finding) for finding in wrong]
     if pipeline is None or problems:
         raise SpecError(tuple(problems))
     if not any(isinstance(gate, ParityGate) for gate in pipeline.gates):

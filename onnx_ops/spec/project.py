@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.domain.pipeline import PluginData
+from onnx_ops.domain.pipeline import Pipeline, PluginData
 from onnx_ops.domain.search import AUTO
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound, Problem, SpecError, UserError
@@ -22,11 +22,19 @@ from onnx_ops.spec.words import did_you_mean, listing
 SettingsCheck = Callable[[str, Mapping[str, str | int | float | bool]], None]
 """Raises UserError if the endpoint plugin of that name cannot use the settings."""
 
+BroughtCheck = Callable[[Pipeline, Mapping[str, Target]], Sequence[str]]
+"""What speaks against the model that a pipeline without other problems brings to these targets."""
+
 PIPELINES = Path("configs") / "pipelines"
 
 
 def no_check(_: str, __: Mapping[str, str | int | float | bool]) -> None:
     """The check of a file that is read where plugins are not at hand."""
+
+
+def nothing_brought(_: Pipeline, __: Mapping[str, Target]) -> Sequence[str]:
+    """The check where models are not looked at."""
+    return ()
 
 
 def benchmarked_targets(draft: Draft, root: Path) -> tuple[dict[str, Target], list[Problem]]:

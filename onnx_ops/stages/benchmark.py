@@ -9,7 +9,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.analysis.scores import CANDIDATE
-from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.artifact import CUSTOM_OPS, MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.metric import MetricDefinition
@@ -79,7 +79,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             manifest=manifest.digest(),
             target_digest=target.digest(),
             dedicated=target.dedicated,
-            size_bytes=sum(store.path(digest).stat().st_size for digest in manifest.files.values()),
+            size_bytes=_size(manifest, ports),
             hardware=bench.runtime.fingerprint(target),
             conditions=dict(ports.conditions()),
             runtime=bench.runtime.facts(bench.candidate, target),
@@ -105,6 +105,12 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             raw=store.put_bytes(pack(speed.raw)),
         )
     return Manifest(files={"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")})
+
+
+def _size(manifest: Manifest, ports: Ports) -> int:
+    """Bytes of the model; libraries of operators belong to targets."""
+    own = (digest for name, digest in manifest.files.items() if not name.startswith(f"{CUSTOM_OPS}/"))
+    return sum(ports.store.path(digest).stat().st_size for digest in own)
 
 
 def _check_ceiling(bench: Bench, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops.domain.artifact import MODEL_FILE
@@ -16,16 +16,21 @@ from onnx_ops.graph.check import full_check
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import OptimizeRequest, Ports, Tensors
 from onnx_ops.stages.coverage import Examined, examine
+from onnx_ops.stages.effect import Effect, time_effect
 from onnx_ops.stages.files import scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """What was made and how: sizes in bytes before and after, and what each target makes of it."""
+    """What was made and how: sizes in bytes before and after, and what each target makes of it.
+
+    `effects` on time are told for float variants, which are made for nothing else.
+    """
 
     recipe: tuple[str, ...]
     sizes: tuple[int, int]
     examined: Mapping[str, Examined]
+    effects: Mapping[str, Effect] = field(default_factory=dict)
 
 
 def derive(
@@ -55,10 +60,15 @@ def derive(
     machines = machines_of(ports, targets)
     with scratch() as folder:
         made = folder / MODEL_FILE
-        recipe = ports.optimizer(section.method).optimize(
+        optimizer = ports.optimizer(section.method)
+        recipe = optimizer.optimize(
             OptimizeRequest(section=section, source=source, path=made, calibration=calibration, machines=machines)
         )
-        return delivered(ports, made, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
+        effects = {
+            t.name: time_effect(ports.runtime(t.runtime), t, source, made) for t in targets if not optimizer.quantized
+        }
+        found = delivered(ports, made, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
+        return replace(found, effects=effects)
 
 
 def check_places(source: Path, path: Path) -> None:

@@ -12,11 +12,12 @@ from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
+from onnx_ops.graph.operators import carry_libraries
 from onnx_ops.ports import ExportRequest, Ports
 from onnx_ops.stages.asking import ask_source
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, scratch
 from onnx_ops.stages.reference import put_reference
-from onnx_ops.stages.source import exporter_of
+from onnx_ops.stages.source import exporter_of, operators_of
 from onnx_ops.stages.usercode import importable
 
 
@@ -40,6 +41,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         exporter.export(model, ExportRequest(section=section, samples=dataset.inputs, path=path))
         asked = ask_source(exporter, model, path, dataset.inputs)
         write_lineage(path, _properties(lineage, asked.limits))
+        carry_libraries(path, operators_of(stage))
         return Manifest(
             files={
                 **put_folder(ports.store, exported, MODEL),

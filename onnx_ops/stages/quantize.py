@@ -16,11 +16,13 @@ from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord, Trial
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
+from onnx_ops.graph.operators import carry_libraries
 from onnx_ops.graph.weights import kept_weights, quantized_weights
 from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
 from onnx_ops.stages.activations import AS_WRITTEN, ROWS, measure_activations
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder, scratch
 from onnx_ops.stages.search import recipe_notes
+from onnx_ops.stages.source import operators_of
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -33,6 +35,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         made = _chosen(settings, inputs, ports, folder) if "search" in settings else None
         made = made or _derived(section, settings, dataset, source, folder, ports)
         write_lineage(made.path, {"onnx-ops.variant": stage.variant or section.name})
+        carry_libraries(made.path, operators_of(stage))
         files = put_folder(ports.store, made.path.parent, MODEL)
         runtime = ports.runtime(AS_WRITTEN.runtime)
         unseen = _unseen(dataset, section.calibrate.samples) if dataset and section.calibrate else None

@@ -168,5 +168,11 @@ def figure_of(logs: npt.NDArray[np.float64]) -> Figure:
     return _rows(candidate - first), _rows(again - first)
 
 
+def ratios_of(samples: RaceSamples) -> LogRatios:
+    """log(B / A) of a race of two models: the blocks of each heat."""
+    logs = block_logs(samples.nanoseconds, samples.preempted, samples.probe)
+    return _rows(logs[..., 1] - logs[..., 0])
+
+
 def _rows(values: npt.NDArray[np.float64]) -> LogRatios:
     return tuple(tuple(float(x) for x in row) for row in values)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from onnx_ops.analysis.blocks import block_logs
 from onnx_ops.analysis.latency import session_interval
 from onnx_ops.analysis.metrics import OwnMetric
 from onnx_ops.analysis.scores import CANDIDATE
@@ -30,7 +29,7 @@ from onnx_ops.stages.activations import PAIRS_AT_ONCE
 from onnx_ops.stages.answers import batches_of, read_answers
 from onnx_ops.stages.files import rows
 from onnx_ops.stages.scoring import Readings, Scorer, measure_metrics, read_model
-from onnx_ops.stages.timing import feed_of
+from onnx_ops.stages.timing import feed_of, ratios_of
 
 PROBED, RANGED = 16, 16
 """Rows on which errors of the outputs are found, and ranges of activations for that."""
@@ -212,9 +211,7 @@ class Workshop:
         if target.name not in self._schedules:
             self._schedules[target.name] = _schedule(runtime, ground.source, target, feed, ground.seed)
         samples = runtime.race((ground.source, path), target, feed, self._schedules[target.name])
-        logs = block_logs(samples.nanoseconds, samples.preempted, samples.probe)
-        ratios = [list(map(float, heat)) for heat in logs[..., 1] - logs[..., 0]]
-        estimate, low, high = session_interval(ratios, _ALPHA)
+        estimate, low, high = session_interval(ratios_of(samples), _ALPHA)
         return Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
 
     def _p99(self, path: Path, target: Target) -> float:

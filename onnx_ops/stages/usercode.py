@@ -56,7 +56,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     function = load_function(reference, "train.run")
     try:
         return function(data, **parameters)
-    except OnnxOpsError:
+    except (OnnxOpsError, MemoryError):  # who runs it knows its limit
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]

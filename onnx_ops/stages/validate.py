@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from onnx_ops.stages.divergence import Look, locate, worst_of
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, put_document, scratch
 from onnx_ops.stages.parity import measure_parity, mismatched
 from onnx_ops.stages.reference import get_reference
-from onnx_ops.stages.source import exporter_of
+from onnx_ops.stages.source import exporter_of, operators_here
 from onnx_ops.stages.usercode import importable
 
 REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where every export is first compared.")
@@ -32,22 +32,23 @@ REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where e
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     del key
     export = inputs["export"]
+    target = replace(REFERENCE_TARGET, custom_ops=operators_here(stage))
     divergence: tuple[Divergence, ...] = ()
     trees: tuple[TreeStructure, ...] = ()
     with scratch() as folder:
         path = checkout(ports.store, export, MODEL, folder) / MODEL_FILE
         try:
             full_check(path)
-            runtime = ports.runtime(REFERENCE_TARGET.runtime)
+            runtime = ports.runtime(target.runtime)
             reference = get_reference(ports.store, export["reference.npz"])
-            measured = measure_parity(runtime, path, REFERENCE_TARGET, reference)
+            measured = measure_parity(runtime, path, target, reference)
             source = _Source(stage, inputs["train"], ports, folder / "trained")
             trees = source.trees(path)
         except (MeasurementFailure, UserError) as error:
             measured = (mismatched("*", "load", f"it does not run: {error}"),)
         else:
             if worst := worst_of(measured):
-                look = Look(runtime=runtime, target=REFERENCE_TARGET, model=path, reference=reference, worst=worst)
+                look = Look(runtime=runtime, target=target, model=path, reference=reference, worst=worst)
                 divergence = (locate(look, source.tracer),)
     return Manifest(
         files={

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.output import LAST_LINES, ending
+from onnx_ops.adapters.isolation.output import Marked, Tail, ending
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.errors import StageFailure, from_document
@@ -32,8 +31,6 @@ Told = Callable[[Stage, str], None]
 
 _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
 """Stages whose figures are times: one of them at once."""
-
-_POLL_S = 0.2
 
 
 def _silent(stage: Stage, line: str) -> None:
@@ -72,19 +69,19 @@ def in_child(
 ) -> Manifest:
     """Raises what the stage raised; StageFailure if its process crashed, was killed or ran past the time-out."""
     with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
+        result = Path(folder) / "result.json"
         request = {
             "stage": codec.to_json(stage),
             "key": key,
             "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
             "result": str(result),
         }
-        code = _spawn(settings, json.dumps(request), log, stage, tell)
+        code, said = _spawn(settings, json.dumps(request), stage, tell)
         if not result.exists():
             raise StageFailure(
                 f"its process ended with {ending(code)}",
                 where=stage.id,
-                why=_tail(log) or "it printed nothing",
+                why=said or "it printed nothing",
                 remedy="Run the stage again; if it crashes again, the lines above are its last words.",
             )
         document = json.loads(result.read_text(encoding="utf-8"))
@@ -93,67 +90,47 @@ def in_child(
     return Manifest(files=document["files"])
 
 
-def _spawn(settings: Settings, request: str, log: Path, stage: Stage, tell: Told) -> int:
-    """The child lives no longer than this process: it watches its standard input, which stays open until then."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "onnx_ops.wiring.worker"],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **to_environ(settings)},
-            start_new_session=True,
-        )
-        try:
-            if process.stdin is not None:
-                process.stdin.write(request.encode("utf-8") + b"\n")
-                process.stdin.flush()
-            return _listen(process, log, stage, tell)
-        except BrokenPipeError:
-            return process.wait()
-        except subprocess.TimeoutExpired:
-            raise StageFailure(
-                f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
-                where=stage.id,
-                why=_tail(log),
-                remedy="Raise `timeout` in the pipeline file if the work is really that long.",
-            ) from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+def _spawn(settings: Settings, request: str, stage: Stage, tell: Told) -> tuple[int, str]:
+    """The child lives no longer than this process: it watches its standard input, which stays open until then.
 
-
-def _listen(process: subprocess.Popen[bytes], log: Path, stage: Stage, tell: Told) -> int:
-    """Its exit code; meanwhile its lines that tell of progress are passed on.
-
-    Raises:
-        TimeoutExpired: the stage's time-out passed.
+    Returns:
+        How it ended, and the last of what it printed.
     """
-    left = math.inf if stage.timeout is None else stage.timeout
-    with log.open("rb") as lines:
-        rest = b""
-        while True:
-            step = min(_POLL_S, max(left, 0.0))
-            try:
-                code: int | None = process.wait(timeout=step)
-            except subprocess.TimeoutExpired:
-                code = None
-            left -= step
-            *whole, rest = (rest + lines.read()).split(b"\n")
-            for line in whole:
-                if line.startswith(PROGRESS):
-                    tell(stage, line.removeprefix(PROGRESS).decode("utf-8", "replace"))
-            if code is not None:
-                return code
-            if left <= 0:
-                raise subprocess.TimeoutExpired(process.args, stage.timeout or 0.0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "onnx_ops.wiring.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **to_environ(settings)},
+        start_new_session=True,
+    )
+    heard = Marked(PROGRESS, lambda line: tell(stage, line))
+    tail = Tail(process.stdout, heard)  # type: ignore[arg-type]
+    try:
+        if process.stdin is not None:
+            process.stdin.write(request.encode("utf-8") + b"\n")
+            process.stdin.flush()
+        code = process.wait(timeout=stage.timeout)
+    except BrokenPipeError:
+        code = process.wait()
+    except subprocess.TimeoutExpired:
+        _end(process)
+        raise StageFailure(
+            f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
+            where=stage.id,
+            why=tail.summary(),
+            remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+        ) from None
+    finally:
+        _end(process)
+    return code, tail.summary()
 
 
-def _tail(log: Path) -> str:
-    said = [line for line in log.read_bytes().split(b"\n") if not line.startswith(PROGRESS)]
-    lines = b"\n".join(said).decode("utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-LAST_LINES:])
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It, and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()

@@ -69,9 +69,25 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
         settings=lambda provider, settings: project.ports.provider(provider).check(settings),
         metrics=_check_source,
         capabilities=lambda entry: abilities(project, entry),
+        brought=lambda pipeline, targets: _brought(project, pipeline, targets),
         overrides=tuple(overrides),
         environ=os.environ,
     )
+
+
+def _brought(project: Project, pipeline: Pipeline, targets: Mapping[str, Target]) -> Sequence[str]:
+    """What a ready ONNX file of the project is refused for; one from elsewhere is looked at once it is fetched."""
+    if pipeline.model is None or pipeline.export.framework != "onnx":
+        return ()
+    place = project.settings.root / pipeline.model
+    if "://" in pipeline.model or pipeline.model.startswith("models:/") or not place.exists():
+        return ()
+    from onnx_ops.graph.brought import brought_problems
+
+    try:
+        return brought_problems(place, pipeline.export, targets.values())
+    except UserError as error:
+        return [str(error)]
 
 
 def abilities(project: Project, entry: Deploy) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, StageFailure
 from onnx_ops.settings import load_settings
 from onnx_ops.stages import execute
 from onnx_ops.wiring import connect
@@ -44,11 +45,21 @@ def _die_with_parent() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     stage = codec.from_json(request["stage"], Stage)
     inputs = {name: Manifest(files=files) for name, files in request["inputs"].items()}
+    limit = stage.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
     try:
         ports = replace(connect(load_settings()), tell=_tell)
         manifest = execute(stage, Digest(request["key"]), inputs, ports)
     except OnnxOpsError as error:
         return {"error": error.as_document()}
+    except MemoryError:
+        failure = StageFailure(
+            f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
+            where=stage.id,
+            remedy="Raise `memory` in the pipeline file if the machine has more.",
+        )
+        return {"error": failure.as_document()}
     return {"files": dict(manifest.files)}
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
@@ -25,32 +20,10 @@ from onnx_ops.spec.targets import load_target
 from onnx_ops.stages.bench import facts_of
 from onnx_ops.stages.compare import compare
 from onnx_ops.stages.probing import made_up, shared_inputs
+from onnx_ops.testing.operators import build_library, write_softsign
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
 CPU = Target(name="cpu")
-
-
-def write_softsign(path: Path, *, scale: float = 2.0, as_function: bool = False) -> None:
-    """`y = scale * x / (1 + |x|)` by the custom operator; or by a function of its name."""
-    shape = ["batch", 3]
-    domain, attributes = ("own", {}) if as_function else ("acme.ops", {"scale": scale})
-    node = helper.make_node("ScaledSoftsign", ["x"], ["y"], domain=domain, name="sign", **attributes)
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid(domain, 1)]
-    functions = []
-    if as_function:
-        body = [
-            helper.make_node("Softsign", ["a"], ["c"]),
-            helper.make_node("Constant", [], ["s"], value_float=scale),
-            helper.make_node("Mul", ["c", "s"], ["b"]),
-        ]
-        functions = [helper.make_function("own", "ScaledSoftsign", ["a"], ["b"], body, opsets[:1])]
-    graph = helper.make_graph(
-        [node],
-        "softsign",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-    )
-    onnx.save(helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10), path)
 
 
 @pytest.fixture
@@ -60,22 +33,13 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        reason = "NOT TESTED: there is no C compiler, so no library of custom operators can be built"
-        if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    path = tmp_path_factory.mktemp("library") / "libsoftsign.so"
-    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(path), str(SOURCE), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return path
+def library(tmp_path_factory: pytest.TempPathFactory) -> CustomOps:
+    return build_library(SOURCE, tmp_path_factory.mktemp("library") / "libsoftsign.so")
 
 
 @pytest.fixture
-def target(library: Path) -> Target:
-    return replace(CPU, custom_ops=(CustomOps(path=str(library), digest=digest_file(library), domains=("acme.ops",)),))
+def target(library: CustomOps) -> Target:
+    return replace(CPU, custom_ops=(library,))
 
 
 def test_a_session_has_the_operators_of_its_target(model: Path, target: Target) -> None:

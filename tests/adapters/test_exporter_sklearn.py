@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris
 from sklearn.decomposition import PCA
+from sklearn.discriminant_analysis import QuadraticDiscriminantAnalysis
 from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestClassifier
+from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
-from sklearn.neighbors import KNeighborsClassifier
+from sklearn.multiclass import OneVsOneClassifier
+from sklearn.neighbors import KNeighborsClassifier, RadiusNeighborsClassifier
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -25,6 +28,7 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.graph.check import full_check
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
@@ -91,6 +95,36 @@ def test_outputs_have_the_same_names_for_every_estimator(tmp_path: Path) -> None
     two = np.stack([labels, -labels], axis=1).astype(float)
     regressor = export(Ridge().fit(rows, two), rows, tmp_path / "r.onnx")
     assert {name: array.shape for name, array in regressor.items()} == {"variable": (150, 2)}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "data"),
+    [
+        (OneVsOneClassifier(LogisticRegression()), load_iris),
+        (make_pipeline(StandardScaler(), QuadraticDiscriminantAnalysis()), load_iris),
+        (GaussianProcessRegressor(alpha=0.1, optimizer=None), load_diabetes),
+    ],
+)
+def test_answers_have_the_names_and_shapes_of_scikit_learn_s(tmp_path: Path, estimator: Any, data: Any) -> None:
+    """skl2onnx gives labels as a row or a column, and calls a variable GPmean."""
+    found = data()
+    rows = found.data.astype(np.float32)
+    estimator.fit(rows, found.target)
+    answers = export(estimator, rows, tmp_path / "m.onnx")
+    reference = SklearnExporter().reference(estimator, {"x": rows}, "float64")
+    assert reference is not None
+    assert {n: a.shape for n, a in answers.items()} == {n: a.shape for n, a in reference.items()}
+    for name, array in reference.items():
+        np.testing.assert_allclose(answers[name], array, rtol=1e-3, atol=1e-3)
+    full_check(tmp_path / "m.onnx")
+
+
+def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_path: Path) -> None:
+    rows, labels = iris()
+    model = make_pipeline(StandardScaler(), RadiusNeighborsClassifier(5.0)).fit(rows, labels)
+    with pytest.raises(UserError, match="does not run") as told:
+        export(model, rows, tmp_path / "m.onnx")
+    assert told.value.remedy == "Use KNeighborsClassifier."
 
 
 @pytest.mark.parametrize("estimator", [LinearSVC(), RidgeClassifier()])

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from onnx_ops.cli.main import app
 from onnx_ops.graph.inspect import info
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from onnx_ops.testing.operators import write_softsign
 
 
 @pytest.fixture
@@ -55,6 +56,23 @@ def test_what_makes_it_slow_is_told_with_the_setting(folder: Path) -> None:
     said = run("model.onnx", "slow.onnx", "--method", "dynamic", *options)
     assert "advice convolutions find their ranges anew" in said
     assert "set: method: static" in said
+
+
+@pytest.mark.parametrize("method", ["onnxslim", "onnxoptimizer"])
+def test_a_pass_tells_its_effect_on_size_and_time(folder: Path, method: str) -> None:
+    said = run("model.onnx", "tidy.onnx", "--method", method)
+    assert info(folder / "tidy.onnx").inputs == info(folder / "model.onnx").inputs
+    assert f"recipe: {method} " in said
+    assert "times the size" in said
+    assert "cpu-1t: " in said
+    assert "times the time (" in said
+
+
+def test_a_pass_that_cannot_be_timed_says_why(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_softsign(folder / "model.onnx")
+    run("model.onnx", "tidy.onnx", "--method", "onnxoptimizer", "--json")
+    told = json.loads(capfd.readouterr().out)["times"]["cpu-1t"]["why"]
+    assert "acme.ops:ScaledSoftsign(-1) is not a registered function/op" in told
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -139,13 +138,6 @@ class TestInspect:
             "accepts": False,
             "reason": "target cpu-1t lacks operators: acme.ops::Foo at first_bias",
         }
-
-    def test_the_viewer_is_asked_for_where_it_is_missing(self, folder: Path) -> None:
-        if importlib.util.find_spec("netron") is not None:
-            return
-        done = command(folder, "inspect", "good.onnx", "--serve")
-        assert done.returncode == 2
-        assert "onnx-ops[view]" in done.stderr
 
 
 class TestCompare:

@@ -132,7 +132,10 @@ def test_shapes_that_do_not_fit_are_refused_with_their_reason(path: Path) -> Non
         full_check(path)
 
 
-@pytest.mark.parametrize(("opset", "ir_version", "word"), [(18, 10, ""), (21, 10, "opset"), (18, 11, "IR version")])
+@pytest.mark.parametrize(
+    ("opset", "ir_version", "word"),
+    [(18, 10, ""), (21, 10, "set export.opset: 18"), (18, 11, "set export.ir_version: 10")],
+)
 def test_a_target_has_a_ceiling(tmp_path: Path, opset: int, ir_version: int, word: str) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path, opset=opset, ir_version=ir_version)

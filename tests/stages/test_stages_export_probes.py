@@ -69,8 +69,8 @@ def test_a_recurrent_model_is_not_asked_without_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("opset", "ir_version", "message"),
     [
-        (18, 9, r"accepts opset <= 17, the model has 18: set export.opset"),
-        (17, 10, r"accepts IR version <= 9, the model has 10: set export.ir_version"),
+        (18, 9, r"accepts opset <= 17, .* this model has opset 18, IR version 9: set export.opset: 17"),
+        (17, 10, r"IR version <= 9; this model has opset 17, IR version 10: set export.ir_version: 9"),
     ],
 )
 def test_a_file_too_new_for_a_target_is_told_with_the_remedy(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.adapters.isolation.output import LAST_LINES
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.errors import NotFound, Refused, StageFailure, UserError
@@ -23,7 +25,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.settings import Settings, load_settings, to_environ
 from onnx_ops.stages import execute
 from onnx_ops.wiring import connect
-from onnx_ops.wiring.child import LAST_LINES, Performer, in_child, machine_lock
+from onnx_ops.wiring.child import Performer, in_child, machine_lock
 
 KEY = digest_bytes(b"key")
 PATIENCE_S = 30.0
@@ -52,6 +54,17 @@ def crash(data):
 
 def leave(data):
     os._exit(7)
+
+def eat(data):
+    held = []
+    while True:
+        held.append(bytearray(1 << 25))
+
+def chatter(data):
+    line = b"x" * 79 + b"\\n"
+    for _ in range(300_000):
+        os.write(1, line)
+    os.abort()
 
 def hang(data):
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -128,6 +141,23 @@ def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings
     assert len(lines) <= LAST_LINES
     assert "line 99" in lines
     assert crashed.value.where == "train"
+
+
+def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
+    with pytest.raises(StageFailure, match=r"more memory than its limit of 0\.6 GB") as told:
+        in_child(project, train_stage("eat", memory=600_000_000), KEY, {})
+    assert "`memory`" in told.value.remedy
+
+
+def test_of_endless_output_the_end_is_kept(project: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with pytest.raises(StageFailure, match="signal SIGABRT") as told:
+        in_child(project, train_stage("chatter"), KEY, {})
+    assert told.value.why.endswith("(24 MB of output in all)")
+    assert len(told.value.why) < 20_000
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> None:

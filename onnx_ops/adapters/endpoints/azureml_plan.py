@@ -69,7 +69,7 @@ def azure_name(deployment: Deployment) -> str:
     slug = re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG].strip("-")
     slug = slug if slug[:1].isalpha() and slug[:1].isascii() else f"d{slug}"
     what = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
-    return f"{slug}-{short(digest_json(what))}"
+    return f"{slug}-{short(digest_json([*what, *deployment.custom_ops]))}"
 
 
 def record_tags(deployment: Deployment) -> dict[str, str]:

@@ -5,22 +5,37 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from onnx_ops.adapters.exporters.conversion import convert
 from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import UserError
-from onnx_ops.graph.files import external_files, model_file, read_structure
+from onnx_ops.graph.brought import CONVERT, newer, no_tensors, remedy
+from onnx_ops.graph.check import ceiling
+from onnx_ops.graph.files import external_files, model_file, read_model, read_structure
 from onnx_ops.graph.inspect import info
+from onnx_ops.graph.operators import check_libraries
 from onnx_ops.ports.models import Array, ExportRequest, Tensors
 
 FILE = "model.onnx"
+
+_THIS_BUILD = Target(name="this-build", description="What the ONNX Runtime of this installation accepts.")
 
 
 class OnnxExporter:
     """The model object is the path of the file. Its source is unknown, so it is held against itself unoptimised."""
 
     tools = ("onnx", "onnxruntime")
+
+    def __init__(self, custom_ops: tuple[CustomOps, ...] = ()) -> None:
+        self._custom_ops = custom_ops
+
+    def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> OnnxExporter:
+        return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
         """Copy a file, or the one `.onnx` file of a folder, with its external data.
@@ -41,19 +56,23 @@ class OnnxExporter:
         return model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Copy it; a file newer than the pipeline asks for is refused rather than converted in silence."""
+        """Copy it, or convert it with option `convert`.
+
+        Raises:
+            UserError: the file is newer than the pipeline asks for and nobody asked for a conversion, or something that
+                it takes or gives is no tensor.
+            StageFailure: it cannot be converted.
+        """
         source = Path(str(model))
         found, section = info(source), request.section
-        if section.options:
-            check_section(section, request.samples)
-        opset = found.opsets.get("", 0)
-        if opset > section.opset or found.ir_version > section.ir_version:
-            raise UserError(
-                f"the file has opset {opset} and IR version {found.ir_version}",
-                where="export",
-                why=f"the pipeline asks for opset {section.opset} and IR version {section.ir_version}",
-                remedy=f"Set export.opset: {opset} and export.ir_version: {found.ir_version}, or bring an older file.",
-            )
+        if why := no_tensors(source):
+            raise UserError("the file cannot be brought", where=source.name, why=why)
+        converts = _converts(section, request.samples)
+        if converts and (found.opsets.get("", 0), found.ir_version) != (section.opset, section.ir_version):
+            convert(source, request.path, section)
+            return
+        if why := newer(found, section):
+            raise UserError("the file is newer than asked for", where="export", why=why, remedy=remedy(found))
         for path in external_files(read_structure(source), source.parent):
             place = request.path.parent / path.relative_to(source.parent)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -65,18 +84,48 @@ class OnnxExporter:
     ) -> Mapping[str, Array] | None:
         """Answers of the file itself without graph optimisations; there is no source in float64.
 
+        A file that is too new for this runtime is computed by ONNX's own evaluator.
+
         Raises:
             ValueError: the model refuses the inputs.
+            NotFound, DigestMismatch: a library of operators is missing, or is another one.
         """
         if precision == "float64":
             return None
+        check_libraries(self._custom_ops, "the target")
+        if ceiling(info(Path(str(model))), _THIS_BUILD):
+            return _evaluated(Path(str(model)), inputs)
         ort = importlib.import_module("onnxruntime")
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
+            for library in self._custom_ops:
+                options.register_custom_ops_library(library.path)
             session: Any = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
             names = [output.name for output in session.get_outputs()]
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
         except Exception as error:
             raise ValueError(f"the model refuses these inputs: {(str(error).strip() or 'no reason')[:300]}") from error
+
+
+def _converts(section: Export, samples: Tensors) -> bool:
+    """Raises UserError for an option that does not exist."""
+    others = {name: value for name, value in section.options.items() if name != CONVERT}
+    if others:
+        check_section(replace(section, options=others), samples)
+    asked = section.options.get(CONVERT, False)
+    if not isinstance(asked, bool):
+        raise UserError(f"{CONVERT} must be true or false", where="export.options")
+    return asked
+
+
+def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:
+    """Raises ValueError if the model refuses the inputs."""
+    from onnx.reference import ReferenceEvaluator
+
+    try:
+        evaluator = ReferenceEvaluator(read_model(path))
+        return dict(zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True))
+    except Exception as error:  # kernels in numpy raise whatever numpy raises
+        raise ValueError(f"the model refuses these inputs: {(str(error).strip() or 'no reason')[:300]}") from error

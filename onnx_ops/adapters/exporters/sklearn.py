@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.adapters.exporters.sklearn_outputs import check_runnable, tidy_outputs
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import write_model
 from onnx_ops.graph.hygiene import renumber
@@ -55,6 +56,7 @@ class SklearnExporter:
 
     def export(self, model: object, request: ExportRequest) -> None:
         _check_estimator(model)
+        check_runnable(model)
         name, rows = _matrix(request.samples)
         from onnx_ops.adapters.exporters.sklearn_trees import send_missing
 
@@ -65,6 +67,7 @@ class SklearnExporter:
         converted.producer_version = ""
         if not _is_regressor(model) and not hasattr(model, "predict_proba"):
             del converted.graph.output[1:]
+        tidy_outputs(converted, model, label=LABEL, variable=VARIABLE)
         _name_dimensions(converted, section.dynamic.get(name, {}).get(0, "batch"))
         _set_targets(converted, model, rows)
         send_missing(converted, model)

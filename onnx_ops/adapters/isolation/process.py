@@ -115,13 +115,13 @@ class Process:
     def _crashed(self, do: str) -> StageFailure:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
-        code, said = self._process.poll(), self._tail.text()
+        code, said = self._process.poll(), self._tail.summary()
         self.stop()
         how = "closed its answers" if code is None else f"ended with {ending(code)}"
         return StageFailure(
             f"its process {how} while it was to {do}",
             where=self._where,
-            why=f"{said}{self._told_of()}" if said else "it printed nothing",
+            why=said or "it printed nothing",
             remedy=f"The lines above are its last words. It may use {self._memory / 1e9:.1f} GB of memory: see "
             "`env.memory`. Another version of a package may help: see `env.requirements`.",
         )
@@ -129,17 +129,14 @@ class Process:
     def _late(self, do: str, timeout: float | None) -> StageFailure:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        said = self._tail.text()
+        said = self._tail.summary()
         self.stop()
         return StageFailure(
             f"it took longer than {timeout:g} s to {do} and was stopped",
             where=self._where,
-            why=f"{said}{self._told_of()}",
+            why=said,
             remedy="Raise `env.timeout` if the work is really that long.",
         )
-
-    def _told_of(self) -> str:
-        return f"\n({self._tail.total / 1e6:.0f} MB of output in all)" if self._tail.total > 1e6 else ""
 
 
 def _end(process: subprocess.Popen[bytes], answers: Any, scratch: tempfile.TemporaryDirectory[str]) -> None:

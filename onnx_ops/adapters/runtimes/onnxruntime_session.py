@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.runtimes.hardware import lacking_flags
-from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.target import SessionSettings, Target
-from onnx_ops.errors import DigestMismatch, MeasurementFailure, NotFound
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.graph.operators import check_libraries
 
 _LEVELS = {
     "disabled": "ORT_DISABLE_ALL",
@@ -51,26 +51,6 @@ def check_machine(target: Target) -> None:
         )
 
 
-def check_libraries(target: Target) -> None:
-    """Whether the libraries of custom operators are those that the target names: loading one runs its code.
-
-    Raises:
-        NotFound: there is no such file.
-        DigestMismatch: it is another one.
-    """
-    for library in target.custom_ops:
-        path = Path(library.path)
-        if not path.is_file():
-            raise NotFound("no such library of custom operators", where=f"target {target.name}: {path}")
-        if (found := digest_file(path)) != library.digest:
-            raise DigestMismatch(
-                f"the library of custom operators is not the one of target {target.name}; it was not loaded",
-                where=str(path),
-                why=f"its digest is {found}, the target says {library.digest}",
-                remedy="Find out who changed it. If it was you, write its digest into the target's file.",
-            )
-
-
 def new_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
     """A session as the target says.
 
@@ -85,7 +65,7 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
         NotFound, DigestMismatch: a library of custom operators is missing, or is another one.
     """
     check_machine(target)
-    check_libraries(target)
+    check_libraries(target.custom_ops, f"target {target.name}")
     ort = importlib.import_module("onnxruntime")
     providers = [(provider.name, dict(provider.options)) for provider in target.providers]
     with failures(model):

@@ -1,0 +1,117 @@
+"""A function in a process of its own: a library that takes its process down, hangs, or eats memory is told as an error,
+and nobody else goes with it.
+
+No `except` catches a signal. Unlike `process`, the child is a fork of this installation: it starts in milliseconds, and
+brings no packages of its own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar, cast
+
+from onnx_ops.adapters.isolation.output import Tail
+from onnx_ops.errors import OnnxOpsError
+
+T = TypeVar("T")
+
+PATIENCE_S = 1800.0
+"""Seconds that a function gets where nobody says otherwise."""
+
+_GRACE_S = 2.0
+_PRELOADED = ["onnx", "onnxruntime", __name__]
+
+
+class Fallen(Exception):
+    """The function did not return. `how` is why, in words; `said` its last lines of output; `late`: its time was up."""
+
+    def __init__(self, how: str, said: str = "", *, late: bool = False) -> None:
+        super().__init__(how)
+        self.how = how
+        self.said = said
+        self.late = late
+
+
+def shielded(work: Callable[..., T], *arguments: object, timeout: float = PATIENCE_S, memory: int | None = None) -> T:
+    """What `work` returns for the arguments, all of which can be pickled.
+
+    Args:
+        work: a function of a module.
+        arguments: its arguments.
+        timeout: seconds that it may take.
+        memory: bytes of its process's own data, by default what the machine has.
+
+    Raises:
+        OnnxOpsError: what it raised.
+        Fallen: it raised something else, crashed, ran out of time or of memory.
+    """
+    limit = memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    answers, theirs = context.Pipe(duplex=False)
+    output, printed = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, printed, work, arguments, timeout, limit), daemon=True)
+    process.start()
+    began = time.monotonic()
+    theirs.close()
+    printed.close()
+    tail = Tail(os.fdopen(os.dup(output.fileno()), "rb"))
+    output.close()
+    try:
+        kind, value = answers.recv() if answers.poll(timeout + _GRACE_S) else ("late", None)
+    except (EOFError, OSError):
+        process.join(_GRACE_S)
+        kind, value = ("late" if time.monotonic() - began >= timeout else "crashed"), None
+    finally:
+        answers.close()
+        _end(process)
+    if kind == "done":
+        return cast("T", value)
+    if isinstance(value, OnnxOpsError):
+        raise value
+    raise Fallen(_how(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), late=kind == "late")
+
+
+def _end(process: Any) -> None:
+    """It has answered and ends by itself, or it never will."""
+    process.join(_GRACE_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+
+
+def _how(kind: str, value: str | None, code: int, timeout: float, limit: int) -> str:
+    if kind == "late":
+        return f"it took longer than {timeout:g} s and was stopped"
+    if kind == "memory":
+        return f"it needs more memory than its limit of {limit / 1e9:.1f} GB"
+    if value is not None:
+        return value
+    return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+
+
+def _child(
+    answers: Connection, output: Connection, work: Callable[..., object], arguments: Any, timeout: float, memory: int
+) -> None:
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    faulthandler.enable(all_threads=False)
+    # A thread of C: it says where the time went even where a library never gives the interpreter back.
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    try:
+        answer: tuple[str, object] = ("done", work(*arguments))
+    except OnnxOpsError as error:
+        answer = ("raised", error)
+    except MemoryError:
+        answer = ("memory", None)
+    except Exception as error:  # a library raises whatever its parts raise
+        answer = ("raised", f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}")
+    answers.send(answer)

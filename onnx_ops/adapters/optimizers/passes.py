@@ -1,0 +1,158 @@
+"""Graph hygiene: onnxslim, onnxsim and onnxoptimizer, each a method. The variant is float, and judged by parity.
+
+Each runs in a process of its own: their native code may take its process down, and two of them print.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
+from onnx_ops.adapters.optimizers.options import NAMES, read_options
+from onnx_ops.domain.artifact import ModelInfo
+from onnx_ops.errors import MissingPackage, StageFailure, UserError
+from onnx_ops.graph.exclusion import follow
+from onnx_ops.graph.files import nodes, read_model, write_model
+from onnx_ops.graph.hygiene import like_source
+from onnx_ops.graph.inspect import info
+from onnx_ops.plugins import install_hint
+from onnx_ops.ports.models import OptimizeRequest
+
+Clean = Callable[[Path, Path, Sequence[str]], None]
+"""Writes to the second path what a tool makes of the model at the first."""
+
+
+class _Passes:
+    """One tool behind the port. Option `passes` names those of its passes to run, or `skip` those to leave out.
+
+    Args:
+        timeout: seconds that the tool may take.
+        memory: bytes that its process may use, by default what the machine has.
+    """
+
+    tool: str
+    option: str
+    clean: Clean
+    tools: tuple[str, ...]
+    quantized = False
+    needs_calibration = False
+
+    def __init__(self, timeout: float = PATIENCE_S, memory: int | None = None) -> None:
+        self._timeout = timeout
+        self._memory = memory
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        chosen = tuple(read_options(request.section, {self.option: NAMES}).get(self.option, ()))
+        where = f"variant {request.section.name}"
+        source = read_model(request.source)
+        follow(request.section.exclude, source, source)  # in float they stay by themselves
+        with tempfile.TemporaryDirectory(prefix="onnx-ops-passes-") as scratch:
+            result = Path(scratch) / "result.onnx"
+            self._run(request.source, result, chosen, where)
+            derived = read_model(result)
+            like_source(derived, source)
+            write_model(derived, request.path)
+        _check_interface(info(request.source), info(request.path), self.tool, where)
+        return (f"{self.tool} {version(self.tool)}: {_effect(request, source, derived)}",)
+
+    def _run(self, source: Path, result: Path, chosen: tuple[str, ...], where: str) -> None:
+        try:
+            shielded(type(self).clean, source, result, chosen, timeout=self._timeout, memory=self._memory)
+        except Fallen as fallen:
+            raise StageFailure(
+                f"{self.tool} failed",
+                where=where,
+                why="\n".join(part for part in (fallen.how, fallen.said) if part),
+                remedy=f"Leave this variant out of `quantize`, or give other passes with options.{self.option}.",
+            ) from None
+
+
+def _slim(source: Path, result: Path, skip: Sequence[str]) -> None:
+    library = _library("onnxslim")
+    _known(skip, importlib.import_module("onnxslim.core").OptimizationSettings.keys(), "skip")
+    write_model(library.slim(read_model(source), skip_optimizations=list(skip) or None), result)
+
+
+def _simplify(source: Path, result: Path, skip: Sequence[str]) -> None:
+    library = _library("onnxsim")
+    simplified, _ = library.simplify(read_model(source), skipped_optimizers=list(skip) or None)
+    write_model(simplified, result)
+
+
+def _optimize(source: Path, result: Path, passes: Sequence[str]) -> None:
+    library = _library("onnxoptimizer")
+    _known(passes, library.get_available_passes(), "passes")
+    chosen = list(passes) or library.get_fuse_and_elimination_passes()
+    write_model(library.optimize(read_model(source), chosen, fixed_point=True), result)
+
+
+class SlimOptimizer(_Passes):
+    """onnxslim: constants folded, what repeats or does nothing removed, neighbours fused. Option `skip`."""
+
+    tool = "onnxslim"
+    option = "skip"
+    clean = staticmethod(_slim)
+    tools = ("onnxslim", "onnx")
+
+
+class SimplifyOptimizer(_Passes):
+    """onnxsim: constants folded by ONNX Runtime, shapes inferred, its own set of fusions. Option `skip`."""
+
+    tool = "onnxsim"
+    option = "skip"
+    clean = staticmethod(_simplify)
+    tools = ("onnxsim", "onnxruntime", "onnx")
+
+
+class PassOptimizer(_Passes):
+    """onnxoptimizer: its passes that eliminate and fuse, until nothing changes; or those of option `passes`."""
+
+    tool = "onnxoptimizer"
+    option = "passes"
+    clean = staticmethod(_optimize)
+    tools = ("onnxoptimizer", "onnx")
+
+
+def _library(name: str) -> Any:
+    """Raises MissingPackage if the tool is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = error.name or name
+        raise MissingPackage(f"package {package} is not installed", remedy=install_hint(name)) from error
+
+
+def _known(names: Sequence[str], known: Sequence[str], option: str) -> None:
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(
+            f"no pass is called {unknown[0]!r}", where=f"options.{option}", remedy=f"There are {', '.join(known)}."
+        )
+
+
+def _check_interface(before: ModelInfo, after: ModelInfo, tool: str, where: str) -> None:
+    """Clients and gates go by names, types and free dimensions.
+
+    Raises:
+        StageFailure: the tool changed one.
+    """
+    for side, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
+        if old != new:
+            raise StageFailure(
+                f"{tool} changed the model's {side}",
+                where=where,
+                why=f"they were {list(map(str, old))} and became {list(map(str, new))}"[:400],
+                remedy="Leave this variant out of `quantize`.",
+            )
+
+
+def _effect(request: OptimizeRequest, source: Any, derived: Any) -> str:
+    before, after = sum(1 for _ in nodes(source)), sum(1 for _ in nodes(derived))
+    sizes = info(request.source).size_bytes, info(request.path).size_bytes
+    if before == after:
+        return f"nothing to tidy: {before} nodes as before, {sizes[1] / sizes[0]:.2f} times the size"
+    return f"{before} nodes became {after}, {sizes[1] / sizes[0]:.2f} times the size"

@@ -1,0 +1,202 @@
+"""Libraries of custom operators behind endpoints: they come with the version, and no other one is ever loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.endpoints.azureml_plan import azure_name, record_of, record_tags
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.endpoints.sagemaker_archive import pack
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.target import CustomOps
+from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, Refused
+from onnx_ops.graph.operators import carry_libraries
+from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
+from onnx_ops.testing.endpoints import state_of
+from onnx_ops.testing.models import write_external
+from onnx_ops.testing.operators import build_library, released, write_softsign
+
+SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
+CONFIG = EndpointConfig(
+    endpoint="softsign",
+    provider="local",
+    model="softsign",
+    target="cpu",
+    target_digest=digest_bytes(b"target"),
+    pipeline="softsign",
+    settings={"workers": 2, "prepack": 1},  # the cache of packed models loads libraries too
+)
+BODY = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> CustomOps:
+    return build_library(SOURCE, tmp_path_factory.mktemp("library") / "libsoftsign.so")
+
+
+@pytest.fixture
+def provider(tmp_path: Path) -> Iterator[LocalEndpoints]:
+    provider = LocalEndpoints(tmp_path / "endpoints")
+    yield provider
+    provider.stop(CONFIG)
+
+
+@pytest.fixture
+def doubling(tmp_path: Path, library: CustomOps) -> Deployment:
+    return released(tmp_path / "models" / "1", {"cpu": (library,), "other": (library,)}, target="cpu")
+
+
+def ask(address: str) -> list[float]:
+    request = urllib.request.Request(f"{address}/invocations", BODY, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        rows: list[list[float]] = json.load(answer)["predictions"]["y"]
+    return rows[0]
+
+
+def answers(provider: LocalEndpoints) -> list[float]:
+    return ask(str(provider.address(CONFIG)))
+
+
+def library_in(deployment: Deployment) -> Path:
+    (name,) = deployment.custom_ops
+    return Path(deployment.location) / name
+
+
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Another file under the name: a process that has mapped the old one keeps that."""
+    changed = path.with_name("changed")
+    changed.write_bytes(change(path.read_bytes()))
+    changed.replace(path)
+
+
+def test_a_version_brings_its_operators_through_a_restart_and_a_rollback(
+    provider: LocalEndpoints, tmp_path: Path, doubling: Deployment, library: CustomOps
+) -> None:
+    tripling = released(tmp_path / "models" / "2", {"cpu": (library,)}, target="cpu", scale=3.0, version="2")
+    provider.apply(CONFIG, state_of(doubling, v1=100), generation=1)
+    assert answers(provider) == [-1.0, 0.0, 1.5]
+    provider.apply(CONFIG, state_of(doubling, tripling, v1=0, v2=100), generation=2)
+    assert answers(provider) == [-1.5, 0.0, 2.25]
+    record = codec.loads((tmp_path / "endpoints" / "softsign" / SERVER_FILE).read_bytes(), ServerRecord)
+    os.kill(record.pid, signal.SIGKILL)
+    while provider.observe(CONFIG) is not None:
+        pass
+    provider.apply(CONFIG, state_of(doubling, tripling, v1=100, v2=0), generation=3)
+    assert answers(provider) == [-1.0, 0.0, 1.5]
+    observed = provider.observe(CONFIG)
+    assert observed is not None
+    assert observed.deployments[0].custom_ops == doubling.custom_ops
+
+
+def test_a_tampered_library_is_refused_and_what_serves_goes_on(
+    provider: LocalEndpoints, tmp_path: Path, doubling: Deployment, library: CustomOps
+) -> None:
+    provider.apply(CONFIG, state_of(doubling, v1=100), generation=1)
+    forged = released(tmp_path / "models" / "2", {"cpu": (library,)}, target="cpu", scale=3.0, version="2")
+    rewrite(library_in(forged), lambda data: data + b"\0")
+    with pytest.raises(DigestMismatch, match="the manifest of v2 is"):
+        provider.apply(CONFIG, state_of(doubling, forged, v1=0, v2=100), generation=2)
+    assert answers(provider) == [-1.0, 0.0, 1.5]
+
+
+def test_a_library_that_is_tampered_with_later_is_refused_by_the_next_process(
+    provider: LocalEndpoints, doubling: Deployment
+) -> None:
+    state = state_of(doubling, v1=100)
+    provider.apply(CONFIG, state, generation=1)
+    provider.stop(CONFIG)
+    rewrite(library_in(doubling), lambda data: data[:-1] + b"\1")
+    with pytest.raises(DigestMismatch, match="digest mismatch"):
+        provider.apply(CONFIG, state, generation=2)
+    assert provider.observe(CONFIG) is None
+
+
+def test_only_a_library_of_the_version_is_loaded(
+    provider: LocalEndpoints, doubling: Deployment, library: CustomOps
+) -> None:
+    strange = replace(doubling, custom_ops=(library.path,))
+    with pytest.raises(DigestMismatch, match="not among the files of v1"):
+        provider.apply(CONFIG, state_of(strange, v1=100), generation=1)
+    without = replace(doubling, custom_ops=())
+    with pytest.raises(EnvironmentFailure, match="acme"):
+        provider.apply(CONFIG, state_of(without, v1=100), generation=1)
+
+
+def test_a_file_that_is_no_library_is_told(provider: LocalEndpoints, tmp_path: Path) -> None:
+    text = tmp_path / "text.so"
+    text.write_text("not a library")
+    digest = digest_bytes(text.read_bytes())
+    broken = CustomOps(path=str(text), digest=digest, domains=("acme.ops",))
+    deployment = released(tmp_path / "models" / "1", {"cpu": (broken,)}, target="cpu")
+    with pytest.raises(EnvironmentFailure, match="cannot load the model"):
+        provider.apply(CONFIG, state_of(deployment, v1=100), generation=1)
+
+
+def test_the_clouds_container_has_it_in_the_model_s_folder(tmp_path: Path, doubling: Deployment) -> None:
+    """Both clouds give the container the same folder; SageMaker's archive makes it here."""
+    with (tmp_path / "model.tar.gz").open("wb") as archive:
+        pack(doubling, archive)
+    with tarfile.open(tmp_path / "model.tar.gz") as packed:
+        assert doubling.custom_ops[0] in {name.removeprefix("model/") for name in packed.getnames()}
+        packed.extractall(tmp_path / "ml", filter="data")
+    port_file = tmp_path / "state" / SERVER_FILE
+    environment = {
+        "PATH": os.environ["PATH"],
+        "ONNX_OPS_HOST": "127.0.0.1",
+        "ONNX_OPS_STATE_DIR": str(port_file.parent),
+    }
+    command = [sys.executable, "-P", "-m", "onnx_ops.serving.container", "serve"]
+    environment |= {"ONNX_OPS_MODEL_DIR": str(tmp_path / "ml"), "ONNX_OPS_PORT": "0"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not port_file.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        port = codec.loads(port_file.read_bytes(), ServerRecord).port
+        assert ask(f"http://127.0.0.1:{port}") == [-1.0, 0.0, 1.5]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    rewrite(next((tmp_path / "ml" / "model" / "custom_ops" / "cpu").iterdir()), lambda data: data + b"\0")
+    refused: Any = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == DigestMismatch.exit_code
+    assert "the manifest of v1 is" in refused.stderr
+
+
+def test_a_cloud_s_record_names_the_libraries_and_older_ones_stay_as_they_were(doubling: Deployment) -> None:
+    assert record_of(record_tags(doubling)) == replace(doubling, location="")
+    plain = replace(doubling, custom_ops=())
+    assert "custom_ops" not in codec.dumps(plain).decode()
+    assert codec.loads(codec.dumps(plain), Deployment) == plain
+    assert azure_name(plain) != azure_name(doubling)
+    assert not state_of(plain, v1=100).same_as(state_of(doubling, v1=100))
+
+
+def test_what_is_carried_was_checked_and_nothing_else_lies_there(tmp_path: Path, library: CustomOps) -> None:
+    model = tmp_path / "model.onnx"
+    write_softsign(model)
+    with pytest.raises(DigestMismatch, match="target cpu"):
+        carry_libraries(model, {"cpu": (replace(library, digest=digest_bytes(b"")),)})
+    with pytest.raises(NotFound):
+        carry_libraries(model, {"cpu": (replace(library, path="/none.so"),)})
+    carry_libraries(model, {"cpu": (replace(library, domains=("another.domain",)),)})
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    (tmp_path / "custom_ops").mkdir()
+    write_external(tmp_path / "weights.onnx", "custom_ops/cpu.so")
+    with pytest.raises(Refused, match="loaded as programs"):
+        carry_libraries(tmp_path / "weights.onnx", {})

@@ -1,0 +1,163 @@
+"""Ready ONNX files brought to the opset that is asked for: the same function, or an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import skl2onnx
+from onnx import TensorProto, helper
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+
+from onnx_ops.adapters.exporters.onnx import OnnxExporter
+from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.graph.brought import brought_problems
+from onnx_ops.graph.check import full_check
+from onnx_ops.graph.inspect import info
+from onnx_ops.graph.metadata import read_lineage
+from onnx_ops.ports import ExportRequest
+from onnx_ops.stages.asking import ask_source
+from onnx_ops.stages.compare import compare
+from onnx_ops.stages.probing import made_up, shared_inputs
+from onnx_ops.testing.exporters import ExporterSuite
+from onnx_ops.testing.models import rows, write_convolution, write_external, write_perceptron
+from onnx_ops.testing.operators import write_softsign
+
+CPU = Target(name="cpu")
+
+
+def section(opset: int = 18, ir_version: int = 10, **options: object) -> Export:
+    chosen = options or {"convert": True}
+    return Export(framework="onnx", opset=opset, ir_version=ir_version, options=chosen)  # type: ignore[arg-type]
+
+
+def converted(source: Path, asked: Export) -> Path:
+    path = source.with_name("converted.onnx")
+    exporter = OnnxExporter()
+    exporter.export(source, ExportRequest(section=asked, samples=rows(4), path=path))
+    return path
+
+
+class TestConverted(ExporterSuite):
+    """A file at an opset that this runtime does not have, brought to the default one."""
+
+    @pytest.fixture
+    def exporter(self) -> OnnxExporter:
+        return OnnxExporter()
+
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> object:
+        path = tmp_path / "mine.onnx"
+        write_perceptron(path, opset=28, ir_version=14)
+        return path
+
+    @pytest.fixture
+    def section(self) -> Export:
+        return section()
+
+    @pytest.fixture
+    def samples(self) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+        return rows(17)
+
+
+@pytest.mark.parametrize(("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))])
+@pytest.mark.parametrize("write", [write_perceptron, write_convolution])
+def test_a_file_goes_down_and_up_and_stays_the_same_function(
+    write: object, was: tuple[int, int], asked: tuple[int, int], tmp_path: Path
+) -> None:
+    source = tmp_path / "mine.onnx"
+    write(source, opset=was[0], ir_version=was[1])  # type: ignore[operator]
+    path = converted(source, section(*asked))
+    full_check(path)
+    found = info(path)
+    assert (found.opsets[""], found.ir_version) == asked
+    assert (found.inputs, found.outputs) == (info(source).inputs, info(source).outputs)
+    assert read_lineage(path) == read_lineage(source)
+    samples = made_up(shared_inputs(source, path), count=16, dims={})
+    assert compare(ShieldedRuntime(), CPU, source, path, samples).verdict is Verdict.PASS
+
+
+def test_weights_beside_the_file_come_along(tmp_path: Path) -> None:
+    write_external(tmp_path / "mine.onnx", "weights.bin")
+    path = converted(tmp_path / "mine.onnx", section(15, 8))
+    answers = OnnxExporter().reference(path, {"x": np.ones((2, 2), np.float32)}, "float32")
+    assert answers is not None
+    np.testing.assert_array_equal(answers["y"], [[2, 3], [2, 3]])
+
+
+def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path) -> None:
+    source = tmp_path / "mine.onnx"
+    write_perceptron(source, opset=28, ir_version=14)
+    path = converted(source, section())
+    asked = ask_source(OnnxExporter(), source, path, rows(8))
+    assert {"real", "batch-1"} <= {group.name for group in asked.groups}
+    with pytest.raises(ValueError, match="refuses"):
+        OnnxExporter().reference(source, {"x": np.zeros((1, 3), np.float32)}, "float32")
+
+
+def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
+    """LayerNormalization came with opset 17; nothing older says it."""
+    shape = ["batch", 4]
+    graph = helper.make_graph(
+        [helper.make_node("LayerNormalization", ["x", "scale"], ["y"], name="norm")],
+        "norm",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [helper.make_tensor("scale", TensorProto.FLOAT, [4], [1.0] * 4)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, tmp_path / "mine.onnx")
+    with pytest.raises((StageFailure, UserError)) as told:
+        converted(tmp_path / "mine.onnx", section(13, 8))
+    assert "LayerNormalization" in str(told.value)
+
+
+def test_only_whoever_asks_gets_a_conversion(tmp_path: Path) -> None:
+    source = tmp_path / "mine.onnx"
+    write_perceptron(source, opset=21)
+    with pytest.raises(UserError, match="newer than asked for") as told:
+        converted(source, section(18, 10, convert=False))
+    assert "export.options: {convert: true}" in told.value.remedy
+    with pytest.raises(UserError, match="must be true or false"):
+        converted(source, section(18, 10, convert="yes"))
+    with pytest.raises(UserError, match="no option 'convrt'"):
+        converted(source, section(18, 10, convrt=True))
+
+
+def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Path) -> None:
+    source = tmp_path / "mine.onnx"
+    write_perceptron(source, opset=27, ir_version=14)
+    web, old = Target(name="browser-wasm", max_opset=26), Target(name="old", max_opset=15, max_ir_version=8)
+    (told,) = brought_problems(source, section(18, 10, convert=False), (web, old))
+    assert "the file has opset 27 and IR version 14" in told
+    assert "convert: true" in told
+    assert brought_problems(source, section(18, 10), (web, old)) == []
+    first, second = brought_problems(source, section(28, 14, convert=False), (web, old))
+    assert first.startswith("target browser-wasm accepts opset <= 26, IR version <= 13; this model has opset 27")
+    assert first.endswith("set export.opset: 26 and export.ir_version: 13")
+    assert second.startswith("target old accepts opset <= 15")
+    write_softsign(source)
+    (told,) = brought_problems(source, section(), (CPU,))
+    assert told == "target cpu lacks operators: acme.ops::ScaledSoftsign at sign"
+
+
+def test_a_classifier_of_the_tutorials_is_told_what_its_maps_are(tmp_path: Path) -> None:
+    """skl2onnx gives probabilities as a sequence of maps unless it is told otherwise."""
+    data = load_iris()
+    model = LogisticRegression(max_iter=500).fit(data.data, data.target)
+    made = skl2onnx.to_onnx(model, data.data[:1].astype(np.float32), target_opset={"": 18, "ai.onnx.ml": 3})
+    made.ir_version = 10
+    source = tmp_path / "mine.onnx"
+    source.write_bytes(made.SerializeToString())
+    (told,) = brought_problems(source, section(18, 10, convert=False), (CPU,))
+    assert "output_probability is no tensor but a sequence" in told
+    assert "zipmap" in told
+    with pytest.raises(UserError, match="cannot be brought"):
+        converted(source, section(18, 10, convert=False))

@@ -1,0 +1,162 @@
+"""Functions in a process of their own: however they end, it is told, and this process goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from onnx_ops.adapters.isolation.shield import Fallen, shielded
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime, shielded_runtime
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.testing.models import rows, write_perceptron
+
+CPU = Target(name="cpu")
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def refuse() -> None:
+    raise UserError("no", remedy="Ask otherwise.")
+
+
+def stumble() -> None:
+    raise KeyError("nothing there")
+
+
+def segfault() -> None:
+    sys.stderr.write("last words\n")
+    ctypes.string_at(0)
+
+
+def abort() -> None:
+    os.abort()
+
+
+def leave() -> None:
+    os._exit(7)
+
+
+def hang() -> None:
+    while True:
+        pass
+
+
+def hang_in_c() -> None:
+    re.match(r"(a+)+$", "a" * 64 + "b")  # it holds the interpreter's lock, so that no thread of Python gets to run
+
+
+def eat() -> None:
+    held = []
+    while True:
+        held.append(np.ones(1 << 22))
+
+
+def chatter() -> None:
+    line = b"x" * 79 + b"\n"
+    for _ in range(300_000):
+        os.write(1, line)
+    os.abort()
+
+
+def test_what_it_returns_and_raises_comes_back() -> None:
+    assert shielded(double, 4) == 8
+    with pytest.raises(UserError, match="no") as refused:
+        shielded(refuse)
+    assert refused.value.remedy == "Ask otherwise."
+    with pytest.raises(Fallen, match="KeyError: 'nothing there'"):
+        shielded(stumble)
+
+
+@pytest.mark.parametrize(
+    ("work", "how"),
+    [
+        (segfault, f"ended by {signal.SIGSEGV.name}"),
+        (abort, f"ended by {signal.SIGABRT.name}"),
+        (leave, "ended with 7"),
+    ],
+)
+def test_a_crash_is_told_by_its_signal(work: object, how: str) -> None:
+    with pytest.raises(Fallen, match=how) as fallen:
+        shielded(work)  # type: ignore[arg-type]
+    if work is segfault:
+        assert "last words" in fallen.value.said
+        assert "segfault" in fallen.value.said  # the Python line under way
+
+
+@pytest.mark.parametrize("work", [hang, hang_in_c])
+def test_one_that_hangs_is_stopped_and_says_where(work: object) -> None:
+    with pytest.raises(Fallen, match=r"longer than 0\.5 s and was stopped") as fallen:
+        shielded(work, timeout=0.5)  # type: ignore[arg-type]
+    assert fallen.value.late
+    assert "hang" in fallen.value.said
+
+
+def test_one_that_eats_memory_has_a_limit() -> None:
+    with pytest.raises(Fallen, match=r"more memory than its limit of 0\.6 GB"):
+        shielded(eat, memory=600_000_000)
+
+
+def test_of_endless_output_the_end_is_kept() -> None:
+    with pytest.raises(Fallen) as fallen:
+        shielded(chatter)
+    assert "24 MB of output in all" in fallen.value.said
+    assert len(fallen.value.said) < 20_000
+
+
+def write_endless(path: Path) -> None:
+    """`y = x` after 2^62 rounds."""
+    same = helper.make_node("Identity", ["condition"], ["again"])
+    add = helper.make_node("Add", ["before", "before"], ["after"])
+    body = helper.make_graph(
+        [same, add],
+        "round",
+        [
+            helper.make_tensor_value_info("count", TensorProto.INT64, []),
+            helper.make_tensor_value_info("condition", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("before", TensorProto.FLOAT, ["batch"]),
+        ],
+        [
+            helper.make_tensor_value_info("again", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("after", TensorProto.FLOAT, ["batch"]),
+        ],
+    )
+    graph = helper.make_graph(
+        [helper.make_node("Loop", ["most", "", "x"], ["y"], body=body)],
+        "endless",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch"])],
+        [helper.make_tensor("most", TensorProto.INT64, [], [1 << 62])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+
+
+def test_a_session_that_hangs_is_told(tmp_path: Path) -> None:
+    write_endless(tmp_path / "endless.onnx")
+    with pytest.raises(MeasurementFailure, match="ONNX Runtime hangs") as told:
+        ShieldedRuntime(timeout=2).run(tmp_path / "endless.onnx", CPU, ({"x": np.ones(1, np.float32)},))
+    assert "2 s and was stopped" in told.value.why
+
+
+def test_a_shielded_runtime_answers_as_the_plain_one_does(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    feeds = (rows(3), rows(5))
+    plain, shield = OnnxRuntime(), shielded_runtime(OnnxRuntime(), 60)
+    assert isinstance(shield, ShieldedRuntime)
+    for one, other in zip(
+        plain.run(tmp_path / "model.onnx", CPU, feeds), shield.run(tmp_path / "model.onnx", CPU, feeds), strict=True
+    ):
+        np.testing.assert_array_equal(one["scores"], other["scores"])
+    assert shielded_runtime(shield) is shield

@@ -1,0 +1,205 @@
+"""Graph hygiene by three tools: the suite, the same answers, and what becomes of a tool that fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.adapters.optimizers.passes import PassOptimizer, SimplifyOptimizer, SlimOptimizer
+from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MissingPackage, StageFailure, UserError
+from onnx_ops.graph.files import nodes, read_structure
+from onnx_ops.graph.inspect import info
+from onnx_ops.ports import Optimizer, OptimizeRequest
+from onnx_ops.stages.compare import compare
+from onnx_ops.stages.probing import made_up, shared_inputs
+from onnx_ops.testing.models import write_convolution, write_perceptron
+from onnx_ops.testing.operators import write_softsign
+from onnx_ops.testing.optimizers import OptimizerSuite
+
+TOOLS = (SlimOptimizer, SimplifyOptimizer, PassOptimizer)
+CPU = Target(name="cpu")
+
+
+class TestSlim(OptimizerSuite):
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return Quantize(name="tidy", method="onnxslim")
+
+    @pytest.fixture
+    def optimizer(self) -> SlimOptimizer:
+        return SlimOptimizer()
+
+
+class TestSimplify(TestSlim):
+    @pytest.fixture
+    def optimizer(self) -> SimplifyOptimizer:  # type: ignore[override]
+        return SimplifyOptimizer()
+
+
+class TestPasses(TestSlim):
+    @pytest.fixture
+    def optimizer(self) -> PassOptimizer:  # type: ignore[override]
+        return PassOptimizer()
+
+
+def request_for(source: Path, **options: object) -> OptimizeRequest:
+    section = Quantize(name="tidy", method="tool", options=options)  # type: ignore[arg-type]
+    return OptimizeRequest(section=section, source=source, path=source.with_name("tidy.onnx"), calibration=None)
+
+
+def write_untidy(path: Path) -> None:
+    """`y = x * 2 + 1` on (batch, length, 4) with identities, a doubled subgraph, and sums of constants."""
+    draw = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(draw.standard_normal(4).astype(np.float32), name) for name in ("a", "b", "unused")
+    ]
+    made = [
+        helper.make_node("Identity", ["x"], ["x1"], name="same"),
+        helper.make_node("Add", ["a", "b"], ["c"], name="constant"),
+        helper.make_node("Mul", ["x1", "c"], ["left"], name="left"),
+        helper.make_node("Mul", ["x1", "c"], ["right"], name="right"),
+        helper.make_node("Add", ["left", "right"], ["sum"], name="sum"),
+        helper.make_node("Cast", ["sum"], ["cast"], name="cast", to=TensorProto.FLOAT),
+        helper.make_node("Identity", ["cast"], ["y"], name="last"),
+    ]
+    shape = ["batch", "length", 4]
+    graph = helper.make_graph(
+        made,
+        "untidy",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        weights,
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_an_untidy_graph_gets_smaller_and_answers_the_same(tool: type[Optimizer], tmp_path: Path) -> None:
+    request = request_for(tmp_path / "untidy.onnx")
+    write_untidy(request.source)
+    (note,) = tool().optimize(request)
+    before, after = (sum(1 for _ in nodes(read_structure(path))) for path in (request.source, request.path))
+    assert after < before == 7
+    assert f"7 nodes became {after}" in note
+    assert "times the size" in note
+    assert info(request.path).inputs == info(request.source).inputs
+    samples = made_up(shared_inputs(request.source, request.path), count=16, dims={"length": 3})
+    assert compare(ShieldedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_convolution_keeps_its_answers(tool: type[Optimizer], tmp_path: Path) -> None:
+    request = request_for(tmp_path / "model.onnx")
+    write_convolution(request.source)
+    tool().optimize(request)
+    samples = made_up(shared_inputs(request.source, request.path), count=16, dims={})
+    assert compare(ShieldedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_operators_that_nobody_knows_are_left_as_they_are(tool: type[Optimizer], tmp_path: Path) -> None:
+    request = request_for(tmp_path / "custom.onnx")
+    write_softsign(request.source)
+    tool().optimize(request)
+    assert [(n.domain, n.op_type) for n in read_structure(request.path).graph.node] == [("acme.ops", "ScaledSoftsign")]
+
+
+def test_passes_are_chosen_by_name(tmp_path: Path) -> None:
+    request = request_for(tmp_path / "untidy.onnx", passes=["eliminate_identity"])
+    write_untidy(request.source)
+    PassOptimizer().optimize(request)
+    assert [n.op_type for n in read_structure(request.path).graph.node] == ["Add", "Mul", "Mul", "Add", "Cast"]
+    kept = replace(request, section=replace(request.section, options={"skip": ["constant_folding"]}))
+    SlimOptimizer().optimize(kept)
+    assert "constant" in {n.name for n in read_structure(request.path).graph.node}
+
+
+@pytest.mark.parametrize(("tool", "option"), [(PassOptimizer, "passes"), (SlimOptimizer, "skip")])
+def test_a_pass_that_does_not_exist_is_refused(tool: type[Optimizer], option: str, tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="no pass is called 'fuze'") as refused:
+        tool().optimize(request_for(tmp_path / "model.onnx", **{option: ["fuze"]}))
+    assert "There are " in refused.value.remedy
+    with pytest.raises(UserError, match="no option is called"):
+        tool().optimize(request_for(tmp_path / "model.onnx", optons=["fuze"]))
+
+
+def crash(source: Path, result: Path, chosen: Sequence[str]) -> None:
+    sys.stderr.write("assertion failed in a pass\n")
+    os.abort()
+
+
+def hang(source: Path, result: Path, chosen: Sequence[str]) -> None:
+    time.sleep(60)
+
+
+def stumble(source: Path, result: Path, chosen: Sequence[str]) -> None:
+    raise RuntimeError("the graph must be sorted")
+
+
+def freeze(source: Path, result: Path, chosen: Sequence[str]) -> None:
+    model = onnx.load(source)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, result)
+
+
+@pytest.mark.parametrize(
+    ("clean", "why"),
+    [
+        (crash, "ended by SIGABRT\nassertion failed in a pass"),
+        (hang, "longer than 1 s and was stopped"),
+        (stumble, "RuntimeError: the graph must be sorted"),
+    ],
+)
+def test_a_tool_that_crashes_hangs_or_raises_is_an_error_of_this_variant(
+    clean: object, why: str, tmp_path: Path
+) -> None:
+    class Broken(PassOptimizer):
+        pass
+
+    Broken.clean = staticmethod(clean)  # type: ignore[assignment, arg-type]
+    write_perceptron(tmp_path / "model.onnx")
+    request = request_for(tmp_path / "model.onnx")
+    with pytest.raises(StageFailure, match="onnxoptimizer failed") as told:
+        Broken(timeout=1 if clean is hang else 60).optimize(request)
+    assert why in told.value.why
+    assert told.value.where == "variant tidy"
+    assert not request.path.exists()
+
+
+def test_a_tool_that_freezes_the_batch_is_refused(tmp_path: Path) -> None:
+    class Freezing(PassOptimizer):
+        clean = staticmethod(freeze)
+
+    write_perceptron(tmp_path / "model.onnx")
+    with pytest.raises(StageFailure, match="changed the model's inputs"):
+        Freezing().optimize(request_for(tmp_path / "model.onnx"))
+
+
+def miss(source: Path, result: Path, chosen: Sequence[str]) -> None:
+    from onnx_ops.adapters.optimizers import passes
+
+    sys.modules["onnxslim"] = None  # type: ignore[assignment]
+    passes._slim(source, result, chosen)
+
+
+def test_a_tool_that_is_not_installed_is_told_with_its_extra(tmp_path: Path) -> None:
+    class Missing(SlimOptimizer):
+        clean = staticmethod(miss)
+
+    write_perceptron(tmp_path / "model.onnx")
+    with pytest.raises(MissingPackage, match=r"onnx-ops\[passes\]"):
+        Missing().optimize(request_for(tmp_path / "model.onnx"))

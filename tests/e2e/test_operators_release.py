@@ -1,0 +1,101 @@
+"""A release whose model needs a library of operators: measured, served, restarted and rolled back with it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from e2e_project import ROOT, Project, until
+
+from onnx_ops.testing.operators import build_library, write_softsign
+
+pytestmark = pytest.mark.services
+
+PIPELINE = "configs/pipelines/softsign.yaml"
+TEXT = """\
+pipeline: softsign
+data:
+  test: {file: data/rows.npz, inputs: {x: x}}
+model: models/softsign.onnx
+export: {framework: onnx}
+benchmark: {targets: [TARGET]}
+register: {model: softsign, promote: auto}
+deploy: [{endpoint: softsign, target: TARGET}]
+"""
+
+
+@pytest.fixture
+def project(fresh_project: Project) -> Project:
+    root = fresh_project.root
+    for name in ("data", "models", "lib"):
+        (root / name).mkdir(exist_ok=True)
+    library = build_library(ROOT / "examples/custom_ops/softsign.c", root / "lib/libsoftsign.so")
+    rows = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+    np.savez(root / "data/rows.npz", x=rows)
+    write_softsign(root / "models/softsign.onnx")
+    (root / PIPELINE).write_text(TEXT.replace("TARGET", "cpu-acme"))
+    (root / "configs/targets/cpu-acme.yaml").write_text(
+        "name: cpu-acme\nproviders: [CPUExecutionProvider]\n"
+        f"custom_ops: {{path: lib/libsoftsign.so, digest: '{library.digest}', domains: [acme.ops]}}\n"
+    )
+    return fresh_project
+
+
+def answer(project: Project) -> list[float]:
+    (status,) = project.document("status", "softsign")
+    body = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
+    request = urllib.request.Request(f"{status['address']}/invocations", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        found: list[list[float]] = json.load(response)["predictions"]["y"]
+    return found[0]
+
+
+def served(project: Project) -> Path:
+    """The library that the endpoint's stable version came with."""
+    (status,) = project.document("status", "softsign")
+    stable: Any = status["roles"]["stable"]
+    (name,) = stable["custom_ops"]
+    return Path(stable["location"]) / name
+
+
+def tamper(path: Path) -> None:
+    changed = path.with_name("changed")
+    changed.write_bytes(path.read_bytes() + b"\0")
+    changed.replace(path)
+
+
+def test_the_operators_come_with_the_release(project: Project) -> None:
+    first = project.run(pipeline=PIPELINE)
+    assert first["choices"][0]["verdict"] == "pass"
+    assert answer(project) == [-1.0, 0.0, 1.5]
+    write_softsign(project.root / "models/softsign.onnx", scale=4.0)
+    project.run(pipeline=PIPELINE)
+    assert answer(project) == [-2.0, 0.0, 3.0]
+    (project.root / "lib/libsoftsign.so").unlink()  # neither a rollback nor a server needs the project's file
+    project.document("rollback", "softsign", "--reason", "test")
+    assert answer(project) == [-1.0, 0.0, 1.5]
+    library = served(project)
+    until(
+        lambda: not project.document("status", "softsign")[0]["registry_pending"], what="the rollback in the registry"
+    )
+    project.stop_endpoints()
+    tamper(library)
+    refused = project.document("reconcile", "softsign", code=5)
+    assert refused["error"] == "DigestMismatch"
+    assert "digest mismatch" in refused["what"]
+
+
+def test_a_tampered_library_stops_the_run_and_a_target_without_it_is_told_the_nodes(project: Project) -> None:
+    (project.root / PIPELINE).write_text(TEXT.replace("TARGET", "cpu-1t"))
+    failed = project.command("run", PIPELINE)
+    assert failed.returncode == 2, failed.stdout + failed.stderr
+    assert "acme.ops::ScaledSoftsign at sign" in failed.stdout + failed.stderr
+    (project.root / PIPELINE).write_text(TEXT.replace("TARGET", "cpu-acme"))
+    tamper(project.root / "lib/libsoftsign.so")
+    refused = project.command("run", PIPELINE)
+    assert refused.returncode == 4, refused.stdout + refused.stderr
+    assert "its digest is sha256:" in " ".join(refused.stdout.split())
