@@ -30,10 +30,14 @@ def standing(gates: Sequence[Gate], evidence: Evidence) -> Standing:
         size_bytes=evidence.size_bytes,
         ratio=_EQUAL if own else _ratio(evidence),
         metric=metric,
-        change=_NONE if own else _change(evidence, metric, lower=lower),
+        change=_NONE if own else _finite(_change(evidence, metric, lower=lower)),
         seconds=median / 1e9 if median and math.isfinite(median) else None,
         load=_load(evidence),
     )
+
+
+def _finite(found: Interval | None) -> Interval | None:
+    return found if found and all(map(math.isfinite, (found.estimate, found.low, found.high))) else None
 
 
 def _ratio(evidence: Evidence) -> Interval | None:
@@ -47,8 +51,11 @@ def _ratio(evidence: Evidence) -> Interval | None:
 
 def _change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
     for counts in evidence.metrics:
-        if (counts.metric, counts.against) == (metric, EXPORT) and counts.n:
-            estimate, low, high = tango_interval(counts.n, counts.only_baseline, counts.only_candidate)
+        if (counts.metric, counts.against) == (metric, EXPORT):
+            try:
+                estimate, low, high = tango_interval(counts.n, counts.only_baseline, counts.only_candidate)
+            except ValueError:  # impossible counts, which the gate tells
+                return None
             return Interval(estimate=estimate, low=low, high=high)
     for score in evidence.scores:
         if (score.metric, score.against) == (metric, EXPORT):
