@@ -18,7 +18,9 @@ import yaml
 from onnx_ops.cli.main import app
 
 FOLDER = Path(__file__).parents[1] / ".github" / "workflows"
-FILES = sorted(file for file in FOLDER.glob("*.yml") if "inputs:" in file.read_text(encoding="utf-8"))
+FILES = sorted(
+    file for file in FOLDER.glob("*.yml") if "workflow_dispatch:\n    inputs:" in file.read_text(encoding="utf-8")
+)
 """Those into which people type."""
 HOSTILE = "--help'; $(touch hacked) `touch hacked` \"\n-x"
 

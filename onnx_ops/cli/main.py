@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from onnx_ops.cli import (
+    affected,
     endpoints,
     inspecting,
     keys,
@@ -40,6 +41,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (PIPELINES, pipelines.check),
     (PIPELINES, pipelines.plan),
     (PIPELINES, pipelines.run),
+    (PIPELINES, affected.affected),
     (RELEASES, releases.explain),
     (RELEASES, report.report),
     (RELEASES, releases.promote),

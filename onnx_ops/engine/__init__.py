@@ -5,6 +5,17 @@ from __future__ import annotations
 from onnx_ops.engine.parts import Probe
 from onnx_ops.engine.planning import plan
 from onnx_ops.engine.run import Handler, InlineExecutor, RunResult, Silent, preview, run
-from onnx_ops.engine.usercode import code_digest
+from onnx_ops.engine.usercode import code_digest, code_files
 
-__all__ = ["Handler", "InlineExecutor", "Probe", "RunResult", "Silent", "code_digest", "plan", "preview", "run"]
+__all__ = [
+    "Handler",
+    "InlineExecutor",
+    "Probe",
+    "RunResult",
+    "Silent",
+    "code_digest",
+    "code_files",
+    "plan",
+    "preview",
+    "run",
+]

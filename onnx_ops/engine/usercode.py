@@ -13,7 +13,18 @@ _OURS = __name__.partition(".")[0]
 
 
 def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Digest:
-    """Digest of all the project's source that `package.module:function` can reach by import statements.
+    """Digest of all the project's source that `package.module:function` can reach, and of `depends`.
+
+    Raises:
+        NotFound, UserError: as for `code_files`.
+    """
+    return digest_json(code_files(reference, root, depends))
+
+
+def code_files(reference: str, root: Path, depends: tuple[str, ...] = ()) -> dict[str, Digest]:
+    """Each of the project's files that `package.module:function` can reach by import statements, and `depends`.
+
+    By path relative to `root`, with its digest.
 
     Modules outside `root` are left to the versions of installed packages, and this product's own to the revisions of
     its stages, wherever it lies.
@@ -37,7 +48,7 @@ def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Di
         if not file.is_file():
             raise NotFound(f"no file {name}", where="train.depends", remedy="Paths are relative to the project's root.")
         seen[name] = digest_file(file)
-    return digest_json(seen)
+    return seen
 
 
 def _collect(path: Path, root: Path, seen: dict[str, Digest]) -> None:

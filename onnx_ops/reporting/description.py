@@ -18,7 +18,8 @@ DESCRIPTION_LIMIT = 5000
 _REASON_LIMIT = 240
 _TABLE_HEAD = ("| gate | target | limit | figure | verdict | reason |", "|---|---|---|---|---|---|")
 _ESCAPES = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " "} | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "\n": " ", "\r": " "}
+    | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
 )
 _ESCAPED = re.compile(r"\\([\\|`*_\[\]])")
 
@@ -71,7 +72,7 @@ def version_description(
 
 def told_reason(description: str, target: str) -> str:
     """The reason that a description gives for its verdict about a target; empty if it gives none."""
-    told = re.search(rf"^\*\*[A-Z]+\*\* on {re.escape(_safe(target))}: (.*?) *$", description, re.MULTILINE)
+    told = re.search(rf"^\*\*[A-Z]+\*\* on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
     return html.unescape(_ESCAPED.sub(r"\1", told[1])) if told else ""
 
 
@@ -97,7 +98,7 @@ def _worst_first(decision: Decision) -> int:
 
 def _verdict_line(decision: Decision) -> str:
     verdict = decision.verdict.value.upper()
-    return f"**{verdict}** on {_safe(decision.target)}: {_safe(_cut(decision.reason))}  "
+    return f"**{verdict}** on {markdown(decision.target)}: {markdown(_cut(decision.reason))}  "
 
 
 def _markdown_row(row: ResultRow) -> str:
@@ -105,7 +106,7 @@ def _markdown_row(row: ResultRow) -> str:
     verdict = f"{row.verdict.value} (advisory)" if row.advisory else row.verdict.value
     figure = f"{row.figure} {row.interval}".strip()
     cells = (gate, row.target, row.limit, figure, verdict, _cut(row.reason))
-    return "| " + " | ".join(_safe(cell) for cell in cells) + " |"
+    return "| " + " | ".join(markdown(cell) for cell in cells) + " |"
 
 
 def _origin(variant: str, lineage: Lineage, evidence_run_url: str | None) -> str:
@@ -113,7 +114,7 @@ def _origin(variant: str, lineage: Lineage, evidence_run_url: str | None) -> str
     if lineage.git_sha:
         parts.append(f"commit {lineage.git_sha[:12]}")
     parts += [f"{name} data {short(digest)}" for name, digest in sorted(lineage.data.items())]
-    text = _safe(_cut(" · ".join(parts), 4 * _REASON_LIMIT))
+    text = markdown(_cut(" · ".join(parts), 4 * _REASON_LIMIT))
     return f"{text}\n\n[Evidence]({evidence_run_url})" if evidence_run_url else text
 
 
@@ -135,6 +136,6 @@ def _cut(text: str, limit: int = _REASON_LIMIT) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _safe(text: str) -> str:
-    """Text that Markdown and HTML leave as it is."""
+def markdown(text: str) -> str:
+    """Text that Markdown and HTML leave as it is, and that mentions nobody."""
     return text.translate(_ESCAPES)

@@ -62,6 +62,9 @@ class Inbox:
             def do_POST(self) -> None:
                 self._take()
 
+            def do_PATCH(self) -> None:
+                self._take()
+
             def log_message(self, *_: object) -> None:
                 pass
 

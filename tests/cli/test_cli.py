@@ -16,6 +16,7 @@ COMMANDS = [
     "check",
     "plan",
     "run",
+    "affected",
     "explain",
     "report",
     "inspect",

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from onnx_ops.adapters.exchange import exchange, host_of
+from onnx_ops.adapters.github import REPOSITORY, Repository, plain
 from onnx_ops.adapters.private import read_private
 from onnx_ops.domain.notification import Notification
-from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFound, UserError
 
 VARIABLES = ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN")
-API = "GITHUB_API_URL"
 LABEL = "onnx-ops"
 _FILE = "notify.github"
-_PLACE = re.compile(r"([A-Za-z0-9-]+/(?!\.\.?(?:#|$))[\w.-]+)(?:#([1-9][0-9]*))?", re.ASCII)
-_PAGES = 10
-"""Pages of a hundred open issues with our label that are looked through."""
+_PLACE = re.compile(rf"({REPOSITORY.pattern})(?:#([1-9][0-9]*))?", re.ASCII)
 
 
 class GitHubNotifier:
@@ -40,61 +36,41 @@ class GitHubNotifier:
         found = _PLACE.fullmatch(place)
         if found is None:
             raise UserError(f"github:{place} names no repository", remedy="Write github:owner/repository.")
-        self._repository, self._issue = found.groups()
+        name, self._issue = found.groups()
+        self._repository = Repository(name=name, token=self._token)
         self._file = state / _FILE
 
     def send(self, notification: Notification) -> None:
         issue = self._issue or self._open_issue(notification.endpoint)
         text = body(notification)
         if issue is not None:
-            self._ask("POST", f"issues/{issue}/comments", {"body": text})
+            self._repository.ask("POST", f"issues/{issue}/comments", {"body": text})
             return
         about = {
             "title": f"{LABEL}: endpoint {notification.endpoint}",
             "body": f"{_mark(notification.endpoint)}\n{text}",
             "labels": [LABEL],
         }
-        self._ask("POST", "issues", about)
+        self._repository.ask("POST", "issues", about)
 
     def check(self) -> str:
         self._token()
         issue = f" issue {self._issue}" if self._issue else " issues"
-        return f"to {self._repository}{issue} at {host_of(self._api(), API)}"
+        return f"to {self._repository.name}{issue} at {self._repository.host}"
 
     def _open_issue(self, endpoint: str) -> str | None:
         """The newest open issue that we made for the endpoint."""
-        for page in range(1, _PAGES + 1):
-            path = f"issues?state=open&labels={quote(LABEL)}&per_page=100&page={page}"
-            issues = self._ask("GET", path)
-            if not isinstance(issues, list):
-                raise ServiceUnavailable("answers something that is no list of issues", where=self._repository)
-            for issue in issues:
-                if "pull_request" not in issue and _mark(endpoint) in (issue.get("body") or ""):
-                    return str(int(issue["number"]))
-            if len(issues) < 100:
-                return None
+        for issue in self._repository.listed(f"issues?state=open&labels={quote(LABEL)}"):
+            if "pull_request" not in issue and _mark(endpoint) in (issue.get("body") or ""):
+                return str(int(issue["number"]))
         return None
-
-    def _ask(self, method: str, path: str, document: object = None) -> Any:
-        api = self._api()
-        host = host_of(api, API)
-        headers = {
-            "Authorization": f"Bearer {self._token()}",
-            "Accept": "application/vnd.github+json",
-            "X-GitHub-Api-Version": "2022-11-28",
-        }
-        url = f"{api}/repos/{self._repository}/{path}"
-        return exchange(method, url, document, host=f"{host} {self._repository}", headers=headers)
-
-    def _api(self) -> str:
-        return (os.environ.get(API) or "https://api.github.com").rstrip("/")
 
     def _token(self) -> str:
         for variable in VARIABLES:
             if token := os.environ.get(variable, "").strip():
-                return _plain(token, variable)
+                return plain(token, variable)
         try:
-            return _plain(read_private(self._file, "the GitHub token"), str(self._file))
+            return plain(read_private(self._file, "the GitHub token"), str(self._file))
         except FileNotFoundError as error:
             raise NotFound(
                 "there is no GitHub token for notifications",
@@ -122,9 +98,3 @@ def _inline(text: str) -> str:
 def _mark(endpoint: str) -> str:
     """By it an issue is found again, whatever its title has become."""
     return f"<!-- onnx-ops endpoint={endpoint} -->"
-
-
-def _plain(token: str, where: str) -> str:
-    if token.isascii() and token.isprintable() and " " not in token:
-        return token
-    raise UserError("that is no GitHub token", where=where, remedy="It has letters, digits and underscores only.")

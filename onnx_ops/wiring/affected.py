@@ -1,0 +1,119 @@
+"""Which pipelines a change touches: by their files, targets, data, models, and the code that they reach."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.domain.gate import MetricGate
+from onnx_ops.domain.pipeline import FileData, Pipeline
+from onnx_ops.engine import code_files
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, UserError
+from onnx_ops.settings import FILE
+from onnx_ops.spec.targets import FOLDER, load_target
+from onnx_ops.wiring.project import Project, check
+
+PIPELINES = Path("configs") / "pipelines"
+_POINTERS = (".dvc",)
+"""A large file may stand in the repository as a small one that names its content: `data.npz.dvc`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affected:
+    """A pipeline file, relative to the project's root, and the changed paths that it rests on.
+
+    `problem` says why it cannot be read; nobody knows then what it rests on, so that every change counts.
+    """
+
+    file: str
+    because: tuple[str, ...]
+    problem: str = ""
+
+
+def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]:
+    """The pipelines that rest on a changed path.
+
+    Args:
+        project: its pipelines are those in `configs/pipelines`.
+        changed: paths relative to the project's root; they need not exist any more.
+    """
+    root = project.settings.root
+    found = []
+    for path in sorted((root / PIPELINES).glob("*.yaml")):
+        name, problem = path.relative_to(root).as_posix(), ""
+        try:
+            rests_on = frozenset(_rests_on(project, name, check(project, path)))
+        except OnnxOpsError as error:
+            rests_on, problem = frozenset((name, *changed)), str(error)
+        because = tuple(sorted(one for one in changed if _touches(one, rests_on)))
+        if because:
+            found.append(Affected(file=name, because=because, problem=problem))
+    return tuple(found)
+
+
+def changed_since(root: Path, base: str) -> frozenset[str]:
+    """Paths that differ from where this branch left `base`, committed or not, relative to the project's root.
+
+    Raises:
+        UserError: there is no repository, or no such commit.
+        EnvironmentFailure: git failed.
+    """
+    if not _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{base}^{{commit}}", may_fail=True):
+        raise UserError(
+            f"git knows no commit {base!r}",
+            where=str(root),
+            remedy="Name a branch, tag or commit. A shallow clone has no history: fetch it, in GitHub's checkout with "
+            "`fetch-depth: 0`.",
+        )
+    fork = _git(root, "merge-base", "--end-of-options", base, "HEAD", may_fail=True).strip() or base
+    listed = _git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", fork, "--")
+    loose = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    return frozenset(name for name in (listed + loose).split("\0") if name)
+
+
+def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
+    """Paths of the project that shape what the pipeline gives; a folder stands for all in it."""
+    root = project.settings.root
+    yield from (name, FILE)
+    yield from ((FOLDER / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
+    for target in pipeline.benchmark.targets:
+        yield from (_inside(library.path, root) for library in load_target(target, root=root).custom_ops)
+    for section in pipeline.data.values():
+        if isinstance(section, FileData):
+            yield from _with_pointers(section.file)
+    if pipeline.model:
+        yield from _with_pointers(pipeline.model)
+    if pipeline.train is not None:
+        yield from code_files(pipeline.train.run, root, pipeline.train.depends)
+    for gate in pipeline.gates:
+        if isinstance(gate, MetricGate) and gate.use:
+            yield from code_files(gate.use, root)
+
+
+def _with_pointers(path: str) -> Iterator[str]:
+    yield path
+    yield from (f"{path}{suffix}" for suffix in _POINTERS)
+
+
+def _inside(path: str, root: Path) -> str:
+    place = Path(path)
+    return place.relative_to(root).as_posix() if place.is_relative_to(root) else path
+
+
+def _touches(changed: str, rests_on: frozenset[str]) -> bool:
+    return changed in rests_on or any(parent.as_posix() in rests_on for parent in Path(changed).parents)
+
+
+def _git(root: Path, *arguments: str, may_fail: bool = False) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False
+        )
+    except FileNotFoundError as error:
+        raise EnvironmentFailure("git is not installed", where=str(root)) from error
+    if done.returncode and not may_fail:
+        lines = done.stderr.strip().splitlines()
+        raise UserError("git does not answer", where=str(root), why=lines[-1] if lines else "it said nothing")
+    return done.stdout if done.returncode == 0 else ""

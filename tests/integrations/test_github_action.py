@@ -1,0 +1,244 @@
+"""The action's script as the workflow calls it: a real repository and pipeline, and a server that stands for GitHub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from onnx_ops import codec
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.errors import UserError
+from onnx_ops.integrations.github_action import MARK, RESULTS, main, read_event
+from onnx_ops.reporting.pull_request import Checked
+from onnx_ops.testing.inbox import Inbox, Letter, Reply
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "ghs_0123456789"  # noqa: S105 (nobody's)
+PIPELINE = """
+pipeline: iris
+data:
+  all: {{sklearn: iris}}
+train: {{run: "code.model:train"}}
+export: {{framework: sklearn}}
+validate: {{samples: {{data: all, limit: 150}}}}
+benchmark: {{targets: [cpu-1t]}}
+gates:
+  - {{kind: parity}}
+  - {{kind: size, max: {size}}}
+"""
+MODEL = """
+from sklearn.linear_model import LogisticRegression
+from .{module} import ROUNDS
+
+def train(data):
+    from sklearn.datasets import load_iris
+    x, y = load_iris(return_X_y=True)
+    return LogisticRegression(max_iter=ROUNDS).fit(x, y)
+"""
+
+
+@dataclass
+class GitHub:
+    """Checks and comments of one repository, as far as the action uses them."""
+
+    comments: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    read_only: bool = False
+
+    def __call__(self, letter: Letter) -> Reply:
+        assert letter.headers["authorization"] == f"Bearer {TOKEN}"
+        if self.read_only and letter.method != "GET":
+            return Reply(status=403, document={"message": "Resource not accessible by integration"})
+        path = letter.path.partition("?")[0].removeprefix("/repos/acme/models/")
+        match letter.method, path.split("/"):
+            case "GET", ["issues", "7", "comments"]:
+                return Reply(document=self.comments)
+            case "POST", ["issues", "7", "comments"]:
+                made = {"id": len(self.comments) + 1, "user": {"type": "Bot"}, **letter.document}
+                self.comments.append(made)
+                return Reply(status=201, document=made)
+            case "PATCH", ["issues", "comments", number]:
+                self.comments[int(number) - 1] |= letter.document
+                return Reply(document={})
+            case "POST", ["check-runs"]:
+                self.checks.append(letter.document)
+                return Reply(status=201, document={})
+            case _:
+                return Reply(status=404)
+
+
+@dataclass
+class Runner:
+    """A checkout in a job of GitHub's."""
+
+    root: Path
+    github: GitHub
+
+    def commit(self, message: str = "change") -> str:
+        for arguments in (("add", "-A"), ("commit", "--quiet", "--allow-empty", "-m", message)):
+            subprocess.run(["git", *arguments], cwd=self.root, check=True)
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=self.root, check=True, capture_output=True, text=True)
+        return found.stdout.strip()
+
+    def event(self, document: dict[str, Any]) -> None:
+        Path(os.environ["GITHUB_EVENT_PATH"]).write_text(json.dumps(document), encoding="utf-8")
+
+    def pull_request(self, base: str, head: str) -> None:
+        self.event({"pull_request": {"number": 7, "head": {"sha": head}, "base": {"sha": base}}})
+
+    def step(self, name: str, *arguments: str) -> int:
+        return main([name, "--folder", str(self.root.parent / "out"), *arguments])
+
+    def results(self) -> tuple[Checked, ...]:
+        return codec.loads((self.root.parent / "out" / RESULTS).read_bytes(), tuple[Checked, ...])
+
+    def summary(self) -> str:
+        return (self.root.parent / "summary").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+    root = tmp_path / "checkout"
+    write(root, "configs/pipelines/iris.yaml", PIPELINE.format(size="1 MB"))
+    write(root, "configs/targets/cpu-1t.yaml", (ROOT / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8"))
+    write(root, "code/__init__.py", "")
+    write(root, "code/model.py", MODEL.format(module="rounds"))
+    write(root, "code/rounds.py", "ROUNDS = 200\n")
+    write(root, "onnx-ops.toml", "")
+    write(root, ".gitignore", ".onnx-ops/\n__pycache__/\n")
+    subprocess.run(["git", "init", "--quiet", "-b", "main", str(root)], check=True)
+    for key, value in (("user.name", "tester"), ("user.email", "tester@example.org"), ("commit.gpgsign", "false")):
+        subprocess.run(["git", "config", key, value], cwd=root, check=True)
+    github = GitHub()
+    with Inbox(github).open() as inbox:
+        made = Runner(root, github)
+        environ = {
+            "GITHUB_API_URL": inbox.url,
+            "GITHUB_TOKEN": TOKEN,
+            "GITHUB_REPOSITORY": "acme/models",
+            "GITHUB_EVENT_PATH": str(tmp_path / "event.json"),
+            "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+            "GITHUB_OUTPUT": str(tmp_path / "output"),
+            "ONNX_OPS_SIGNING": "off",
+        }
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(root)
+        monkeypatch.setenv("GITHUB_SHA", made.commit("first"))
+        yield made
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text, encoding="utf-8")
+
+
+def test_code_that_a_pipeline_reaches_is_judged_and_told_once(runner: Runner) -> None:
+    base = os.environ["GITHUB_SHA"]
+    write(runner.root, "code/rounds.py", "ROUNDS = 300\n")
+    runner.pull_request(base, runner.commit())
+    assert (runner.step("run"), runner.step("publish", "--reports", "https://example.org/r")) == (0, 0)
+    (check,) = runner.github.checks
+    assert (check["conclusion"], check["output"]["title"]) == ("success", "1 passed")
+    assert (runner.root.parent / "out" / "iris.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    write(runner.root, "configs/pipelines/iris.yaml", PIPELINE.format(size="1 B"))
+    runner.pull_request(base, runner.commit())
+    assert (runner.step("run"), runner.step("publish")) == (0, 1)
+    assert runner.github.checks[1]["conclusion"] == "failure"
+    (comment,) = runner.github.comments
+    assert comment["body"].startswith(MARK)
+    assert "iris.yaml: FAIL" in comment["body"]
+    assert comment["body"].removeprefix(f"{MARK}\n") in runner.summary()
+    assert Path(os.environ["GITHUB_OUTPUT"]).read_text().splitlines() == ["verdict=pass", "verdict=fail"]
+
+
+def test_what_no_pipeline_rests_on_is_no_news(runner: Runner) -> None:
+    base = os.environ["GITHUB_SHA"]
+    write(runner.root, "README.md", "words")
+    runner.pull_request(base, runner.commit())
+    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    assert [check["conclusion"] for check in runner.github.checks] == ["skipped"]
+    assert runner.github.comments == []
+
+
+def test_what_cannot_be_measured_has_not_failed(runner: Runner) -> None:
+    base = os.environ["GITHUB_SHA"]
+    target = (runner.root / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8")
+    write(runner.root, "configs/targets/cpu-1t.yaml", target.replace("CPUExecution", "CUDAExecution"))
+    runner.pull_request(base, runner.commit())
+    assert (runner.step("run"), runner.step("publish")) == (0, 1)
+    (check,) = runner.github.checks
+    assert (check["conclusion"], check["output"]["title"]) == ("action_required", "1 could not be measured")
+    assert "CUDAExecutionProvider" in check["output"]["summary"]
+
+
+def test_a_file_that_is_wrong_is_told_with_its_place(runner: Runner) -> None:
+    base = os.environ["GITHUB_SHA"]
+    write(runner.root, "configs/pipelines/iris.yaml", "pipelin: iris\n")
+    runner.pull_request(base, runner.commit())
+    assert runner.step("run") == 0
+    (one,) = runner.results()
+    assert (one.verdict, "iris.yaml:1:1" in one.error) == (Verdict.ERROR, True)
+
+
+def test_a_token_that_may_only_read_costs_the_comment_and_nothing_else(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = os.environ["GITHUB_SHA"]
+    runner.github.read_only = True
+    write(runner.root, "code/rounds.py", "ROUNDS = 301\n")
+    runner.pull_request(base, runner.commit())
+    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    assert "The comment could not be written" in runner.summary()
+    assert "::warning title=onnx-ops::The check could not be written" in capsys.readouterr().out
+    assert TOKEN not in runner.summary()
+
+
+def test_a_push_is_compared_with_the_commit_before(runner: Runner) -> None:
+    before = os.environ["GITHUB_SHA"]
+    write(runner.root, "README.md", "words")
+    os.environ["GITHUB_SHA"] = runner.commit()
+    runner.event({"before": before, "head_commit": {"message": "@everyone `${{ }}`"}})
+    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    assert runner.github.checks[0]["head_sha"] == os.environ["GITHUB_SHA"]
+
+
+def test_a_new_branch_has_no_commit_before(runner: Runner) -> None:
+    runner.event({"before": "0" * 40})
+    assert read_event(os.environ).base == ""
+
+
+@pytest.mark.parametrize("document", [{"before": "--output=/etc/passwd"}, {"before": "main; rm -rf /"}])
+def test_what_is_no_commit_goes_nowhere_near_git(runner: Runner, document: dict[str, Any]) -> None:
+    runner.event(document)
+    with pytest.raises(UserError, match="is no commit"):
+        read_event(os.environ)
+
+
+def test_results_that_are_missing_are_said(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    runner.event({"before": "0" * 40})
+    assert runner.step("publish") == 2
+    assert "::error title=onnx-ops::" in capsys.readouterr().out
+
+
+def test_the_action_calls_this_script(runner: Runner, tmp_path: Path) -> None:
+    """The composite action's own lines, run by the shell that it names."""
+    action = yaml.safe_load((ROOT / ".github/actions/onnx-ops/action.yml").read_text(encoding="utf-8"))
+    steps = [step["run"] for step in action["runs"]["steps"] if "run" in step]
+    runner.event({"before": "0" * 40})
+    runner.commit("second")
+    environ = {**os.environ, "FOLDER": str(tmp_path / "out"), "SINCE": "", "REPORTS": ""}
+    path = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    for step in steps:
+        done = subprocess.run(["bash", "-ec", step], env={**environ, "PATH": path}, check=False)
+        assert done.returncode == 0
+    assert [check["conclusion"] for check in runner.github.checks] == ["skipped"]

@@ -1,0 +1,47 @@
+"""The page about a commit: the worst first, nobody mentioned, never too long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.release import Choice
+from onnx_ops.reporting.pull_request import LIMIT, Checked, overall, page, title
+
+RESULT = GateResult(gate="size", metric="", limit="1 MB", verdict=Verdict.FAIL, reason="too large")
+
+
+def checked(verdict: Verdict, reason: str = "because", results: int = 1, file: str = "a.yaml") -> Checked:
+    decision = Decision(variant="fp32", target="cpu-1t", results=(replace(RESULT, reason=reason),) * results)
+    choice = Choice(target="cpu-1t", variant=None, verdict=verdict, reason=reason)
+    return Checked(file=file, because=("x.py",), verdict=verdict, choices=(choice,), decisions=(decision,))
+
+
+def test_the_worst_comes_first_and_is_the_verdict_of_all() -> None:
+    several = [checked(verdict, file=f"{verdict.value}.yaml") for verdict in Verdict]
+    text = page(several, commit="abc1234")
+    places = [text.index(f"{verdict.value}.yaml") for verdict in sorted(Verdict, key=lambda v: -v.rank)]
+    assert places == sorted(places)
+    assert overall(several) is Verdict.FAIL
+    assert title(several) == "1 failed, 1 could not be measured, 1 inconclusive, 1 passed"
+
+
+def test_nothing_touched_is_no_verdict() -> None:
+    assert overall([]) is None
+    assert title([]) == "no pipeline is touched by this change"
+
+
+@given(st.text(max_size=300))
+def test_what_others_wrote_mentions_nobody_and_breaks_no_table(text: str) -> None:
+    plain = page([checked(Verdict.PASS)], commit="abc1234")
+    told = page([checked(Verdict.PASS, f"@team | <b>{text}")], commit="abc1234")
+    assert "@" not in told
+    assert told.count("<") == plain.count("<")
+
+
+@given(st.integers(1, 40), st.integers(1, 300))
+def test_it_always_fits(pipelines: int, results: int) -> None:
+    assert len(page([checked(Verdict.FAIL, "long " * 40, results)] * pipelines, commit="abc1234")) <= LIMIT
