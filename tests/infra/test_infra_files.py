@@ -15,6 +15,7 @@ from pycep import BicepParser
 
 COMPOSE = INFRA / "compose" / "compose.yaml"
 DOCKERFILE = INFRA / "docker" / "Dockerfile"
+GITHUB = INFRA.parent / ".github"
 BICEP = INFRA / "azure" / "onnx-ops.bicep"
 CORE_OF_THE_SERVER = {"annotated-types", "cattrs", "typing-extensions"}
 
@@ -25,8 +26,11 @@ CORE_OF_THE_SERVER = {"annotated-types", "cattrs", "typing-extensions"}
         ("hadolint", "--failure-threshold", "style", DOCKERFILE),
         ("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE),
         ("cfn-lint", "--non-zero-exit-code", "informational", INFRA / "aws" / "onnx-ops.yaml"),
+        ("zizmor", "--offline", "--quiet", GITHUB),
+        ("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *sorted(GITHUB.glob("workflows/*.yml"))),
+        ("check-jsonschema", "--builtin-schema", "vendor.github-actions", *GITHUB.glob("actions/*/action.yml")),
     ],
-    ids=lambda command: command[0],
+    ids=lambda command: f"{command[0]}-{command[2]}",
 )
 def test_its_tool_has_nothing_to_say(command: tuple[str, ...]) -> None:
     done = tool(*command)
@@ -38,6 +42,11 @@ def test_its_tool_has_nothing_to_say(command: tuple[str, ...]) -> None:
     [
         ("hadolint", "FROM python\nRUN cd /src && sudo make\n", ()),
         ("check-jsonschema", "services: {one: {imag: two}}\n", ("--builtin-schema", "vendor.compose-spec")),
+        (
+            "zizmor",
+            "on: push\njobs: {a: {runs-on: x, steps: [{run: 'echo ${{ github.head_ref }}'}]}}\n",
+            ("--offline",),
+        ),
         ("cfn-lint", "Resources: {One: {Type: 'AWS::S3::Bucket', Properties: {Bucketname: two}}}\n", ()),
     ],
 )
