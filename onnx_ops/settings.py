@@ -52,6 +52,10 @@ class Settings:
         return self.state / "models"
 
     @property
+    def environments(self) -> Path:
+        return self.state / "environments"
+
+    @property
     def webhook_secret(self) -> Path:
         return self.state / "webhook.secret"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from onnx_ops.domain.ledger import fold
 from onnx_ops.errors import NotFound, OnnxOpsError
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.operations.status import status
-from onnx_ops.ports import Diagnosing
+from onnx_ops.ports import Diagnosing, HousedRuntime
 from onnx_ops.settings import Settings
 from onnx_ops.wiring.project import Project, check
 
@@ -99,7 +99,13 @@ def _plugins(project: Project) -> Iterator[Finding]:
             missing = [tool for tool in _tools(kind, name) if not _installed(tool)]
             found = f"needs {', '.join(missing)}" if missing else "ready"
             # A framework that nobody uses here is no fault.
-            yield Finding(check=f"{kind} {name}", ok=True, found=found)
+            yield from tuple(_own(kind, name)) or (Finding(check=f"{kind} {name}", ok=True, found=found),)
+
+
+def _own(kind: str, name: str) -> Iterable[Finding]:
+    """What a runtime finds itself."""
+    found = plugins.load(kind, name) if kind == "runtimes" else None
+    return found.diagnose() if isinstance(found, HousedRuntime) else ()
 
 
 def _tools(kind: str, name: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.structure import ActivationMeasurement, Advice, Int8Coverage, SourceLimits, TreeStructure
 from onnx_ops.domain.target import HardwareFingerprint
 
-EVIDENCE_SCHEMA = 2
+EVIDENCE_SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,8 @@ class LatencyComparison:
     """Paired latency of the variant (B) against another model (A) on one machine, now.
 
     `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i; `self_log_ratios` the same
-    for A against itself, the measure of the host's noise.
+    for A against itself, the measure of the host's noise. Each run is the mean of `calls` inferences, more than one
+    where the target's clock is too coarse.
     """
 
     against: str
@@ -137,6 +138,7 @@ class LatencyComparison:
     self_log_ratios: tuple[tuple[float, ...], ...]
     runs: int
     preempted: int
+    calls: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +213,10 @@ class Starts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeFacts:
-    """What really ran: the providers asked for and used, and how many nodes each one took."""
+    """What really ran: the providers asked for and used, and how many nodes each one took.
+
+    `clock_resolution_ns` is the shortest step of the clock that times runs, measured; None in older evidence.
+    """
 
     runtime: str
     version: str
@@ -219,6 +224,7 @@ class RuntimeFacts:
     used: tuple[str, ...]
     nodes: Mapping[str, int]
     build: str = ""
+    clock_resolution_ns: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
+from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
 from onnx_ops.domain.quantities import Bytes, Fraction, Json, Seconds
 from onnx_ops.domain.rollout import RolloutPolicy
@@ -66,21 +67,6 @@ class PluginData:
 
 
 DataSection: TypeAlias = FileData | SklearnData | PluginData
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """Where a framework runs whose packages this installation does not hold. The host's own is never changed."""
-
-    requirements: Annotated[tuple[str, ...], doc("Packages, as pip takes them; those of the exporter if empty.")] = ()
-    python: Annotated[str | None, doc("Python version, such as '3.12'; that of this installation if left out.")] = None
-    memory: Annotated[Bytes | None, doc("Most memory of its process; what the machine has if left out.")] = None
-    timeout: Annotated[Seconds | None, doc("Longest single answer of its process.")] = None
-    isolated: Annotated[bool, doc("false: in this installation, whatever the exporter brings.")] = True
-
-    def content(self) -> dict[str, Json]:
-        """What shapes a result: how much memory and time there is does not."""
-        return {"requirements": list(self.requirements), "python": self.python, "isolated": self.isolated}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

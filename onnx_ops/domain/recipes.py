@@ -10,6 +10,9 @@ from onnx_ops.domain.search import Recipe
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
 CPU = "CPUExecutionProvider"
+_CPUS = frozenset({CPU, "cpu"})
+WASM = "wasm"
+"""WebAssembly: products of small numbers are widened to 16 bits before they are added up."""
 
 ACTIVATIONS = ("uint8", "int8", "uint16")
 WEIGHTS = ("int8", "uint8")
@@ -61,7 +64,10 @@ class StaticRecipe:
 def arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmetic:
     """Read off the machine's flags and the target's first provider."""
     flags = set(hardware.cpu_flags)
-    if target.providers[0].name != CPU:
+    provider = target.providers[0].name
+    if provider == WASM:
+        return Arithmetic(family="other")
+    if provider not in _CPUS:
         return Arithmetic(family="accelerator", fp16=True)
     machine = hardware.machine.lower()
     if machine in ("x86_64", "amd64", "i686"):

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, MinLen, Predicate, doc
 
 from onnx_ops.domain.artifact import Digest, digest_json, is_digest
+from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.quantities import Amount, Json
 
 GraphLevel = Literal["disabled", "basic", "extended", "all"]
@@ -62,6 +63,7 @@ class Target:
     max_ir_version: Annotated[int, Ge(3), doc("Newest IR version that this runtime build accepts.")] = 13
     requires_cpu_flags: Annotated[tuple[str, ...], doc("CPU features without which figures mean nothing.")] = ()
     custom_ops: Annotated[tuple[CustomOps, ...], doc("Libraries of operators that sessions register.")] = ()
+    env: Annotated[Environment | None, doc("The runtime build lives in an environment of its own.")] = None
     dedicated: Annotated[bool, doc("Nothing else runs here: absolute latency gates are enforced.")] = False
     price_per_hour: Annotated[Amount | None, doc("What an hour of it costs, in any currency; for `prefer: cost`.")] = (
         None
@@ -75,8 +77,10 @@ class Target:
 def _measured(target: Target) -> Json:
     session = target.session
     libraries = {"custom_ops": sorted(library.digest for library in target.custom_ops)} if target.custom_ops else {}
+    environment: dict[str, Json] = {} if target.env is None else {"env": target.env.content()}
     return {
         **libraries,
+        **environment,
         "runtime": target.runtime,
         "providers": [{"name": p.name, "options": dict(p.options)} for p in target.providers],
         "session": [

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Environment, Pipeline, Stage, StageKind
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.pipeline import DataSection, Environment, Export, Quantize
+from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.pipeline import DataSection, Export, Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import CustomOps, HardwareFingerprint, Target
@@ -256,11 +258,14 @@ class RaceSamples:
     `probe`, of the same shape, is how long a short piece of work that is always the same took right before or right
     after each run on its core, the longer of the two: it tells how fast the machine was just then. None where a
     runtime has no such probe.
+
+    `calls`: each sample is the mean of so many runs, one right after the other, where the clock is too coarse for one.
     """
 
     nanoseconds: Array
     preempted: Array
     probe: Array | None = None
+    calls: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +325,11 @@ class StartSamples:
 
 
 class Runtime(Protocol):
-    """Runs ONNX files on one kind of target."""
+    """Runs ONNX files on one kind of target.
+
+    Where it does so in another process, every method raises StageFailure if that ended, or did not answer in time: that
+    says nothing about the model.
+    """
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         """The machine and runtime build, found without importing the runtime."""
@@ -360,6 +369,19 @@ class Runtime(Protocol):
         Raises:
             MeasurementFailure: a process crashed, or could not run its model.
         """
+        ...
+
+
+@runtime_checkable
+class HousedRuntime(Runtime, Protocol):
+    """A runtime whose packages may live in environments of their own."""
+
+    def housed(self, folder: Path) -> Runtime:
+        """The same, with its environments below a folder."""
+        ...
+
+    def diagnose(self) -> Iterable[Finding]:
+        """What it needs of this machine beside those, and whether that is here. Changes nothing."""
         ...
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onnx_ops import codec
-from onnx_ops.domain.pipeline import Environment, Stage
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.ports import Exporter, Ports, SessionExporter
 

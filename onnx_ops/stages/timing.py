@@ -116,6 +116,7 @@ def time_against(race: Race) -> tuple[LatencyComparison, Raw]:
         self_log_ratios=itself,
         runs=sum(int(look.nanoseconds.size) for look in looks),
         preempted=sum(int(look.preempted.sum()) for look in looks),
+        calls=max(look.calls for look in looks),
     )
     return comparison, {
         f"{race.against}/look-{number}/{name}": array

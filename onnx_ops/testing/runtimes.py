@@ -40,11 +40,15 @@ class RuntimeSuite:
         assert set(facts.asked) <= set(facts.used)
         assert sum(facts.nodes.values()) > 0
         assert set(facts.nodes) <= set(facts.used)
+        assert facts.version[0].isdecimal()
+        assert facts.clock_resolution_ns is not None
+        assert 0 < facts.clock_resolution_ns < 1e6
 
     def test_batches_are_answered_in_order_by_output_name(self, runtime: Runtime, target: Target, file: Path) -> None:
-        feeds = (rows(1), rows(5), rows(17))
+        feeds = (rows(1), rows(5), rows(0), rows(17))
         answers = runtime.run(file, target, feeds)
-        assert [answer["scores"].shape for answer in answers] == [(1, CLASSES), (5, CLASSES), (17, CLASSES)]
+        assert [answer["scores"].shape for answer in answers] == [(len(feed["x"]), CLASSES) for feed in feeds]
+        assert {answer["scores"].dtype for answer in answers} == {np.dtype(np.float32)}
         alone = runtime.run(file, target, (feeds[1],))[0]["scores"]
         np.testing.assert_array_equal(answers[1]["scores"], alone)
 
@@ -60,6 +64,7 @@ class RuntimeSuite:
         samples = runtime.race((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 3, 4)
         assert samples.probe is None or samples.probe.shape == (2, 3, 3, 4)
+        assert samples.calls >= 1
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
     def test_windows_of_requests_are_timed_for_all_models(self, runtime: Runtime, target: Target, file: Path) -> None:
@@ -104,8 +109,13 @@ class RuntimeSuite:
         with pytest.raises(MeasurementFailure):
             runtime.sample(file, target, {"y": rows(1)["x"]}, runs=1, warmup=0)
         with pytest.raises(MeasurementFailure):
+            runtime.facts(broken, target)
+        with pytest.raises(MeasurementFailure):
+            runtime.race((file, broken), target, rows(1), RaceSchedule(heats=1))
+        with pytest.raises(MeasurementFailure):
             runtime.under_load((file, file), target, wrong, ONE_WINDOW)
         with pytest.raises(MeasurementFailure):
             runtime.starts((broken, file), target, rows(1), StartSchedule(heats=1))
         with pytest.raises(MeasurementFailure):
             runtime.starts((file, file), target, wrong, StartSchedule(heats=1))
+        assert len(runtime.run(file, target, (rows(1),))) == 1  # what was refused has spoilt nothing

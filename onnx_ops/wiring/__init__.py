@@ -18,7 +18,18 @@ from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import UserError
-from onnx_ops.ports import EndpointProvider, Exporters, MetricsSource, Notifier, Ports, Registry, Signer, Verifier
+from onnx_ops.ports import (
+    EndpointProvider,
+    Exporters,
+    HousedRuntime,
+    MetricsSource,
+    Notifier,
+    Ports,
+    Registry,
+    Runtime,
+    Signer,
+    Verifier,
+)
 from onnx_ops.settings import Settings
 
 T = TypeVar("T")
@@ -46,7 +57,7 @@ def connect(settings: Settings) -> Ports:
         metrics=lambda config: _metrics(config, provider),
         exporter=lambda name, env=None: _exporters(settings)(name, env),
         optimizer=functools.cache(lambda name: plugins.load("optimizers", name)),
-        runtime=functools.cache(lambda name: plugins.load("runtimes", name)),
+        runtime=functools.cache(lambda name: _runtime(settings, name)),
         source=functools.cache(lambda name: plugins.load("data", name)),
         notifiers=_once(lambda: _notifiers(settings)),
         git_sha=_once(lambda: git_sha(settings.root)),
@@ -60,6 +71,11 @@ def _exporters(settings: Settings) -> Exporters:
     from onnx_ops.wiring.exporters import exporters
 
     return exporters(settings)
+
+
+def _runtime(settings: Settings, name: str) -> Runtime:
+    found: Runtime = plugins.load("runtimes", name)
+    return found.housed(settings.environments) if isinstance(found, HousedRuntime) else found
 
 
 def git_sha(root: Path) -> str:

@@ -8,7 +8,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.isolation.environments import Environments, find_uv
 from onnx_ops.adapters.isolation.exporter import IsolatedExporter
 from onnx_ops.adapters.isolation.process import Limits
-from onnx_ops.domain.pipeline import Environment
+from onnx_ops.domain.environment import Environment
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Exporter, Exporters
 from onnx_ops.settings import Settings
@@ -23,7 +23,7 @@ def exporters(settings: Settings) -> Exporters:
         wanted = environment(found, env)
         if wanted is None:
             return found
-        environments = Environments(folder=settings.state / "environments", uv=find_uv())
+        environments = Environments(folder=settings.environments, uv=find_uv())
         return IsolatedExporter(
             exporter=plugins.find("exporters", name).value,
             python=lambda: environments.python(wanted),

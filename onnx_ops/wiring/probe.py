@@ -60,6 +60,8 @@ class ProjectProbe:
                 return self.ports.exporter(name).tools
             case "optimizers":
                 return self.ports.optimizer(name).tools
+            case "runtimes":
+                return tuple(getattr(self.ports.runtime(name), "tools", (name,)))
             case _:
                 return (name,)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.environments import BASE, MARKER, Environments, find_uv
-from onnx_ops.domain.pipeline import Environment
+from onnx_ops.adapters.isolation.environments import BASE, Environments, find_uv
+from onnx_ops.adapters.isolation.places import MARKER
+from onnx_ops.domain.environment import Environment
 from onnx_ops.errors import NotFound, StageFailure, UserError
 
 UNREACHABLE = {
@@ -104,7 +105,7 @@ def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path:
     code = f"""
 from pathlib import Path
 from onnx_ops.adapters.isolation.environments import Environments
-from onnx_ops.domain.pipeline import Environment
+from onnx_ops.domain.environment import Environment
 Environments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
 """
     environments = Environments(folder=tmp_path / "e", base=())

@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.adapters.exporters.paddle import PaddleExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.isolation.exporter import IsolatedExporter
-from onnx_ops.domain.pipeline import Environment
+from onnx_ops.domain.environment import Environment
 from onnx_ops.errors import UserError
 from onnx_ops.ports import TracingExporter, TrainingExporter, TreeExporter
 from onnx_ops.settings import load_settings

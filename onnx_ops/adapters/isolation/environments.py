@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from onnx_ops.adapters.isolation.output import last_lines
-from onnx_ops.adapters.objects import durable_file
+from onnx_ops.adapters.isolation.places import made_once, run_installer
 from onnx_ops.domain.artifact import digest_json
-from onnx_ops.domain.pipeline import Environment
-from onnx_ops.errors import NotFound, StageFailure, UserError
-
-MARKER = "onnx-ops.json"
-"""Written last: an environment without it was being made when its maker died."""
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import NotFound, UserError
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
 """What the inner side of the protocol imports, beside this package itself. `onnx` and `numpy` stay loose: the
@@ -60,12 +53,9 @@ class Environments:
             StageFailure: the packages could not be installed.
         """
         place = self.place(wanted)
-        with _locked(place.with_suffix(".lock")):
-            python = place / "bin" / "python"
-            if not ((place / MARKER).is_file() and python.exists()):
-                shutil.rmtree(place, ignore_errors=True)
-                self._make(place, wanted)
-            return python
+        python = place / "bin" / "python"
+        made_once(place, python, lambda: self._make(place, wanted))
+        return python
 
     def place(self, wanted: Environment) -> Path:
         """Where the environment is, or would be."""
@@ -80,22 +70,19 @@ class Environments:
         held = sorted({*self.base, *wanted.requirements})
         return self.folder / digest_json([_LAYOUT, python, held]).removeprefix("sha256:")[:16]
 
-    def _make(self, place: Path, wanted: Environment) -> None:
-        place.parent.mkdir(parents=True, exist_ok=True)
+    def _make(self, place: Path, wanted: Environment) -> Mapping[str, Json]:
         requirements = [*self.base, *wanted.requirements]
-        python = str(place / "bin" / "python")
+        python, clean = str(place / "bin" / "python"), clean_environ()
         if self.uv:
-            _run([self.uv, "venv", "--quiet", "--python", wanted.python or sys.executable, str(place)])
-            _run([self.uv, "pip", "install", "--quiet", "--python", python, *requirements])
-            freeze = _run([self.uv, "pip", "freeze", "--quiet", "--python", python])
+            run_installer([self.uv, "venv", "--quiet", "--python", wanted.python or sys.executable, str(place)], clean)
+            run_installer([self.uv, "pip", "install", "--quiet", "--python", python, *requirements], clean)
+            freeze = run_installer([self.uv, "pip", "freeze", "--quiet", "--python", python], clean)
         else:
-            _run([_interpreter(wanted.python), "-m", "venv", str(place)])
+            run_installer([_interpreter(wanted.python), "-m", "venv", str(place)], clean)
             pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-            _run([*pip, "install", "--quiet", *requirements])
-            freeze = _run([*pip, "freeze", "--all"])
-        document = {"requirements": requirements, "python": wanted.python, "installed": freeze.split()}
-        with durable_file(place / MARKER) as temporary:
-            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
+            run_installer([*pip, "install", "--quiet", *requirements], clean)
+            freeze = run_installer([*pip, "freeze", "--all"], clean)
+        return {"requirements": requirements, "python": wanted.python, "installed": freeze.split()}
 
 
 def find_uv() -> str | None:
@@ -119,30 +106,3 @@ def _interpreter(asked: str | None) -> str:
             remedy="Install it, or install uv, which brings it.",
         )
     return found
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(
-        command,
-        env=clean_environ(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    if done.returncode:
-        raise StageFailure(
-            "its environment cannot be made",
-            where="env.requirements",
-            why=last_lines(done.stdout),
-            remedy="Mend the requirements, or look whether the package index can be reached; then run again.",
-        )
-    return done.stdout.decode("utf-8", errors="replace")

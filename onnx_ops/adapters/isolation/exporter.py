@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops import codec
+from onnx_ops.adapters.isolation.interpreter import interpreter
 from onnx_ops.adapters.isolation.process import Limits, Process
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFound
 from onnx_ops.ports.models import Array, Dataset, ExportRequest, Tensors
 
-PACKAGE = "onnx_ops"
+INSIDE = "onnx_ops.adapters.isolation.inside_exporter"
 
 PATIENCE_S = 1800.0
 """Seconds for an export or an answer where `env.timeout` says nothing. Training takes as long as it takes."""
@@ -109,19 +109,10 @@ class IsolatedExporter:
         return self.limits.timeout or PATIENCE_S
 
     def _start(self, where: str) -> Process:
-        packages = {name: _package(name) for name in {PACKAGE, self.exporter.partition(".")[0].partition(":")[0]}}
-        process = Process(self.python(), packages, self.limits, where)
+        package = self.exporter.partition(".")[0].partition(":")[0]
+        process = Process(interpreter(self.python(), INSIDE, (package,)), self.limits, where)
         process.ask("start", timeout=self._timeout, exporter=self.exporter, root=str(self.root.resolve()))
         return process
-
-
-def _package(name: str) -> Path:
-    """The folder or file of a top-level package or module of this installation."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise NotFound(f"package {name} has no file", remedy="An isolated exporter must be a module or a package.")
-    path = Path(spec.origin)
-    return path.parent if path.name == "__init__.py" else path
 
 
 def _remote(model: object) -> Remote:

@@ -6,24 +6,26 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.isolation.environments import clean_environ
+from onnx_ops.adapters.isolation.interpreter import Command
 from onnx_ops.adapters.isolation.output import Tail, ending
 from onnx_ops.errors import StageFailure, from_document
 
 GRACE_S = 5.0
-"""Seconds that a process gets, after its time is up, to say where it hangs."""
+"""Seconds that a process gets, after its time is up, to say where it hangs; and to end when it is asked to."""
 
-_MAIN = "import sys; sys.path.insert(0, sys.argv[1]); from onnx_ops.adapters.isolation.inside import main; main()"
+_STEP_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,32 +38,28 @@ class Limits:
 
 
 class Process:
-    """One interpreter. It sees this package and `packages`, the standard library, and what its environment holds.
+    """One process and whatever it starts, in a group of its own.
 
     Args:
-        python: the interpreter.
-        packages: what it may import of this installation: name -> the folder or file of the package.
+        command: what to start. It reads requests from standard input, writes answers to the descriptor that it is told,
+            ends when its standard input does, and should keep the limit of memory.
         limits: of memory; the time-out is given with each request.
-        where: the stage or section that errors name.
+        where: the stage, section or target that errors name.
     """
 
-    def __init__(self, python: Path, packages: Mapping[str, Path], limits: Limits, where: str) -> None:
+    def __init__(self, command: Command, limits: Limits, where: str) -> None:
         self._where = where
         self._limits = limits
         self._memory = limits.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._scratch = tempfile.TemporaryDirectory(prefix="onnx-ops-")
-        visible = Path(self._scratch.name) / "packages"
-        visible.mkdir()
-        for name, path in packages.items():
-            (visible / (name if path.is_dir() else path.name)).symlink_to(path)
+        self._scratch = tempfile.TemporaryDirectory(prefix="onnx-ops-", ignore_cleanup_errors=True)
         answers, inner = os.pipe()
         self._process = subprocess.Popen(
-            [str(python), "-I", "-c", _MAIN, str(visible), str(inner), str(self._memory)],
+            command(Path(self._scratch.name), inner, self._memory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(inner,),
-            env=clean_environ(),
+            env={**clean_environ(), "TMPDIR": self._scratch.name},
             cwd=self._scratch.name,
             start_new_session=True,
         )
@@ -69,6 +67,11 @@ class Process:
         self._answers = os.fdopen(answers, "rb", buffering=0)
         self._tail = Tail(self._process.stdout)  # type: ignore[arg-type]
         self._end = weakref.finalize(self, _end, self._process, self._answers, self._scratch)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked again."""
+        return self._end.alive and self._process.poll() is None
 
     @property
     def folder(self) -> Path:
@@ -140,10 +143,36 @@ class Process:
 
 
 def _end(process: subprocess.Popen[bytes], answers: Any, scratch: tempfile.TemporaryDirectory[str]) -> None:
+    """Ask it to end, which closes what it has opened (a browser); then end it, and whatever is left of its group."""
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()  # type: ignore[union-attr]
+    _wait_until(lambda: _has_ended(process), GRACE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()  # type: ignore[union-attr]
     answers.close()
+    _wait_until(lambda: _removed(scratch), GRACE_S)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Without taking its exit code, so that nobody else gets the number of its group."""
+    if process.returncode is not None:
+        return True
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return True
+
+
+def _removed(scratch: tempfile.TemporaryDirectory[str]) -> bool:
+    """Whether it is gone; processes of other groups that end just now may still write into it."""
+    shutil.rmtree(scratch.name, ignore_errors=True)
+    if Path(scratch.name).exists():
+        return False
     scratch.cleanup()
+    return True
+
+
+def _wait_until(done: Callable[[], bool], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_STEP_S)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.errors import MeasurementFailure
 
 SPEED_FLAGS = (
     "amx_bf16",
@@ -39,13 +40,17 @@ SPEED_FLAGS = (
 """CPU features that ONNX Runtime's kernels choose by; the others change nothing that is measured."""
 
 
-def fingerprint(runtime: str, distribution: str) -> HardwareFingerprint:
-    """What figures of a runtime are bound to here; the runtime itself is not imported."""
-    model, flags = _cpu()
+def installed(distribution: str) -> str:
+    """Version of a distribution of this installation; nothing is imported."""
     try:
-        found = version(distribution)
+        return version(distribution)
     except PackageNotFoundError:
-        found = "not installed"
+        return "not installed"
+
+
+def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:
+    """What figures of a runtime are bound to here."""
+    model, flags = _cpu()
     return HardwareFingerprint(
         machine=platform.machine(),
         cpu_model=model,
@@ -53,13 +58,27 @@ def fingerprint(runtime: str, distribution: str) -> HardwareFingerprint:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         runtime=runtime,
-        runtime_version=found,
+        runtime_version=runtime_version,
     )
 
 
 def lacking_flags(wanted: Iterable[str]) -> tuple[str, ...]:
     """CPU features, named as in /proc/cpuinfo, that this machine does not have."""
     return tuple(flag for flag in wanted if flag not in _cpu()[1])
+
+
+def check_flags(target: Target) -> None:
+    """Whether this machine has the CPU features that a target asks for.
+
+    Raises:
+        MeasurementFailure: it lacks one.
+    """
+    if lacking := lacking_flags(target.requires_cpu_flags):
+        raise MeasurementFailure(
+            f"this CPU lacks {', '.join(lacking)}",
+            where=f"target {target.name}",
+            remedy="Figures from here mean nothing for this target; measure it on a machine that has them.",
+        )
 
 
 def conditions() -> Mapping[str, str]:

@@ -11,11 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from onnx_ops import codec
+from onnx_ops.adapters.runtimes.arrays import get_arrays
 from onnx_ops.adapters.runtimes.onnxruntime_session import check_machine, failures, new_session
-from onnx_ops.adapters.runtimes.onnxruntime_start import PREFIX
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
 
@@ -37,8 +35,7 @@ def main() -> None:
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Nanoseconds to build the session and of the first inference; bytes added at the peak, or UNKNOWN."""
     model, target = Path(request["model"]), codec.from_json(request["target"], Target)
-    with np.load(request["feed"], allow_pickle=False) as archive:
-        feed = {name.removeprefix(PREFIX): archive[name] for name in archive.files}
+    feed = dict(get_arrays(Path(request["feed"])))
     check_machine(target)  # imports the runtime
     resident, mark = memory_mark()
     begun = time.perf_counter_ns()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.runtimes.hardware import lacking_flags
+from onnx_ops.adapters.runtimes.hardware import check_flags
 from onnx_ops.domain.target import SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.operators import check_libraries
@@ -23,6 +23,9 @@ _EXTERNAL_WEIGHTS = "session.optimized_model_external_initializers_file_name"
 _LARGE = 1 << 30
 """Bytes of a file whose rewritten graph may not fit into one protobuf."""
 
+_LONGEST = 500
+"""Characters of an error that are told."""
+
 _QUIET = 4
 """Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
 
@@ -31,15 +34,14 @@ def check_machine(target: Target) -> None:
     """Whether this machine has what the target asks for.
 
     Raises:
-        MeasurementFailure: it lacks a CPU feature or an execution provider.
+        MeasurementFailure: it lacks a CPU feature or an execution provider, or the target is not measured here.
     """
-    ort = importlib.import_module("onnxruntime")
-    if lacking := lacking_flags(target.requires_cpu_flags):
+    if target.env is not None and target.env.isolated:
         raise MeasurementFailure(
-            f"this CPU lacks {', '.join(lacking)}",
-            where=f"target {target.name}",
-            remedy="Figures from here mean nothing for this target; measure it on a machine that has them.",
+            "its runtime build lives in an environment of its own, not here", where=f"target {target.name}"
         )
+    ort = importlib.import_module("onnxruntime")
+    check_flags(target)
     wanted = [provider.name for provider in target.providers]
     missing = [name for name in wanted if name not in ort.get_available_providers()]
     if missing:
@@ -92,10 +94,15 @@ def failures(model: Path) -> Iterator[None]:
             error, ValueError | RuntimeError
         ):
             raise
-        lines = str(error).strip().splitlines()
         raise MeasurementFailure(
-            "ONNX Runtime cannot run the model", where=model.name, why=lines[0][:400] if lines else type(error).__name__
+            "ONNX Runtime cannot run the model", where=model.name, why=_why(str(error)) or type(error).__name__
         ) from error
+
+
+def _why(text: str) -> str:
+    """Its beginning and end: what is wrong stands after the place in the library, or in the last of many layers."""
+    line = " ".join(part.strip() for part in text.splitlines() if part.strip(" \x1b[m"))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
 
 
 def _options(ort: Any, settings: SessionSettings) -> Any:

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
+from onnx_ops.adapters.runtimes.arrays import put_arrays
 from onnx_ops.adapters.runtimes.onnxruntime_session import check_machine
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, from_document
 from onnx_ops.ports.models import Tensors
 
 CHILD = "onnx_ops.adapters.runtimes.onnxruntime_child"
-PREFIX = "input/"
-"""Stands before each name in a stored feed: an input may be called as savez calls an argument of its own."""
-
 PATIENCE_S = 600.0
 """A process that takes longer hangs."""
 
@@ -31,17 +29,8 @@ _LAST_LINES = 15
 @contextmanager
 def stored_feed(feed: Tensors) -> Iterator[Path]:
     """One request as a file, for processes that have none of this one's memory."""
-    import numpy as np
-
     with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-        path = Path(folder) / "feed.npz"
-        # Texts as objects would need pickle, which the reader does not trust.
-        texts = {name for name, array in feed.items() if array.dtype == object}
-        arrays: dict[str, Any] = {
-            PREFIX + name: array.astype(str) if name in texts else array for name, array in feed.items()
-        }
-        np.savez(path, **arrays)
-        yield path
+        yield put_arrays(feed, Path(folder) / "feed.npz")
 
 
 def start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, int, int]:

@@ -7,10 +7,12 @@ frame step of 0, for one).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import Runtime
@@ -42,7 +44,10 @@ class ShieldedRuntime(OnnxRuntime):
 
 def shielded_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
     """The same runtime, shielded where it runs models in this process; `timeout` in seconds of one call."""
-    return ShieldedRuntime(timeout or PATIENCE_S) if type(runtime) is OnnxRuntime else runtime
+    shield = ShieldedRuntime(timeout or PATIENCE_S)
+    if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
+        return replace(runtime, here=shield)
+    return shield if type(runtime) is OnnxRuntime else runtime
 
 
 def _run(model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:

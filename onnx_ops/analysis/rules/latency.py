@@ -36,6 +36,7 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
 
 def _ratio(comparison: LatencyComparison) -> Ratio:
     preempted = comparison.preempted / comparison.runs if comparison.runs > 0 else 0.0
+    means = f", each the mean of {comparison.calls}" if comparison.calls > 1 else ""
     return Ratio(
         gate="latency",
         metric=f"ratio vs {comparison.against}",
@@ -43,7 +44,7 @@ def _ratio(comparison: LatencyComparison) -> Ratio:
         log_ratios=comparison.log_ratios,
         self_log_ratios=comparison.self_log_ratios,
         pairs="session pairs",
-        detail=f" ({comparison.runs} runs, {percent(preempted)} preempted)",
+        detail=f" ({comparison.runs} runs{means}, {percent(preempted)} preempted)",
     )
 
 

@@ -1,0 +1,69 @@
+"""The inner side of an exporter: runs in the environment of the framework, and imports no more than that brings.
+
+Everything that this module imports is the standard library or needs only `annotated-types`, `cattrs`, numpy and onnx.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_ops import codec
+from onnx_ops.adapters.isolation.inside import serve
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.ports.models import Dataset, Exporter, ExportRequest
+from onnx_ops.stages.usercode import call_training
+
+
+class Inside:
+    """One exporter and at most one loaded model."""
+
+    where = "export"
+    refusing: tuple[str, ...] = ("answer",)
+
+    def __init__(self) -> None:
+        self._exporter: Any = None
+        self._model: object = None
+
+    def start(self, exporter: str, root: str) -> None:
+        module, _, name = exporter.partition(":")
+        sys.path.insert(0, root)
+        made: Exporter = getattr(importlib.import_module(module), name)()
+        self._exporter = made
+
+    def train(self, run: str, data: Mapping[str, str], parameters: Mapping[str, Any], folder: str) -> None:
+        sets = {name: _dataset(path) for name, path in data.items()}
+        self._exporter.save(call_training(run, sets, parameters), Path(folder))
+
+    def load(self, folder: str) -> None:
+        self._model = self._exporter.load(Path(folder))
+
+    def export(self, section: Any, samples: str, path: str) -> None:
+        asked = codec.from_json(section, Export, where="export")
+        self._exporter.export(self._model, ExportRequest(section=asked, samples=_arrays(samples), path=Path(path)))
+
+    def answer(self, inputs: str, precision: str, outputs: str) -> bool:
+        answers = self._exporter.reference(self._model, _arrays(inputs), precision)
+        if answers is not None:
+            np.savez(outputs, **answers)
+        return answers is not None
+
+
+def main() -> None:
+    serve(Inside())
+
+
+def _arrays(path: str) -> dict[str, Any]:
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def _dataset(path: str) -> Dataset:
+    arrays = _arrays(path)
+    inputs = {name.removeprefix("input/"): array for name, array in arrays.items() if name.startswith("input/")}
+    return Dataset(inputs=inputs, label=arrays.get("label"))

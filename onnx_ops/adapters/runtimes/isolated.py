@@ -1,0 +1,138 @@
+"""ONNX Runtime of another build, in an environment and a process of its own."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.adapters.isolation.interpreter import interpreter
+from onnx_ops.adapters.isolation.process import Limits, Process
+from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
+from onnx_ops.adapters.runtimes.hardware import fingerprint
+from onnx_ops.adapters.runtimes.held import Held
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.errors import UserError
+from onnx_ops.ports.models import (
+    Array,
+    LoadSamples,
+    LoadSchedule,
+    RaceSamples,
+    RaceSchedule,
+    RunSamples,
+    StartSamples,
+    StartSchedule,
+    Tensors,
+)
+
+INSIDE = "onnx_ops.adapters.runtimes.inside"
+
+PATIENCE_S = 1800.0
+"""Seconds for an answer where `env.timeout` says nothing."""
+
+_BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version>\d[\w.+!-]*)", re.ASCII)
+
+
+@dataclass(slots=True, kw_only=True)
+class IsolatedRuntime:
+    """Fulfils `ports.RewritingRuntime` for targets with `env`: the adapter of this process, run in that environment.
+
+    The process stays from one call to the next, and is replaced when it has ended or another target is asked for.
+    """
+
+    python: Callable[[Environment], Path]
+    """The interpreter of an environment, which is made if it is not there."""
+
+    _held: Held = field(default_factory=Held)
+
+    def fingerprint(self, target: Target) -> HardwareFingerprint:
+        name, version = build_of(target)
+        return fingerprint(target.runtime, f"{version} ({name})")
+
+    def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        return codec.from_json(self._ask("facts", target, model=str(model.resolve())), RuntimeFacts)
+
+    def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        self._ask("rewritten", target, model=str(model.resolve()), copy=str(copy.resolve()))
+
+    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        with self._scratch(target) as folder:
+            feeds = [put_arrays(feed, folder / f"feed-{number}.npz") for number, feed in enumerate(batches)]
+            answers = [folder / f"answer-{number}.npz" for number in range(len(batches))]
+            files = {"feeds": [str(path) for path in feeds], "answers": [str(path) for path in answers]}
+            self._ask("run", target, model=str(model.resolve()), **files)
+            return tuple(get_arrays(path) for path in answers)
+
+    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        found = self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup)
+        return RunSamples(nanoseconds=found["nanoseconds"], preempted=found["preempted"])
+
+    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+        found = self._measure("race", target, feed, models=_names(models), schedule=codec.to_json(schedule))
+        return RaceSamples(nanoseconds=found["nanoseconds"], preempted=found["preempted"], probe=found.get("probe"))
+
+    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        found = self._measure("under_load", target, feed, models=_names(models), schedule=codec.to_json(schedule))
+        return LoadSamples(nanoseconds=found["nanoseconds"], requests=schedule.requests)
+
+    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        found = self._measure("starts", target, feed, models=_names(models), schedule=codec.to_json(schedule))
+        return StartSamples(load_ns=found["load"], first_ns=found["first"], peak_bytes=found["peak"])
+
+    def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> Mapping[str, Array]:
+        import numpy as np
+
+        with self._scratch(target) as folder:
+            stored, answers = put_arrays(feed, folder / "feed.npz"), folder / "answers.npz"
+            self._ask(do, target, feed=str(stored), answers=str(answers), **arguments)
+            with np.load(answers, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
+
+    def _ask(self, do: str, target: Target, **arguments: object) -> Any:
+        there = codec.to_json(replace(target, env=None))
+        return self._process(target).ask(do, timeout=_limits(target).timeout, target=there, **arguments)
+
+    @contextmanager
+    def _scratch(self, target: Target) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
+            yield Path(folder)
+
+    def _process(self, target: Target) -> Process:
+        return self._held.get(target.digest(), lambda: self._started(target))
+
+    def _started(self, target: Target) -> Process:
+        build_of(target)
+        python = self.python(target.env or Environment())
+        return Process(interpreter(python, INSIDE), _limits(target), f"target {target.name}")
+
+
+def build_of(target: Target) -> tuple[str, str]:
+    """Name and version of the build of ONNX Runtime that a target's environment holds.
+
+    Raises:
+        UserError: it names none, or does not pin it.
+    """
+    for requirement in target.env.requirements if target.env else ():
+        if found := _BUILD.fullmatch(requirement.replace(" ", "").partition(";")[0]):
+            return found["name"], found["version"]
+    raise UserError(
+        "its environment does not say which build of ONNX Runtime it measures",
+        where=f"target {target.name}: env.requirements",
+        remedy="Name exactly one version, such as `onnxruntime-openvino==1.24.1`: figures are bound to it.",
+    )
+
+
+def _limits(target: Target) -> Limits:
+    env = target.env or Environment()
+    return Limits(memory=env.memory, timeout=env.timeout or PATIENCE_S)
+
+
+def _names(models: Sequence[Path]) -> list[str]:
+    return [str(model.resolve()) for model in models]

@@ -1,0 +1,148 @@
+// The host of a page: serves it on loopback, runs it in a headless Chromium, and passes requests on.
+
+import { randomBytes } from "node:crypto";
+import fs from "node:fs";
+import http from "node:http";
+import { createRequire } from "node:module";
+import path from "node:path";
+import { fileURLToPath } from "node:url";
+
+import { Failure } from "./measure.mjs";
+
+const OWN = path.dirname(fileURLToPath(import.meta.url));
+const WEBGPU = ["--enable-unsafe-webgpu", "--enable-features=Vulkan", "--ignore-gpu-blocklist"];
+const SOFTWARE = "--use-webgpu-adapter=swiftshader";
+const TYPES = { ".html": "text/html", ".mjs": "text/javascript", ".wasm": "application/wasm" };
+
+// Without these a page has neither threads nor its finest clock.
+const ISOLATED = {
+  "Cross-Origin-Embedder-Policy": "require-corp",
+  "Cross-Origin-Opener-Policy": "same-origin",
+  "Cross-Origin-Resource-Policy": "same-origin",
+};
+
+export function browserHost(packages, program) {
+  let page = null;
+  const work = async (does, request) => {
+    if (does === "rewritten") {
+      throw new Failure("MeasurementFailure", "onnxruntime-web cannot write the graph that it runs");
+    }
+    page ??= await opened(packages, program, request.target);
+    try {
+      return await page.ask(does, request);
+    } catch (error) {
+      if (page.ended()) page = null; // the next request gets a new one
+      throw error;
+    }
+  };
+  return { work, close: async () => page?.close() };
+}
+
+async function opened(packages, program, target) {
+  const server = await serving(packages);
+  const gpu = target.providers.some((one) => one.name === "webgpu");
+  const flags = gpu ? [WEBGPU, [...WEBGPU, SOFTWARE]] : [[]];
+  for (const [number, some] of flags.entries()) {
+    const page = await launched(packages, program, server, ["--js-flags=--expose-gc", ...some]);
+    const last = number === flags.length - 1;
+    if (last || (await page.evaluate("navigator.gpu?.requestAdapter().then(found => found !== null)"))) return page;
+    await page.close();
+  }
+  throw new Error("unreachable: the last flags are taken");
+}
+
+async function launched(packages, program, server, flags) {
+  const { chromium } = createRequire(path.join(packages, "package.json"))("playwright-core");
+  let browser;
+  try {
+    browser = await chromium.launch({ executablePath: program, headless: true, args: flags });
+  } catch (error) {
+    const why = String(error?.message ?? error).split("\n").slice(0, 15).join("\n");
+    throw new Failure("StageFailure", "the browser does not start", { where: program, why });
+  }
+  let how = "";
+  let end;
+  const ending = new Promise((resolve) => {
+    end = (said) => {
+      how ||= said;
+      resolve();
+    };
+  });
+  browser.on("disconnected", () => end("the browser ended"));
+  let page;
+  try {
+    page = await browser.newPage();
+    page.on("crash", () => end("the page crashed"));
+    page.on("pageerror", (error) => console.error(error));
+    await page.goto(server.address);
+  } catch (error) {
+    if (!browser.isConnected()) throw new Failure("StageFailure", "the browser ended while it was to start", { where: program });
+    throw error;
+  }
+
+  const ask = async (does, request) => {
+    server.allow(request);
+    const answer = page.evaluate(
+      ([module, ...asked]) => import(module).then((found) => found.answer(...asked)),
+      ["./page.mjs", does, request, browser.version()],
+    );
+    answer.catch(() => {}); // told through `ending` where the browser ends
+    const told = await Promise.race([answer.catch((error) => ({ thrown: error })), ending.then(() => null)]);
+    if (told === null || told.thrown) {
+      await Promise.race([ending, new Promise((resolve) => setTimeout(resolve, told === null ? 0 : 1000))]);
+      if (!how) throw told.thrown;
+      browser.close().catch(() => {});
+      const remedy = "Run it again; if it ends again, look at its memory: each page has a few GB at most.";
+      throw new Failure("StageFailure", `${how} while it was to ${does}`, { where: `target ${request.target.name}`, remedy });
+    }
+    if (told.error) throw Object.assign(new Failure(), { document: told.error });
+    return told.done;
+  };
+  return { ask, ended: () => how !== "", evaluate: (text) => page.evaluate(text), close: () => browser.close() };
+}
+
+// The page, the library, and those files of the request at hand, below an address that nobody can guess.
+async function serving(packages) {
+  const secret = randomBytes(16).toString("hex");
+  const library = path.join(packages, "node_modules", "onnxruntime-web", "dist");
+  let readable = new Set();
+  let answers = [];
+
+  const file = (name) => {
+    if (name === "") return null;
+    if (name === "files") return undefined;
+    const folder = name.startsWith("ort/") ? library : OWN;
+    return path.join(folder, path.basename(name));
+  };
+  const server = http.createServer((request, response) => {
+    const url = new URL(request.url, "http://loopback");
+    const [, key, ...rest] = url.pathname.split("/");
+    const asked = url.searchParams.get("path") ?? "";
+    const send = (code, type, body) => response.writeHead(code, { ...ISOLATED, "Content-Type": type }).end(body);
+    if (key !== secret) return send(404, "text/plain", "");
+    const found = file(rest.join("/"));
+    if (found === null) return send(200, TYPES[".html"], "<!doctype html><title>onnx-ops</title>");
+    if (request.method === "POST") {
+      const [, prefix] = /^(.*)-\d+$/.exec(asked) ?? [];
+      if (!answers.includes(prefix)) return send(403, "text/plain", "");
+      return request.pipe(fs.createWriteStream(asked)).on("close", () => send(200, "text/plain", ""));
+    }
+    const place = found === undefined ? (readable.has(asked) ? asked : null) : found;
+    if (place === null || !fs.existsSync(place)) return send(404, "text/plain", "");
+    response.writeHead(200, { ...ISOLATED, "Content-Type": TYPES[path.extname(place)] ?? "application/octet-stream" });
+    return fs.createReadStream(place).pipe(response);
+  });
+  await new Promise((resolve) => server.listen(0, "127.0.0.1", resolve));
+  server.unref();
+  return {
+    address: `http://127.0.0.1:${server.address().port}/${secret}/`,
+    allow(request) {
+      const models = request.models ?? [request.model];
+      const batches = request.batches ?? [];
+      const feeds = [...(request.feed ?? []), ...batches.flatMap((batch) => batch.feed)];
+      const files = [...models.flatMap((one) => [one.path, ...one.external.map((two) => two.path)])];
+      readable = new Set([...files, ...feeds.map((one) => one.file)]);
+      answers = batches.map((batch) => batch.answer);
+    },
+  };
+}

@@ -1,0 +1,281 @@
+// What Node and a page have in common: each function answers one request on a host.
+//
+// A host has: `library` (its name), `open(model, target, write?)` -> session, `tensor(entry)` and `keep(tensor, file)`
+// (arrays in files), `now()` (nanoseconds), `tick` (the clock's step in nanoseconds), `preemptions()` (a count that
+// rises) and `collect()` (the garbage, where that can be asked for).
+
+const TICKS_OF_A_SAMPLE = 20;
+const COARSE_NS = 500;
+const PROBE_LOOPS = 1500;
+const MOST_CALLS = 1000;
+
+export class Failure extends Error {
+  constructor(kind, what, { where = "", why = "", remedy = "" } = {}) {
+    super(what);
+    this.document = { error: kind, what, where, why, remedy, exit_code: 4 };
+  }
+}
+
+export function telling(error) {
+  if (error instanceof Failure) return error.document;
+  const lines = String(error?.stack ?? error).split("\n").slice(0, 15);
+  return { error: "StageFailure", what: lines[0].slice(0, 300), where: "benchmark", why: lines.join("\n"), remedy: "" };
+}
+
+async function failures(host, model, work) {
+  try {
+    return await work();
+  } catch (error) {
+    if (error instanceof Failure) throw error;
+    const why = String(error?.message ?? error).trim().split("\n").slice(0, 3).join(" ").slice(0, 400);
+    throw new Failure("MeasurementFailure", `${host.library} cannot run the model`, { where: basename(model.path), why });
+  }
+}
+
+const basename = (path) => path.slice(path.lastIndexOf("/") + 1);
+
+// A session, and its one request as the library takes it.
+async function opened(host, model, target) {
+  return failures(host, model, () => host.open(model, target));
+}
+
+async function fed(host, feed) {
+  const pairs = [];
+  for (const entry of feed) pairs.push([entry.name, await host.tensor(entry)]);
+  return Object.fromEntries(pairs);
+}
+
+async function released(sessions) {
+  for (const session of sessions) await session.release();
+}
+
+export async function run(host, { model, target, batches }) {
+  const session = await opened(host, model, target);
+  const answers = [];
+  for (const batch of batches) {
+    const feed = await fed(host, batch.feed);
+    const found = await failures(host, model, () => session.run(feed));
+    const answer = [];
+    for (const [number, name] of session.outputNames.entries()) {
+      const file = `${batch.answer}-${number}`;
+      answer.push({ name, ...(await failures(host, model, () => host.keep(found[name], file))), file });
+    }
+    answers.push(answer);
+  }
+  await released([session]);
+  return answers;
+}
+
+async function warmed(host, model, target, feed, warmup) {
+  const session = await opened(host, model, target);
+  const spent = [];
+  await failures(host, model, async () => {
+    for (let i = 0; i < warmup; i++) {
+      const begun = host.now();
+      await session.run(feed);
+      spent.push(host.now() - begun);
+    }
+  });
+  return [session, spent];
+}
+
+export async function sample(host, { model, target, feed: stored, runs, warmup }) {
+  const feed = await fed(host, stored);
+  const [session] = await warmed(host, model, target, feed, warmup);
+  host.collect();
+  const nanoseconds = [];
+  const preempted = [];
+  await failures(host, model, async () => {
+    for (let i = 0; i < runs; i++) {
+      const [spent, lost] = await timed(host, session, feed, 1);
+      nanoseconds.push(spent);
+      preempted.push(lost);
+    }
+  });
+  await released([session]);
+  return { nanoseconds, preempted };
+}
+
+// Nanoseconds of one run, the mean of `calls`, and whether the process lost a core meanwhile. A run shorter than the
+// clock's step took at most that step.
+async function timed(host, session, feed, calls) {
+  const before = host.preemptions();
+  const begun = host.now();
+  for (let i = 0; i < calls; i++) await session.run(feed);
+  const spent = Math.max(host.now() - begun, host.tick);
+  return [Math.max(1, Math.round(spent / calls)), host.preemptions() !== before];
+}
+
+let sink = 1;
+
+function probe(host) {
+  const begun = host.now();
+  let value = sink;
+  for (let i = 0; i < PROBE_LOOPS; i++) value = (Math.imul(value, 1664525) + 1013904223) | 0;
+  sink = value;
+  return host.now() - begun;
+}
+
+// How many calls a sample needs so that the clock's step is a twentieth of it; `spent` are warm-up runs.
+function callsNeeded(host, spent) {
+  const half = spent.slice(spent.length >> 1).sort((a, b) => a - b);
+  const mean = half.reduce((sum, ns) => sum + ns, 0) / Math.max(1, half.length);
+  const typical = half[half.length >> 1] || mean; // the median, unless most runs are shorter than a step
+  return Math.min(MOST_CALLS, Math.max(1, Math.ceil((TICKS_OF_A_SAMPLE * host.tick) / Math.max(typical, host.tick / 20))));
+}
+
+// `heats` say, for each heat, in which order sessions are built and, for each block, in which order models run.
+export async function race(host, { models, target, feed: stored, heats, runs, warmup }) {
+  const feed = await fed(host, stored);
+  const probing = host.tick <= COARSE_NS;
+  const found = { nanoseconds: [], preempted: [], probe: probing ? [] : null };
+  let calls = 0;
+  for (const heat of heats) {
+    const sessions = [];
+    let most = 1;
+    for (const turn of heat.build) {
+      const [session, spent] = await warmed(host, models[turn], target, feed, Math.max(1, warmup));
+      sessions[turn] = session;
+      most = Math.max(most, callsNeeded(host, spent));
+    }
+    calls ||= most; // the same for all models and heats: each sample is then the mean of as many
+    host.collect();
+    for (const order of heat.blocks) {
+      const rows = models.map(() => null);
+      for (const turn of order) {
+        rows[turn] = await failures(host, models[turn], () => block(host, sessions[turn], feed, runs, calls, probing));
+      }
+      for (const row of rows) {
+        found.nanoseconds.push(...row.nanoseconds);
+        found.preempted.push(...row.preempted);
+        if (probing) found.probe.push(...row.probe);
+      }
+    }
+    await released(sessions);
+  }
+  return { ...found, calls };
+}
+
+async function block(host, session, feed, runs, calls, probing) {
+  const row = { nanoseconds: [], preempted: [], probe: [] };
+  let before = probing ? probe(host) : 0;
+  for (let i = 0; i < runs; i++) {
+    const [spent, lost] = await timed(host, session, feed, calls);
+    row.nanoseconds.push(spent);
+    row.preempted.push(lost);
+    if (probing) {
+      const after = probe(host);
+      row.probe.push(Math.max(before, after));
+      before = after;
+    }
+  }
+  return row;
+}
+
+export async function under_load(host, { models, target, feed: stored, heats, concurrency, requests }) {
+  const feed = await fed(host, stored);
+  const nanoseconds = [];
+  for (const heat of heats) {
+    const sessions = [];
+    for (const turn of heat.build) sessions[turn] = await opened(host, models[turn], target);
+    host.collect();
+    for (const [number, order] of heat.blocks.entries()) {
+      const row = models.map(() => 0);
+      for (const turn of order) {
+        const call = () => sessions[turn].run(feed);
+        row[turn] = await failures(host, models[turn], () => window(host, call, concurrency, requests));
+      }
+      if (number > 0) nanoseconds.push(...row); // the first window of each session is not timed
+    }
+    await released(sessions);
+  }
+  return { nanoseconds };
+}
+
+async function window(host, call, concurrency, requests) {
+  let waiting = requests;
+  const work = async () => {
+    while (waiting > 0) {
+      waiting -= 1;
+      await call();
+    }
+  };
+  const begun = host.now();
+  await Promise.all(Array.from({ length: concurrency }, work));
+  return Math.max(1, Math.round(Math.max(host.now() - begun, host.tick)));
+}
+
+// A cold start, asked of a fresh process: the library is loaded, the model is not.
+export async function start(host, { model, target, feed: stored, requests }) {
+  const feed = await fed(host, stored);
+  const memory = host.memory();
+  const begun = host.now();
+  const session = await opened(host, model, target);
+  const loaded = host.now();
+  return failures(host, model, async () => {
+    const asked = host.now();
+    await session.run(feed);
+    const answered = host.now();
+    for (let i = 1; i < requests; i++) await session.run(feed);
+    return {
+      load_ns: Math.max(1, Math.round(Math.max(loaded - begun, host.tick))),
+      first_ns: Math.max(1, Math.round(Math.max(answered - asked, host.tick))),
+      peak_bytes: memory(),
+    };
+  });
+}
+
+// The shortest step that a clock makes, in its own unit.
+export function clockStep(now, tries = 200) {
+  let step = Infinity;
+  for (let i = 0; i < tries; i++) {
+    const first = now();
+    let second = now();
+    while (second === first) second = now();
+    step = Math.min(step, second - first);
+  }
+  return step;
+}
+
+// What a session is made with. Spinning is a setting of a session's own threads, which WebAssembly has none of.
+export function sessionOptions(target) {
+  const { session, providers } = target;
+  const spinning = session.spinning ? "1" : "0";
+  return {
+    executionProviders: providers.map(({ name, options }) => (Object.keys(options).length ? { name, ...options } : name)),
+    graphOptimizationLevel: session.graph_level,
+    logSeverityLevel: 4,
+    ...(session.intra_op_threads ? { intraOpNumThreads: session.intra_op_threads } : {}),
+    ...(session.inter_op_threads ? { interOpNumThreads: session.inter_op_threads } : {}),
+    extra: {
+      "session.intra_op.allow_spinning": spinning,
+      "session.inter_op.allow_spinning": spinning,
+      ...session.config,
+    },
+  };
+}
+
+export function checkProviders(target, known, library) {
+  for (const { name } of target.providers) {
+    if (known.includes(name)) continue;
+    throw new Failure("MeasurementFailure", `execution provider ${name} is not in ${library}`, {
+      where: `target ${target.name}`,
+      why: `it has ${known.join(", ")}`,
+      remedy: "Measure this target where its provider is installed; it is not measured here.",
+    });
+  }
+}
+
+const NAMES = { CPU: "cpu", CUDA: "cuda", CoreML: "coreml", Dml: "dml", JS: "webgpu", Js: "webgpu", Tensorrt: "tensorrt", WebGpu: "webgpu", WebNN: "webnn" };
+
+// How many nodes each provider took, from what a session says of itself at the most talkative level.
+export function placements(lines, cpu) {
+  const nodes = {};
+  for (const line of lines) {
+    const found = /placed on \[(\w+)ExecutionProvider\]\. Number of nodes: (\d+)/.exec(line);
+    if (!found) continue;
+    const name = found[1] === "CPU" ? cpu : (NAMES[found[1]] ?? found[1]);
+    nodes[name] = (nodes[name] ?? 0) + Number(found[2]);
+  }
+  return nodes;
+}

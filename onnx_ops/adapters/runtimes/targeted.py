@@ -1,0 +1,91 @@
+"""ONNX Runtime where each target has it: in this process, or in an environment of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.errors import UserError
+from onnx_ops.ports.models import (
+    Array,
+    LoadSamples,
+    LoadSchedule,
+    RaceSamples,
+    RaceSchedule,
+    RewritingRuntime,
+    RunSamples,
+    StartSamples,
+    StartSchedule,
+    Tensors,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class TargetedRuntime:
+    """Fulfils `ports.RewritingRuntime` and `ports.HousedRuntime`. Each target says where it runs."""
+
+    tools: ClassVar[tuple[str, ...]] = ("onnxruntime",)
+
+    here: OnnxRuntime = field(default_factory=OnnxRuntime)
+    folder: Path | None = None
+    """Of environments; None where there are none."""
+
+    _elsewhere: RewritingRuntime | None = None
+
+    def housed(self, folder: Path) -> TargetedRuntime:
+        return TargetedRuntime(here=self.here, folder=folder)
+
+    def diagnose(self) -> Iterable[Finding]:
+        return ()
+
+    def fingerprint(self, target: Target) -> HardwareFingerprint:
+        return self._of(target).fingerprint(target)
+
+    def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        return self._of(target).facts(model, target)
+
+    def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        self._of(target).rewritten(model, target, copy)
+
+    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        return self._of(target).run(model, target, batches)
+
+    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        return self._of(target).sample(model, target, feed, runs=runs, warmup=warmup)
+
+    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+        return self._of(target).race(models, target, feed, schedule)
+
+    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        return self._of(target).under_load(models, target, feed, schedule)
+
+    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        return self._of(target).starts(models, target, feed, schedule)
+
+    def _of(self, target: Target) -> RewritingRuntime:
+        if target.env is None or not target.env.isolated:
+            if target.env is not None and (target.env.requirements or target.env.python):
+                raise UserError(
+                    "`isolated: false` runs in this installation, which is never changed",
+                    where=f"target {target.name}: env",
+                    remedy="Leave out `requirements` and `python`, or `isolated`.",
+                )
+            return self.here
+        if self._elsewhere is None:
+            self._elsewhere = self._isolated(target)
+        return self._elsewhere
+
+    def _isolated(self, target: Target) -> RewritingRuntime:
+        # Most runs have no such target, and need not import what starts processes.
+        from onnx_ops.adapters.isolation.environments import Environments, find_uv
+        from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
+
+        if self.folder is None:
+            raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
+        return IsolatedRuntime(python=Environments(folder=self.folder, uv=find_uv()).python)

@@ -1,0 +1,62 @@
+"""Where tests of runtimes in processes of their own find programs and packages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.domain.target import Target
+from onnx_ops.ports import LoadSchedule, RaceSchedule, Runtime
+from onnx_ops.testing.models import rows
+
+KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
+"""Folder in which environments stay from one run of the tests to the next."""
+
+
+def environments(factory: pytest.TempPathFactory) -> Path:
+    """The kept folder, or one of this session."""
+    if KEPT in os.environ:
+        return Path(os.environ[KEPT])
+    folder = factory.getbasetemp() / "runtime-environments"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def require(*programs: str) -> None:
+    """Skip, or fail where `.ci/run` has installed them, if a program is not on the path."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    if not missing:
+        return
+    reason = f"NOT TESTED: no {', '.join(missing)} here (Debian: apt-get install nodejs npm chromium)"
+    if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@contextmanager
+def ended_in_the_middle(end: Callable[[], None]) -> Iterator[Callable[[Runtime, str, Path, Target], None]]:
+    """A long measurement, in the middle of which `end` is called from another thread."""
+    threads = []
+
+    def measure(runtime: Runtime, do: str, file: Path, target: Target) -> None:
+        timer = threading.Timer(1.0, end)
+        threads.append(timer)
+        timer.start()
+        many = 10_000_000
+        if do == "race":
+            runtime.race((file, file), target, rows(1), RaceSchedule(heats=1, blocks=10, runs=many))
+        elif do == "sample":
+            runtime.sample(file, target, rows(1), runs=many, warmup=1)
+        else:
+            load = LoadSchedule(concurrency=2, requests=many, heats=1)
+            runtime.under_load((file, file), target, rows(1), load)
+
+    yield measure
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,137 @@
+"""ONNX Runtime in an interpreter of its own: the same samples, and every way in which its process can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runtime_places import ended_in_the_middle
+
+from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime, build_of
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime, shielded
+from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
+from onnx_ops.ports import HousedRuntime, RewritingRuntime
+from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.runtimes import RuntimeSuite
+
+PINNED = Environment(requirements=("onnxruntime==1.31.1",))
+APART = Target(name="apart", env=PINNED)
+
+
+@pytest.fixture
+def runtime() -> IsolatedRuntime:
+    """With this interpreter: what is tested here is the process, not the installation of packages."""
+    return IsolatedRuntime(python=lambda _: Path(sys.executable))
+
+
+@pytest.fixture(scope="module")
+def kept() -> IsolatedRuntime:
+    return IsolatedRuntime(python=lambda _: Path(sys.executable))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_perceptron(tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+class TestIsolatedRuntime(RuntimeSuite):
+    @pytest.fixture
+    def runtime(self, kept: IsolatedRuntime) -> IsolatedRuntime:
+        return kept
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return APART
+
+
+def test_it_answers_to_the_bit_what_this_process_answers(runtime: IsolatedRuntime, file: Path, tmp_path: Path) -> None:
+    batches = (rows(1), rows(0), rows(9, seed=2))
+    here = OnnxRuntime().run(file, replace(APART, env=None), batches)
+    for a, b in zip(here, runtime.run(file, APART, batches), strict=True):
+        np.testing.assert_array_equal(a["scores"], b["scores"])
+        assert a["scores"].dtype == b["scores"].dtype
+    assert isinstance(runtime, RewritingRuntime)
+    runtime.rewritten(file, APART, tmp_path / "copy.onnx")
+    assert (tmp_path / "copy.onnx").stat().st_size > 0
+    assert runtime.facts(file, APART).clock_resolution_ns
+
+
+@pytest.mark.parametrize("do", ["race", "sample", "under_load"])
+def test_killed_in_the_middle_it_says_so_and_the_next_request_is_answered(
+    runtime: IsolatedRuntime, file: Path, do: str
+) -> None:
+    with ended_in_the_middle(lambda: os.kill(runtime._held._kept[1]._process.pid, signal.SIGKILL)) as measure:  # type: ignore[index]
+        runtime.run(file, APART, (rows(1),))
+        with pytest.raises(StageFailure, match=f"signal SIGKILL while it was to {do}") as killed:
+            measure(runtime, do, file, APART)
+    assert not isinstance(killed.value, MeasurementFailure)  # which may be taken for a refusal of the model
+    assert killed.value.where == "target apart"
+    assert runtime.run(file, APART, (rows(2),))[0]["scores"].shape[0] == 2
+
+
+def test_a_hang_is_stopped(runtime: IsolatedRuntime, file: Path) -> None:
+    hasty = replace(APART, env=replace(PINNED, timeout=2.0))
+    with pytest.raises(StageFailure, match="longer than 2 s to sample") as late:
+        runtime.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
+    assert "env.timeout" in late.value.remedy
+
+
+def test_its_fingerprint_names_the_build_and_starts_nothing(runtime: IsolatedRuntime) -> None:
+    openvino = replace(APART, env=Environment(requirements=("numpy==2.4.6", "onnxruntime-openvino == 1.24.1")))
+    assert build_of(openvino) == ("onnxruntime-openvino", "1.24.1")
+    assert runtime.fingerprint(openvino).runtime_version == "1.24.1 (onnxruntime-openvino)"
+    assert runtime._held._kept is None
+    assert openvino.digest() != APART.digest() != replace(APART, env=None).digest()
+
+
+@pytest.mark.parametrize("requirements", [(), ("onnxruntime",), ("onnxruntime>=1.24",), ("numpy==2.4.6",)])
+def test_a_target_must_say_which_build_it_measures(runtime: IsolatedRuntime, requirements: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="which build") as told:
+        runtime.fingerprint(replace(APART, env=Environment(requirements=requirements)))
+    assert "==" in told.value.remedy
+
+
+def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
+    runtime = TargetedRuntime().housed(tmp_path)
+    assert isinstance(runtime, HousedRuntime)
+    here = replace(APART, env=None)
+    assert runtime.fingerprint(here) == OnnxRuntime().fingerprint(here)
+    assert runtime.fingerprint(APART).runtime_version == "1.31.1 (onnxruntime)"
+    assert runtime.run(file, replace(APART, env=Environment(isolated=False)), (rows(1),))
+    with pytest.raises(UserError, match="never changed"):
+        runtime.run(file, replace(APART, env=replace(PINNED, isolated=False)), (rows(1),))
+    with pytest.raises(UserError, match="no folder"):
+        TargetedRuntime().run(file, APART, (rows(1),))
+    safe = shielded(runtime)
+    assert isinstance(safe, TargetedRuntime)
+    assert type(safe.here) is ShieldedRuntime
+    assert safe.folder == tmp_path
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_texts_come_back_as_they_went(runtime: IsolatedRuntime, tmp_path: Path, code: int) -> None:
+    from onnx import TensorProto, helper
+
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        "texts",
+        [helper.make_tensor_value_info("x", TensorProto.STRING, ["n"])],
+        [helper.make_tensor_value_info("y", TensorProto.STRING, ["n"])],
+    )
+    path = tmp_path / "texts.onnx"
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    path.write_bytes(model.SerializeToString())
+    texts = np.array(["", "größe"] * code, dtype=object)
+    answer = runtime.run(path, APART, ({"x": texts},))[0]["y"]
+    assert answer.dtype == object
+    assert answer.tolist() == texts.tolist()

@@ -1,0 +1,275 @@
+"""ONNX Runtime in Node and in a headless browser, with real packages and programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from onnx import helper
+from runtime_places import ended_in_the_middle, environments, require
+
+from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRuntime
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.target import CustomOps, Provider, SessionSettings, Target
+from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
+from onnx_ops.graph.files import nodes, read_structure
+from onnx_ops.ports import RaceSchedule, RewritingRuntime
+from onnx_ops.testing.models import rows, write_external, write_perceptron
+from onnx_ops.testing.runtimes import RuntimeSuite
+
+NODE = Target(name="node", runtime="node", providers=(Provider(name="cpu"),))
+NODE_WASM = Target(name="node-wasm", runtime="node", providers=(Provider(name="wasm"),))
+WASM = Target(name="browser-wasm", runtime="browser", providers=(Provider(name="wasm"),))
+WEBGPU = Target(name="webgpu", runtime="browser", providers=(Provider(name="webgpu"),))
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> NodeRuntime:
+    require("node", "npm")
+    return NodeRuntime(folder=environments(tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> BrowserRuntime:
+    require("node", "npm", "chromium")
+    return BrowserRuntime(folder=environments(tmp_path_factory))
+
+
+class TestNode(RuntimeSuite):
+    @pytest.fixture
+    def runtime(self, node: NodeRuntime) -> NodeRuntime:
+        return node
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return NODE
+
+
+class TestNodeWasm(TestNode):
+    @pytest.fixture
+    def target(self) -> Target:
+        return NODE_WASM
+
+
+class TestBrowser(RuntimeSuite):
+    @pytest.fixture
+    def runtime(self, browser: BrowserRuntime) -> BrowserRuntime:
+        return browser
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return WASM
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_perceptron(tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def identity(path: Path, kind: int, shape: tuple[int | str, ...] = ("n", 2)) -> Path:
+    """A model that gives back what it gets, of one type."""
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        "identity",
+        [helper.make_tensor_value_info("x", kind, shape)],
+        [helper.make_tensor_value_info("y", kind, shape)],
+    )
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+VALUES = {
+    "float32": [[0.5, -np.inf], [np.nan, 3e38]],
+    "float64": [[0.1, -0.0], [np.inf, 5e-324]],
+    "float16": [[0.5, -0.0], [np.inf, 6e-8]],
+    "int64": [[-(2**63), 2**63 - 1], [0, -1]],
+    "uint64": [[2**64 - 1, 0], [1, 2]],
+    "int32": [[-(2**31), 2**31 - 1], [0, -1]],
+    "uint32": [[2**32 - 1, 0], [1, 2]],
+    "int16": [[-(2**15), 2**15 - 1], [0, -1]],
+    "uint16": [[2**16 - 1, 0], [1, 2]],
+    "int8": [[-128, 127], [0, -1]],
+    "uint8": [[255, 0], [1, 2]],
+    "bool": [[True, False], [False, True]],
+    "object": [["", "größe"], ['a\n"b"', "日本"]],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("target", [NODE, NODE_WASM, WASM], ids=lambda target: target.name)
+def test_every_type_comes_back_to_the_bit(
+    node: NodeRuntime, browser: BrowserRuntime, tmp_path: Path, target: Target, name: str
+) -> None:
+    runtime = browser if target is WASM else node
+    array = np.array(VALUES[name], dtype=name)
+    path = identity(tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype))
+    answers = runtime.run(path, target, ({"x": array}, {"x": array[:0]}))
+    assert answers[0]["y"].dtype == array.dtype
+    assert answers[0]["y"].shape == (2, 2)
+    assert answers[1]["y"].shape == (0, 2)
+    if name == "object":
+        assert answers[0]["y"].tolist() == array.tolist()
+    else:
+        assert answers[0]["y"].tobytes() == array.tobytes()
+
+
+def test_a_type_that_javascript_lacks_is_told(node: NodeRuntime, file: Path) -> None:
+    with pytest.raises(MeasurementFailure, match="complex64"):
+        node.run(file, NODE, ({"x": np.zeros((1, 2), np.complex64)},))
+
+
+@pytest.mark.parametrize("target", [NODE, NODE_WASM, WASM], ids=lambda target: target.name)
+def test_answers_agree_with_this_process(
+    node: NodeRuntime, browser: BrowserRuntime, file: Path, tmp_path: Path, target: Target
+) -> None:
+    runtime = browser if target is WASM else node
+    write_external(tmp_path / "external.onnx", "weights.bin")
+    for path, feed in ((file, rows(64)), (tmp_path / "external.onnx", {"x": np.ones((3, 2), np.float32)})):
+        here, there = OnnxRuntime().run(path, Target(name="here"), (feed,)), runtime.run(path, target, (feed,))
+        for name, array in here[0].items():
+            np.testing.assert_allclose(there[0][name], array, rtol=1e-5, atol=1e-5)
+
+
+def test_clocks_are_told_and_coarse_ones_time_several_calls(
+    node: NodeRuntime, browser: BrowserRuntime, file: Path
+) -> None:
+    schedule = RaceSchedule(heats=1, blocks=2, runs=3)
+    fine, coarse = node.facts(file, NODE).clock_resolution_ns, browser.facts(file, WASM).clock_resolution_ns
+    assert fine
+    assert coarse
+    assert fine < 1000 <= coarse < 200_000
+    fast = node.race((file, file), NODE, rows(1), schedule)
+    assert fast.calls == 1
+    assert fast.probe is not None
+    assert (fast.probe.astype(np.int64) > 0).all()
+    slow = browser.race((file, file), WASM, rows(1), replace(schedule, warmup=300))
+    assert slow.probe is None
+    steps = slow.nanoseconds.astype(np.float64) * slow.calls / coarse
+    np.testing.assert_allclose(steps, np.round(steps), atol=0.01 * slow.calls)
+    assert np.median(steps) >= 5  # one run takes two to six
+    assert not slow.preempted.any()
+
+
+def test_node_shows_the_graph_that_it_runs(node: NodeRuntime, file: Path, tmp_path: Path) -> None:
+    assert isinstance(node, RewritingRuntime)
+    node.rewritten(file, NODE, tmp_path / "copy.onnx")
+    kinds = [one.op_type for one in nodes(read_structure(tmp_path / "copy.onnx"))]
+    assert len(kinds) == sum(node.facts(file, NODE).nodes.values()) < 6
+    plain = replace(NODE, session=SessionSettings(graph_level="disabled"))
+    assert node.facts(file, plain).nodes == {"cpu": 6}
+    with pytest.raises(MeasurementFailure, match="cannot write the graph"):
+        node.rewritten(file, NODE_WASM, tmp_path / "other.onnx")
+
+
+def test_node_killed_in_the_middle_is_told_and_started_again(node: NodeRuntime, file: Path) -> None:
+    with ended_in_the_middle(lambda: os.kill(pid(node), signal.SIGKILL)) as measure:
+        node.run(file, NODE, (rows(1),))
+        with pytest.raises(StageFailure, match="signal SIGKILL while it was to race") as killed:
+            measure(node, "race", file, NODE)
+    assert killed.value.where == "target node"
+    assert node.run(file, NODE, (rows(2),))[0]["scores"].shape[0] == 2
+
+
+@pytest.mark.parametrize("role", ["", "renderer"])
+def test_a_browser_or_page_killed_in_the_middle_is_told_and_started_again(
+    browser: BrowserRuntime, file: Path, role: str
+) -> None:
+    with ended_in_the_middle(lambda: kill_chromium(browser, role)) as measure:
+        browser.run(file, WASM, (rows(1),))
+        with pytest.raises(StageFailure, match="while it was to sample") as killed:
+            measure(browser, "sample", file, WASM)
+    assert ("the page crashed" if role else "the browser ended") in killed.value.what
+    assert browser.run(file, WASM, (rows(2),))[0]["scores"].shape[0] == 2
+
+
+def test_a_hang_in_node_is_stopped(node: NodeRuntime, file: Path) -> None:
+    hasty = replace(NODE, env=Environment(timeout=2.0))
+    with pytest.raises(StageFailure, match="longer than 2 s to sample"):
+        node.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
+
+
+def test_nothing_is_left_of_a_browser(tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
+    require("node", "npm", "chromium")
+    runtime = BrowserRuntime(folder=environments(tmp_path_factory))
+    runtime.facts(file, WASM)
+    scratch = runtime._held._kept[1].folder  # type: ignore[index]
+    processes = psutil.Process(pid(runtime)).children(recursive=True)
+    assert any("chrom" in process.name() for process in processes)
+    runtime._held.stop()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+    assert not scratch.exists()
+
+
+def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(browser: BrowserRuntime, file: Path) -> None:
+    facts = browser.facts(file, WEBGPU)
+    assert facts.nodes["webgpu"] > 0
+    answer = browser.run(file, WEBGPU, (rows(5),))[0]["scores"]
+    here = OnnxRuntime().run(file, Target(name="here"), (rows(5),))[0]["scores"]
+    np.testing.assert_allclose(answer, here, rtol=1e-4, atol=1e-4)
+    if "(software)" in facts.build:  # a machine with a GPU times it
+        with pytest.raises(MeasurementFailure, match="software adapter") as refused:
+            browser.sample(file, WEBGPU, rows(1), runs=1, warmup=0)
+        assert "onnx-ops compare" in refused.value.remedy
+
+
+def test_programs_that_are_missing_are_told_with_what_to_install(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MeasurementFailure, match="no node on this machine") as missing:
+        NodeRuntime(folder=tmp_path).run(file, NODE, (rows(1),))
+    assert "apt-get install nodejs" in missing.value.remedy
+    assert "not installed" in NodeRuntime(folder=tmp_path).fingerprint(NODE).runtime_version
+    for runtime in (NodeRuntime(), BrowserRuntime()):
+        (finding,) = runtime.diagnose()
+        assert finding.ok
+        assert "needs node, npm" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("requirements", "told"),
+    [
+        (("onnxruntime-node",), "no exact version"),
+        (("onnxruntime-node@^1.30.0",), "no exact version"),
+        (("../elsewhere",), "no exact version"),
+        (("onnxruntime-web@1.30.0",), "lacks onnxruntime-node"),
+    ],
+)
+def test_requirements_are_exact_and_hold_the_library(requirements: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        NodeRuntime().fingerprint(replace(NODE, env=Environment(requirements=requirements)))
+
+
+@pytest.mark.parametrize("env", [Environment(memory=10**9), Environment(python="3.12"), Environment(isolated=False)])
+def test_what_means_nothing_for_javascript_is_refused(env: Environment) -> None:
+    with pytest.raises(UserError, match="Leave out"):
+        NodeRuntime().fingerprint(replace(NODE, env=env))
+
+
+def test_custom_operators_are_refused(node: NodeRuntime, file: Path) -> None:
+    library = CustomOps(path="x.so", digest=digest_bytes(b""), domains=("acme",))
+    with pytest.raises(MeasurementFailure, match="custom operators"):
+        node.run(file, replace(NODE, custom_ops=(library,)), (rows(1),))
+
+
+def pid(runtime: NodeRuntime) -> int:
+    return int(runtime._held._kept[1]._process.pid)  # type: ignore[index]
+
+
+def kill_chromium(runtime: BrowserRuntime, role: str) -> None:
+    """Its main process, or that of its pages."""
+    processes = psutil.Process(pid(runtime)).children(recursive=True)
+    for process in processes:
+        command = " ".join(process.cmdline())
+        if "chrom" in process.name() and (f"--type={role}" in command if role else "--type=" not in command):
+            process.kill()
