@@ -11,7 +11,7 @@ from typing import Any
 
 from onnx_ops.errors import MissingPackage, NotFound
 
-KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", "notifiers")
+KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", "notifiers", "pools")
 """Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
 
 

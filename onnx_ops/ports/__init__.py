@@ -31,7 +31,7 @@ from onnx_ops.ports.models import (
 )
 from onnx_ops.ports.notify import Notifier
 from onnx_ops.ports.release import Diagnosing, EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
-from onnx_ops.ports.run import Clock, Executor, Host, Observer, Work
+from onnx_ops.ports.run import Clock, Executor, Host, Observer, Pools, Work
 from onnx_ops.ports.store import Journal, Signer, Store, Verifier
 from onnx_ops.ports.toolbox import Ports
 
@@ -58,6 +58,7 @@ __all__ = [
     "Observer",
     "OptimizeRequest",
     "Optimizer",
+    "Pools",
     "Ports",
     "RaceSamples",
     "RaceSchedule",

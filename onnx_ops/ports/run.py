@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from onnx_ops.domain.artifact import Manifest
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
+from onnx_ops.domain.quantities import Json
 
 Work = Callable[[], Manifest]
 """Computes a stage's result; raises OnnxOpsError when it cannot."""
@@ -54,6 +55,26 @@ class Observer(Protocol):
         ...
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None: ...
+
+
+class Pools(Protocol):
+    """Machines elsewhere, reached through pools of workers."""
+
+    def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
+        """Have a worker of the pool answer the request, and wait until it has; what it found lies in the store.
+
+        Args:
+            pool: its name.
+            title: what people see of it.
+            request: what the worker's `wiring.remote.answer` takes.
+            timeout: seconds from the start of the work; None for no limit.
+
+        Raises:
+            UserError: there is no such pool.
+            ServiceUnavailable: whoever hands out the work does not answer.
+            MeasurementFailure: no worker took it, or workers died, or it took longer than `timeout`.
+        """
+        ...
 
 
 class Host(Protocol):

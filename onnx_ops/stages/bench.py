@@ -17,6 +17,7 @@ from onnx_ops.graph.check import full_check, refusal
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.stages.coverage import examine
 from onnx_ops.stages.load import throughput_alone
+from onnx_ops.stages.machine import fitting
 from onnx_ops.stages.starts import starts_alone
 from onnx_ops.stages.timing import QUANTILES, rows_of, time_alone
 
@@ -105,6 +106,7 @@ def bench(
 
 def facts_of(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
     """What really runs the model there; who is to blame if nothing does."""
+    fitting(runtime, target)
     if reason := refusal(model, target):
         raise UserError(reason.partition(": set export.")[0], where=model.name)
     try:

@@ -24,6 +24,7 @@ from onnx_ops.stages.champion import Champion, champion_of
 from onnx_ops.stages.coverage import Examined, examine
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
 from onnx_ops.stages.invariance import measure_invariance
+from onnx_ops.stages.machine import fitting
 from onnx_ops.stages.parity import measure_parity
 from onnx_ops.stages.reference import get_reference
 from onnx_ops.stages.scoring import Scorer, TaskMetrics, measure_metrics
@@ -51,11 +52,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     store = ports.store
     variant = inputs[settings["source"]]
     data = get_dataset(store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
+    runtime = ports.runtime(target.runtime)
+    hardware = fitting(runtime, target)
     with scratch() as folder:
         champion = champion_of(stage, ports)
         manifest = variant.subset(MODEL)
         bench = Bench(
-            runtime=ports.runtime(target.runtime),
+            runtime=runtime,
             target=target,
             candidate=checkout(store, variant, MODEL, folder / "candidate") / MODEL_FILE,
             export=checkout(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE,
@@ -80,7 +83,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             target_digest=target.digest(),
             dedicated=target.dedicated,
             size_bytes=_size(manifest, ports),
-            hardware=bench.runtime.fingerprint(target),
+            hardware=hardware,
             conditions=dict(ports.conditions()),
             runtime=bench.runtime.facts(bench.candidate, target),
             baseline="champion" if bench.champion else ("" if is_export else EXPORT),

@@ -28,6 +28,7 @@ from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.stages.coverage import examine, has_integers
 from onnx_ops.stages.group_answers import answers_of, refusal
+from onnx_ops.stages.machine import fitting
 from onnx_ops.stages.parity import mismatched
 from onnx_ops.stages.probing import Group, Samples, groups_of, shared_inputs
 
@@ -113,6 +114,7 @@ def compare(
         MeasurementFailure: a model does not run here, or A does not give the same answer twice.
     """
     shared_inputs(a, b)
+    fitting(runtime, target)
     for model in (a, b):
         if reason := lacking(foreign(read_structure(model)), target):
             raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")

@@ -10,19 +10,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops import codec
+from onnx_ops import codec, plugins
 from onnx_ops.adapters.isolation.output import Marked, Tail, ending
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.errors import StageFailure, from_document
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Pools, Ports
 from onnx_ops.settings import Settings, to_environ
 from onnx_ops.stages import execute
 from onnx_ops.stages.champion import with_champion
+from onnx_ops.wiring.remote import ask, pool_of
 
 PROGRESS = b"\x1eprogress "
 """What a line of a child's output begins with that tells how far its stage is."""
@@ -39,13 +41,20 @@ def _silent(stage: Stage, line: str) -> None:
 
 @dataclass(frozen=True)
 class Performer:
-    """Executes stages: here, or in a child where the stage asks for it or has a time-out."""
+    """Executes stages: here, in a child where the stage asks for it or has a time-out, or by a pool's worker."""
 
     settings: Settings
     ports: Ports
     tell: Told = _silent
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        if pool_of(stage):
+            pools: Pools = plugins.load("pools", "prefect")
+            return ask(pools, self.ports.store, stage, key, inputs, attempt=uuid.uuid4().hex)
+        return self.here(stage, key, inputs)
+
+    def here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        """On this machine, whatever pool the stage's target names."""
         if not stage.own_process and stage.timeout is None:
             return execute(stage, key, inputs, self.ports)
         if stage.kind not in _TIMED:

@@ -11,7 +11,7 @@ from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.domain.recipes import Arithmetic, arithmetic
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.engine import code_digest
 from onnx_ops.ports import Ports
 from onnx_ops.stages.data import source_of
@@ -45,10 +45,15 @@ class ProjectProbe:
         return bool(self.ports.optimizer(name).quantized)
 
     def hardware(self, target: Target) -> Digest:
-        return self.ports.runtime(target.runtime).fingerprint(target).digest()
+        return self._machine(target).digest()
 
     def arithmetic(self, target: Target) -> Arithmetic:
-        return arithmetic(self.ports.runtime(target.runtime).fingerprint(target), target)
+        return arithmetic(self._machine(target), target)
+
+    def _machine(self, target: Target) -> HardwareFingerprint:
+        """This machine, or what a pool's machines are required to be: which of them will measure is not known yet."""
+        here = self.ports.runtime(target.runtime).fingerprint(target)
+        return target.requires.least(here) if target.pool else here
 
     def signer(self) -> Digest | None:
         signer = self.ports.signer()

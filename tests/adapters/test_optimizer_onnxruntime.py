@@ -20,7 +20,6 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.adapters.optimizers import onnxruntime as adapter
 from onnx_ops.adapters.optimizers.calibration import BATCH, BatchReader
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
-from onnx_ops.adapters.runtimes.hardware import lacking_flags
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
@@ -39,7 +38,8 @@ STATIC = Quantize(name="int8-static", method="static", calibrate=Calibrate(sampl
 DYNAMIC = Quantize(name="int8-dynamic", method="dynamic")
 
 
-SATURATES = platform.machine() == "x86_64" and len(lacking_flags(("avx512_vnni", "avx_vnni"))) == 2
+FLAGS = set(OnnxRuntime().fingerprint(Target(name="here")).cpu_flags)
+SATURATES = platform.machine() == "x86_64" and not FLAGS & {"avx512_vnni", "avx_vnni"}
 """Whether 8-bit products of this CPU saturate, so that weights need their reduced range."""
 
 

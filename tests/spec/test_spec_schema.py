@@ -48,7 +48,10 @@ def test_the_schema_takes_what_the_loader_takes(pipeline_text: str) -> None:
     schema = SCHEMAS["pipeline"]
     assert accepts(schema, pipeline_text)
     assert accepts(schema, pipeline_text.replace("  - {endpoint", "  {endpoint"))
-    assert accepts(SCHEMAS["target"], "name: gpu\nproviders: [A, {name: B, options: {c: d}}]\nrequires_cpu_flags:\n")
+    assert accepts(
+        SCHEMAS["target"],
+        "name: gpu\nproviders: [A, {name: B, options: {c: d}}]\nrequires: {cpu_flags: [avx2], memory: 4 GB}\n",
+    )
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,12 @@ def test_what_is_refused(root: Path, old: str, new: str, said: str) -> None:
     assert any(said in line for line in found), found
 
 
+def test_a_search_is_for_machines_at_hand(root: Path) -> None:
+    (root / "configs/targets/edge.yaml").write_text("name: edge\npool: boards\n")
+    found = problems(root, "prefer: size", "prefer: latency")
+    assert [line for line in found if "'edge' is measured by a pool" in line]
+
+
 def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> None:
     found = problems(root, "quantize:\n", "quantize:\n  - {name: best-small, method: dynamic}\n")
     assert any("variant 'best-small' is named twice" in line for line in found), found

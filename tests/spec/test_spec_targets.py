@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.domain.target import Provider, SessionSettings, Target
+from onnx_ops.domain.target import Provider, Requirements, SessionSettings, Target
 from onnx_ops.errors import NotFound, SpecError
 from onnx_ops.spec import load_target, load_targets, target_names
 
@@ -29,7 +29,7 @@ def test_a_provider_is_a_text_or_a_mapping(project: Path) -> None:
         project,
         "gpu",
         "name: gpu\nproviders:\n  - {name: CUDAExecutionProvider, options: {device_id: '1'}}\n"
-        "  - CPUExecutionProvider\nsession: {intra_op_threads: 0}\nrequires_cpu_flags:\n",
+        "  - CPUExecutionProvider\nsession: {intra_op_threads: 0}\nrequires: {cpu_flags: [avx2], memory: 4 GB}\n",
     )
     target = load_target("gpu", root=project)
     assert target.providers == (
@@ -37,7 +37,7 @@ def test_a_provider_is_a_text_or_a_mapping(project: Path) -> None:
         Provider(name="CPUExecutionProvider"),
     )
     assert target.session == SessionSettings(intra_op_threads=0)
-    assert target.requires_cpu_flags == ()
+    assert target.requires == Requirements(cpu_flags=("avx2",), memory=4_000_000_000)
 
 
 def test_all_problems_at_once(project: Path) -> None:

@@ -5,39 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from onnx_ops.domain.target import HardwareFingerprint, Target
-from onnx_ops.errors import MeasurementFailure
-
-SPEED_FLAGS = (
-    "amx_bf16",
-    "amx_int8",
-    "amx_tile",
-    "asimd",
-    "asimddp",
-    "asimdhp",
-    "avx",
-    "avx2",
-    "avx512_bf16",
-    "avx512_fp16",
-    "avx512_vnni",
-    "avx512bw",
-    "avx512f",
-    "avx512vl",
-    "avx_vnni",
-    "bf16",
-    "f16c",
-    "fma",
-    "i8mm",
-    "sse4_1",
-    "sse4_2",
-    "sve",
-    "sve2",
-)
-"""CPU features that ONNX Runtime's kernels choose by; the others change nothing that is measured."""
+from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint
 
 
 def installed(distribution: str) -> str:
@@ -51,6 +24,7 @@ def installed(distribution: str) -> str:
 def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:
     """What figures of a runtime are bound to here."""
     model, flags = _cpu()
+    accelerators, driver = _accelerators()
     return HardwareFingerprint(
         machine=platform.machine(),
         cpu_model=model,
@@ -59,26 +33,9 @@ def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         runtime=runtime,
         runtime_version=runtime_version,
+        accelerators=accelerators,
+        driver=driver,
     )
-
-
-def lacking_flags(wanted: Iterable[str]) -> tuple[str, ...]:
-    """CPU features, named as in /proc/cpuinfo, that this machine does not have."""
-    return tuple(flag for flag in wanted if flag not in _cpu()[1])
-
-
-def check_flags(target: Target) -> None:
-    """Whether this machine has the CPU features that a target asks for.
-
-    Raises:
-        MeasurementFailure: it lacks one.
-    """
-    if lacking := lacking_flags(target.requires_cpu_flags):
-        raise MeasurementFailure(
-            f"this CPU lacks {', '.join(lacking)}",
-            where=f"target {target.name}",
-            remedy="Figures from here mean nothing for this target; measure it on a machine that has them.",
-        )
 
 
 def conditions() -> Mapping[str, str]:
@@ -109,6 +66,17 @@ def _cpu() -> tuple[str, frozenset[str]]:
             case _:
                 continue
     return model, flags
+
+
+@functools.cache
+def _accelerators() -> tuple[tuple[str, ...], str]:
+    """Names of NVIDIA's, in the order of their places on the bus, and the driver's version; read without a tool."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        pairs = (line.partition(":")[::2] for line in _read(str(path)).splitlines())
+        names += [value.strip() for key, value in pairs if key.strip() == "Model"]
+    found = re.search(r"Kernel Module\D*([\d.]+)", _read("/proc/driver/nvidia/version"))
+    return tuple(names), found.group(1) if names and found else ""
 
 
 def _read(path: str) -> str:

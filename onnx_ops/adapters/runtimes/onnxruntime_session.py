@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.runtimes.hardware import check_flags
 from onnx_ops.domain.target import SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.operators import check_libraries
@@ -34,14 +33,13 @@ def check_machine(target: Target) -> None:
     """Whether this machine has what the target asks for.
 
     Raises:
-        MeasurementFailure: it lacks a CPU feature or an execution provider, or the target is not measured here.
+        MeasurementFailure: it lacks an execution provider, or the target is not measured here.
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementFailure(
             "its runtime build lives in an environment of its own, not here", where=f"target {target.name}"
         )
     ort = importlib.import_module("onnxruntime")
-    check_flags(target)
     wanted = [provider.name for provider in target.providers]
     missing = [name for name in wanted if name not in ort.get_available_providers()]
     if missing:

@@ -14,7 +14,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.isolation.interpreter import Command
 from onnx_ops.adapters.isolation.npm import NpmPackages, pinned
 from onnx_ops.adapters.isolation.process import Limits, Process
-from onnx_ops.adapters.runtimes.hardware import check_flags, fingerprint
+from onnx_ops.adapters.runtimes.hardware import fingerprint
 from onnx_ops.adapters.runtimes.held import Held
 from onnx_ops.adapters.runtimes.javascript.programs import BROWSER, NODE, diagnosed, needed, version_of
 from onnx_ops.adapters.runtimes.javascript.tensors import get_tensors, put_tensors
@@ -163,7 +163,6 @@ class NodeRuntime:
         return self._held.get(target.digest(), lambda: self._started(target))
 
     def _started(self, target: Target) -> Process:
-        check_flags(target)
         if target.custom_ops:
             raise MeasurementFailure(
                 "libraries of custom operators cannot be loaded from JavaScript", where=f"target {target.name}"

@@ -1,0 +1,26 @@
+"""Measure for others: a benchmark whose target names this worker's pool, on this machine."""
+
+from typing import Any
+
+from prefect import State, flow
+from prefect.states import Completed
+
+from onnx_ops.orchestration.flows import concluding
+from onnx_ops.orchestration.tasks import failed
+from onnx_ops.wiring.child import Performer
+from onnx_ops.wiring.project import open_project
+from onnx_ops.wiring.remote import answer
+
+
+@flow(name="measure", persist_result=False)
+@concluding
+def measure(request: dict[str, Any]) -> State[Any]:
+    """Do one benchmark here, one at a time on this machine, and leave its evidence in the store that both share.
+
+    Args:
+        request: What onnx-ops asks; not written by hand.
+    """
+    project = open_project()
+    performer = Performer(settings=project.settings, ports=project.ports)
+    error = answer(performer.here, project.ports.store, request)
+    return Completed(message=f"measured: {request['attempt']}") if error is None else failed(error)

@@ -1,0 +1,172 @@
+"""Benchmarks on workers of Prefect's work pools: one pool for each kind of machine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import MeasurementFailure, ServiceUnavailable, UserError
+
+if TYPE_CHECKING:
+    from prefect import State
+    from prefect.client.orchestration import SyncPrefectClient
+
+FLOW = "measure"
+
+_FINAL = ("COMPLETED", "FAILED")
+_DEAD = ("CRASHED", "CANCELLED", "CANCELLING")
+
+
+class _WorkerDied(Exception):
+    """The work was begun and nobody does it any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefectPools:
+    """Runs the deployment `measure/POOL` for each request. Durations are seconds.
+
+    A worker that is killed together with its flow run tells nobody. If its runs send Prefect's heartbeats, `silence`
+    without one counts as death; the work then goes to whichever worker of the pool takes it, `tries` times in all.
+    """
+
+    poll: float = 1.0
+    patience: float = 600.0
+    silence: float = 100.0
+    tries: int = 2
+
+    def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
+        with _client() as client:
+            deployment, deaths = _deployment(client, pool), list[str]()
+            while len(deaths) < self.tries:
+                try:
+                    return self._once(client, deployment, pool, title, request, timeout)
+                except _WorkerDied as death:
+                    deaths.append(str(death))
+        raise MeasurementFailure(
+            f"{self.tries} workers of pool {pool} died over it, one after the other",
+            where=title,
+            why=deaths[-1],
+            remedy="See the flow runs of `measure` in Prefect, and whether those machines have enough memory.",
+        )
+
+    def _once(
+        self,
+        client: SyncPrefectClient,
+        deployment: UUID,
+        pool: str,
+        title: str,
+        request: Mapping[str, Json],
+        timeout: float | None,
+    ) -> None:
+        run = client.create_flow_run_from_deployment(deployment, parameters={"request": dict(request)}, name=title)
+        try:
+            self._wait(client, run.id, pool, title, timeout)
+        except BaseException:
+            _cancel(client, run.id)
+            raise
+
+    def _wait(self, client: SyncPrefectClient, run: UUID, pool: str, title: str, timeout: float | None) -> None:
+        asked, started = time.monotonic(), None
+        beat, heard = "", asked
+        while True:
+            state = client.read_flow_run(run).state
+            kind = _kind(state)
+            if kind in _FINAL:
+                return
+            if kind in _DEAD:
+                raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
+            now = time.monotonic()
+            if kind == "RUNNING":
+                started = now if started is None else started
+                if timeout is not None and now - started > timeout:
+                    raise _too_long(title, timeout)
+                if (last := _heartbeat(client, run)) != beat:
+                    beat, heard = last, now
+                if beat and now - heard > self.silence:
+                    raise _WorkerDied(f"its flow run has sent no heartbeat for {now - heard:.0f} s")
+            elif now - asked > self.patience:
+                raise _nobody(pool, title, self.patience)
+            time.sleep(self.poll)
+
+
+def _kind(state: State[Any] | None) -> str:
+    return "" if state is None else str(state.type.value)
+
+
+@contextlib.contextmanager
+def _client() -> Iterator[SyncPrefectClient]:
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL
+
+    if not PREFECT_API_URL.value():
+        raise UserError(
+            "a target with a `pool` is measured through a Prefect server, and none is set",
+            where="PREFECT_API_URL",
+            remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api; or leave `pool` out of the target.",
+        )
+    try:
+        with get_client(sync_client=True) as client:
+            yield client
+    except httpx.TransportError as error:
+        raise ServiceUnavailable(
+            "Prefect's server does not answer", where=str(PREFECT_API_URL.value()), why=type(error).__name__
+        ) from error
+
+
+def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        return client.read_deployment_by_name(f"{FLOW}/{pool}").id
+    except ObjectNotFound as error:
+        raise UserError(
+            f"no deployment is called {FLOW}/{pool}",
+            where=f"pool {pool}",
+            remedy=f"Deploy it as prefect.yaml does for `local`: prefect --no-prompt deploy flows/measure.py:measure "
+            f"--name {pool} --pool {pool}; and start a worker there: prefect worker start --pool {pool}",
+        ) from error
+
+
+def _heartbeat(client: SyncPrefectClient, run: UUID) -> str:
+    """The run's last heartbeat; empty if it never sent one."""
+    wanted = {
+        "filter": {
+            "event": {"name": ["prefect.flow-run.heartbeat"]},
+            "resource": {"id": [f"prefect.flow-run.{run}"]},
+            "order": "DESC",
+        },
+        "limit": 1,
+    }
+    events = client.request("POST", "/events/filter", json=wanted).json()["events"]
+    return str(events[0]["id"]) if events else ""
+
+
+def _cancel(client: SyncPrefectClient, run: UUID) -> None:
+    """Nobody waits for it any more; a worker that still does it stops, and one that has not begun never does."""
+    from prefect.states import Cancelling
+
+    with contextlib.suppress(Exception):  # what went wrong before is what is told
+        if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
+            client.set_flow_run_state(run, Cancelling(message="nobody waits for it any more"), force=True)
+
+
+def _too_long(title: str, timeout: float) -> MeasurementFailure:
+    return MeasurementFailure(
+        f"it ran longer than its time-out of {timeout:g} s and was stopped",
+        where=title,
+        remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+    )
+
+
+def _nobody(pool: str, title: str, patience: float) -> MeasurementFailure:
+    return MeasurementFailure(
+        f"no worker of pool {pool} took it within {patience:g} s",
+        where=title,
+        remedy=f"Start one on the machine: prefect worker start --pool {pool}",
+    )

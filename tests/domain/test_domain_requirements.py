@@ -1,0 +1,68 @@
+"""What a machine must have: said in words where it does not, and read off what was found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint, Requirements
+
+BOX = HardwareFingerprint(
+    machine="x86_64",
+    cpu_model="AMD EPYC 9R14 96-Core Processor",
+    cpu_flags=("avx2", "avx512f"),
+    cores=8,
+    memory_bytes=32_000_000_000,
+    runtime="onnxruntime",
+    runtime_version="1.31.1",
+    accelerators=("NVIDIA H100 PCIe",),
+    driver="550.54.15",
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lacking"),
+    [
+        (Requirements(), ()),
+        (Requirements(machine="aarch64"), ("it is x86_64, not aarch64",)),
+        (Requirements(cpu="epyc 9r14"), ()),
+        (Requirements(cpu="Xeon"), ("its CPU is AMD EPYC 9R14 96-Core Processor, not Xeon",)),
+        (Requirements(cpu_flags=("avx2", "amx_int8")), ("its CPU lacks amx_int8",)),
+        (Requirements(cores=16), ("it has 8 of 16 cores",)),
+        (Requirements(memory=64_000_000_000), ("it has 32.0 of 64.0 GB of memory",)),
+        (Requirements(accelerator="h100", driver="550.54"), ()),
+        (Requirements(accelerator="B200"), ("it has no accelerator called B200",)),
+        (Requirements(driver="560"), ("its driver is 550.54.15, older than 560",)),
+        (Requirements(driver="550.100"), ("its driver is 550.54.15, older than 550.100",)),
+    ],
+)
+def test_what_a_machine_lacks(wanted: Requirements, lacking: tuple[str, ...]) -> None:
+    assert wanted.lacking(BOX) == lacking
+
+
+def test_a_machine_without_an_accelerator_has_no_driver() -> None:
+    bare = replace(BOX, accelerators=(), driver="")
+    wanted = Requirements(accelerator="H100", driver="550")
+    assert wanted.lacking(bare) == (
+        "it has no accelerator called H100",
+        "its driver is not known, older than 550",
+    )
+
+
+@given(
+    wanted=st.builds(
+        Requirements,
+        machine=st.sampled_from(["", "x86_64", "aarch64"]),
+        cpu=st.sampled_from(["", "EPYC"]),
+        cpu_flags=st.lists(st.sampled_from(SPEED_FLAGS), unique=True).map(tuple),
+        cores=st.integers(0, 1024),
+        memory=st.none() | st.integers(1, 1 << 50),
+        accelerator=st.sampled_from(["", "H100"]),
+        driver=st.sampled_from(["", "550.1"]),
+    )
+)
+def test_the_least_machine_that_fits_fits(wanted: Requirements) -> None:
+    assert wanted.lacking(wanted.least(BOX)) == ()

@@ -1,0 +1,120 @@
+"""One release measured on three machines: here, and by the workers of two pools, one of which is killed at work."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from e2e_project import Project, until
+from prefect_site import PrefectSite, served
+
+pytestmark = pytest.mark.services
+
+BOARDS = {"board-a": ("0", 1), "board-b": ("1", 2)}
+"""Pools, the core that their worker may use, and the threads of their target."""
+
+TARGET = """
+name: {name}
+description: A machine of the pool {name}.
+pool: {name}
+session: {{intra_op_threads: {threads}}}
+requires: {{cores: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def site(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+    for name, (_, threads) in BOARDS.items():
+        path = project.root / "configs" / "targets" / f"{name}.yaml"
+        path.write_text(TARGET.format(name=name, threads=threads), encoding="utf-8")
+    with served(project, tmp_path_factory.mktemp("prefect")) as made:
+        for name, (core, threads) in BOARDS.items():
+            made.done("work-pool", "create", name, "--type", "process")
+            flow = ("flows/measure.py:measure", "--name", name, "--pool", name)
+            made.done("deploy", *flow, "--job-variable", '{"stream_output": false}')
+            before = ("env", f"OMP_NUM_THREADS={threads}", "taskset", "-c", core)
+            worker = ("worker", "start", "--pool", name, "--install-policy", "never")
+            made.started.append(made.start(*worker, before=before))
+        yield made
+
+
+def run(site: PrefectSite, *overrides: str, code: int = 0) -> Any:
+    sets = [part for override in ("quantize=[]", *overrides) for part in ("--set", override)]
+    arguments = ("run", "configs/pipelines/digits-mlp.yaml", "--until", "gate", *sets)
+    return site.project.document(*arguments, code=code, environ={"PREFECT_API_URL": site.api})
+
+
+def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_there(site: PrefectSite) -> None:
+    found = run(site, 'benchmark.targets=["cpu-1t", "board-a", "board-b"]')
+    assert {choice["target"]: choice["verdict"] for choice in found["choices"]} == dict.fromkeys(
+        ("cpu-1t", *BOARDS), "pass"
+    )
+    again = run(site, 'benchmark.targets=["cpu-1t", "board-a", "board-b"]')
+    assert {outcome["status"] for outcome in again["outcomes"]} == {"cached"}
+
+
+def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:
+    begun = site.project.start(
+        "run",
+        "configs/pipelines/digits-mlp.yaml",
+        "--until",
+        "gate",
+        "--fresh",
+        "benchmark",
+        "--set",
+        "quantize=[]",
+        "--set",
+        'benchmark.targets=["board-a"]',
+        environ={"PREFECT_API_URL": site.api},
+    )
+    victim = until(lambda: at_work(site), seconds=120, what="a flow run that measures")
+    os.killpg(os.getpgid(victim), signal.SIGKILL)
+    _, errors = begun.communicate(timeout=400)
+    assert begun.returncode == 0, errors
+    states = [run["state_type"] for run in site.ask("/flow_runs/filter", flows={"name": {"any_": ["measure"]}})]
+    assert states.count("CRASHED") == 1
+
+
+def at_work(site: PrefectSite) -> int | None:
+    """The flow run's process that has a benchmark done: the parent of the stage's own."""
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            if "onnx_ops.wiring.worker" in (process.info["cmdline"] or []):
+                ours = process.environ().get("ONNX_OPS_ROOT") == str(site.project.root)
+                parent = process.parent()
+                if ours and parent is not None and "prefect" in " ".join(parent.cmdline()):
+                    return int(parent.pid)
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return None
+
+
+def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> None:
+    path = site.project.root / "configs" / "targets" / "board-a.yaml"
+    path.write_text(path.read_text().replace("cores: 1", "cores: 1000"), encoding="utf-8")
+    found = run(site, 'benchmark.targets=["cpu-1t", "board-a"]', code=4)
+    verdicts = {choice["target"]: choice["verdict"] for choice in found["choices"]}
+    assert verdicts == {"cpu-1t": "pass", "board-a": "error"}
+    error = found["errors"]["benchmark/fp32@board-a"]
+    assert (error["error"], error["where"]) == ("MeasurementFailure", "target board-a")
+    assert "of 1000 cores" in error["what"]
+
+
+def test_a_pool_that_is_not_there_says_how_to_make_it(site: PrefectSite) -> None:
+    path = site.project.root / "configs" / "targets" / "board-b.yaml"
+    path.write_text(path.read_text().replace("pool: board-b", "pool: nobody"), encoding="utf-8")
+    done = site.project.command(
+        "run",
+        "configs/pipelines/digits-mlp.yaml",
+        "--until",
+        "gate",
+        "--set",
+        'benchmark.targets=["board-b"]',
+        environ={"PREFECT_API_URL": site.api},
+    )
+    assert "no deployment is called measure/nobody" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
