@@ -121,7 +121,7 @@ def _installed(distribution: str) -> bool:
 
 
 def _providers() -> Iterator[Finding]:
-    from onnx_ops.adapters.runtimes.onnxruntime import available_providers
+    from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers, devices
 
     found = available_providers()
     yield Finding(
@@ -130,6 +130,7 @@ def _providers() -> Iterator[Finding]:
         found=", ".join(found),
         remedy="Install onnxruntime again.",
     )
+    yield Finding(check="devices", ok=True, found="; ".join(devices()))
 
 
 def _state(project: Project) -> Iterator[Finding]:

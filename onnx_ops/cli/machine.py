@@ -1,4 +1,4 @@
-"""Commands about this machine: doctor."""
+"""Commands about this machine: doctor, targets."""
 
 from __future__ import annotations
 
@@ -39,3 +39,25 @@ def doctor(
         doctor_table(findings)
     if any(not finding.ok for finding in findings):
         raise typer.Exit(4)
+
+
+@reported
+def targets(as_json: AsJson = False) -> None:
+    """List the project's targets and the shipped profiles, and say which of them this machine can measure.
+
+    A session of a tiny model is built for each; nothing is measured. A profile is used by its name, and a file
+    configs/targets/NAME.yaml wins over the profile of that name.
+
+    Example: onnx-ops targets --json
+    """
+    from dataclasses import asdict
+
+    from onnx_ops.cli.tables import targets_table
+    from onnx_ops.cli.targeting import tell_targets
+    from onnx_ops.wiring.project import open_project
+
+    told = list(tell_targets(open_project()))
+    if as_json:
+        print_json([asdict(one) for one in told])
+    else:
+        targets_table(told)

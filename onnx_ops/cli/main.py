@@ -60,6 +60,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (TOOLS, quantize.quantize),
     (MACHINE, serve.serve),
     (MACHINE, machine.doctor),
+    (MACHINE, machine.targets),
 ]
 
 for panel, command in _COMMANDS:

@@ -15,6 +15,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
 
 if TYPE_CHECKING:
+    from onnx_ops.cli.targeting import Told
     from onnx_ops.domain.finding import Finding
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.operations.explain import Explanation
@@ -145,6 +146,20 @@ def doctor_table(findings: Sequence[Finding]) -> None:
         mark = "[green]ok[/green]" if finding.ok else "[red]!![/red]"
         remedy = "" if finding.ok else finding.remedy
         table.add_row(mark, escape(finding.check), escape(finding.found), escape(remedy))
+    console().print(table)
+
+
+def targets_table(told: Sequence[Told]) -> None:
+    table = Table()
+    for name in ("target", "from", "provider", "this machine"):
+        table.add_column(name, overflow="fold")
+    for one in told:
+        said = "can measure it" if one.here else "not measured here" if one.here is False else "not looked at"
+        more = ". ".join(part for part in (f"{said}: {one.why}" if one.why else said, one.remedy) if part)
+        colour = "green" if one.here else "yellow"
+        table.add_row(
+            escape(one.name), escape(one.source), escape(one.provider), f"[{colour}]{escape(more)}[/{colour}]"
+        )
     console().print(table)
 
 

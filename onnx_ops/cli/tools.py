@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 
-TargetName = Annotated[
-    str, typer.Option("--target", help="cpu-1t, cpu-all, or NAME of configs/targets/NAME.yaml in a project.")
-]
+TargetName = Annotated[str, typer.Option("--target", help="cpu-1t, cpu-all, another one of `onnx-ops targets`.")]
 Data = Annotated[
     Path | None,
     typer.Option(

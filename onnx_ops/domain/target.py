@@ -35,7 +35,10 @@ class Provider:
     """An execution provider and its options."""
 
     name: str
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Annotated[
+        Mapping[str, str], doc("As the provider names them; `{cache}` is a folder of the model and the machine.")
+    ] = field(default_factory=dict)
+    package: Annotated[str, doc("Python package that brings the provider as a plug-in: onnxruntime_qnn.")] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +176,10 @@ def _measured(target: Target) -> Json:
         **({"requires": wanted} if wanted else {}),
         **({"pool": target.pool} if target.pool else {}),
         "runtime": target.runtime,
-        "providers": [{"name": p.name, "options": dict(p.options)} for p in target.providers],
+        "providers": [
+            {"name": p.name, "options": dict(p.options), **({"package": p.package} if p.package else {})}
+            for p in target.providers
+        ],
         "session": [
             session.intra_op_threads,
             session.inter_op_threads,

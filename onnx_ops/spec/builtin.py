@@ -1,34 +1,21 @@
-"""Targets that need no file, for tools that are used without a project."""
+"""Targets for tools that are used without a project."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound
-from onnx_ops.spec.targets import FOLDER, load_target, target_names, target_path
+from onnx_ops.spec.targets import FOLDER, PROFILES, load_target, profile_names, target_names, target_path
 from onnx_ops.spec.words import did_you_mean
 
-BUILTIN: Mapping[str, Target] = {
-    target.name: target
-    for target in (
-        Target(
-            name="cpu-1t",
-            description="One thread on any CPU. Threads do not spin, so that figures hold on a shared machine.",
-        ),
-        Target(
-            name="cpu-all",
-            description="Every core of the machine, one operator at a time.",
-            session=SessionSettings(intra_op_threads=0),
-        ),
-    )
-}
-"""The same as the files of that name in `configs/targets/`."""
+BUILTIN: Mapping[str, Target] = {name: load_target(name, root=PROFILES) for name in ("cpu-1t", "cpu-all")}
+"""Profiles that every machine can run."""
 
 
 def find_target(name: str, *, root: Path) -> Target:
-    """The target of the project at `root`, else the built-in one of that name.
+    """The target of the project at `root`, else the profile of that name.
 
     Raises:
         NotFound: there is neither.
@@ -36,9 +23,7 @@ def find_target(name: str, *, root: Path) -> Target:
     """
     if target_path(name, root) is not None:
         return load_target(name, root=root)
-    if name in BUILTIN:
-        return BUILTIN[name]
-    known = known_targets(root)
+    known = sorted({*target_names(root), *profile_names()})
     hint = did_you_mean(name, known).removeprefix("; ").capitalize()
     raise NotFound(
         f"no target is called {name!r}",
@@ -48,5 +33,5 @@ def find_target(name: str, *, root: Path) -> Target:
 
 
 def known_targets(root: Path) -> tuple[str, ...]:
-    """Names of the project's and of the built-in targets, sorted."""
+    """Names of the project's targets and of the profiles that every machine can run, sorted."""
     return tuple(sorted({*target_names(root), *BUILTIN}))

@@ -15,7 +15,7 @@ from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.functions import function_problem
 from onnx_ops.spec.metrics import function_findings
 from onnx_ops.spec.searches import pool_findings, price_findings
-from onnx_ops.spec.targets import FOLDER, load_target, target_names, target_path
+from onnx_ops.spec.targets import FOLDER, load_target, profile_names, target_names, target_path
 from onnx_ops.spec.text import read_file, shown_path
 from onnx_ops.spec.words import did_you_mean, listing
 
@@ -69,7 +69,7 @@ def _missing_targets(draft: Draft, root: Path) -> Iterator[Finding]:
     for index, name in enumerate(draft.benchmark.targets if draft.benchmark else ()):
         if target_path(name, root) is None:
             known = target_names(root)
-            hint = did_you_mean(name, known) or f"; {FOLDER} has {listing(known) or 'none'}"
+            hint = did_you_mean(name, {*known, *profile_names()}) or f"; {FOLDER} has {listing(known) or 'none'}"
             yield Finding(loc=("benchmark", "targets", index), message=f"no target is called '{name}'{hint}")
 
 

@@ -14,7 +14,7 @@ from runtime_places import ended_in_the_middle
 
 from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime, build_of
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime, shielded
+from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime, shielded_runtime
 from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.target import Target
@@ -112,7 +112,7 @@ def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
         runtime.run(file, replace(APART, env=replace(PINNED, isolated=False)), (rows(1),))
     with pytest.raises(UserError, match="no folder"):
         TargetedRuntime().run(file, APART, (rows(1),))
-    safe = shielded(runtime)
+    safe = shielded_runtime(runtime)
     assert isinstance(safe, TargetedRuntime)
     assert type(safe.here) is ShieldedRuntime
     assert safe.folder == tmp_path

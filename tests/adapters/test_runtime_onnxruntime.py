@@ -14,7 +14,8 @@ import pytest
 
 from onnx_ops.adapters.runtimes import onnxruntime as adapter
 from onnx_ops.adapters.runtimes.hardware import conditions
-from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime, available_providers
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
 from onnx_ops.domain.target import Provider, SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import RaceSchedule

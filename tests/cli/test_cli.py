@@ -34,6 +34,7 @@ COMMANDS = [
     "delete",
     "serve",
     "doctor",
+    "targets",
     "keys",
     "keys list",
     "keys new",

@@ -164,7 +164,7 @@ def test_problems_in_a_target_file_come_along(project: Path, problems_after: Pro
     (project / "configs/targets/odd.yaml").write_text("name: odd\nsession: {spinning: off}\n")
     assert problems_after("targets: [cpu-1t]", "targets: [cpu-1t, odd, none]") == [
         "configs/targets/odd.yaml:2:21: session.spinning: expected true or false, got the text 'off'; write false",
-        "13:26: benchmark.targets[2]: no target is called 'none'; configs/targets has 'cpu-1t', 'odd', 'old'",
+        "13:26: benchmark.targets[2]: no target is called 'none'; did you mean 'node'?",
     ]
 
 

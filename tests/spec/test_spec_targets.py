@@ -67,8 +67,8 @@ def test_the_name_is_that_of_the_file(project: Path) -> None:
 def test_unknown_targets(project: Path) -> None:
     with pytest.raises(NotFound, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"):
         load_target("cpu-1", root=project)
-    with pytest.raises(NotFound, match=r"Targets there: cpu-1t, old\."):
-        load_target("browser", root=project)
+    with pytest.raises(NotFound, match=r"Targets there: cpu-1t, old\. Shipped: browser-wasm, coreml, cpu-1t,"):
+        load_target("desktop", root=project)
 
 
 @pytest.mark.parametrize("name", ["../targets/cpu-1t", "/etc/passwd", "", "cpu-1t\n", "CPU-1T"])

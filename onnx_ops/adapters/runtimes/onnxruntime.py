@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_ops.adapters.runtimes.hardware import fingerprint, installed
 from onnx_ops.adapters.runtimes.onnxruntime_load import window
-from onnx_ops.adapters.runtimes.onnxruntime_session import failures, new_session
+from onnx_ops.adapters.runtimes.onnxruntime_session import failures, machine, new_session
 from onnx_ops.adapters.runtimes.onnxruntime_start import start, stored_feed
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
@@ -34,8 +33,6 @@ from onnx_ops.ports.models import (
 if TYPE_CHECKING:
     from numpy.random import Generator
 
-DISTRIBUTION = "onnxruntime"
-
 _PROBE_LOOPS = 100
 
 _T = TypeVar("_T")
@@ -48,7 +45,7 @@ class OnnxRuntime:
     """Fulfils `ports.RewritingRuntime`. Every call builds the sessions it needs and lets go of them."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        return fingerprint(target.runtime, installed(DISTRIBUTION))
+        return machine(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         ort = importlib.import_module("onnxruntime")
@@ -146,11 +143,6 @@ class OnnxRuntime:
                 for turn in order.permutation(len(models)):
                     figures[:, heat, turn] = start(models[turn], target, stored, schedule.requests)
         return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
-
-
-def available_providers() -> tuple[str, ...]:
-    """Execution providers of the installed build."""
-    return tuple(importlib.import_module("onnxruntime").get_available_providers())
 
 
 def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:

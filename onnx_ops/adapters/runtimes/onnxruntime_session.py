@@ -5,12 +5,25 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.adapters.runtimes.hardware import fingerprint, installed
+from onnx_ops.adapters.runtimes.onnxruntime_providers import (
+    append,
+    available_providers,
+    check_devices,
+    plug_in,
+    provider_values,
+    runtime_version,
+)
+from onnx_ops.domain.provider_options import PROVIDER_PACKAGES
+from onnx_ops.domain.target import HardwareFingerprint, SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.operators import check_libraries
+
+DISTRIBUTION = "onnxruntime"
 
 _LEVELS = {
     "disabled": "ORT_DISABLE_ALL",
@@ -29,26 +42,36 @@ _QUIET = 4
 """Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
 
 
+def machine(target: Target) -> HardwareFingerprint:
+    """What figures of the target are bound to here."""
+    return fingerprint(target.runtime, runtime_version(target, installed(DISTRIBUTION)))
+
+
 def check_machine(target: Target) -> None:
-    """Whether this machine has what the target asks for.
+    """Whether this machine has what the target asks for; packages that it names are plugged in.
 
     Raises:
-        MeasurementFailure: it lacks an execution provider, or the target is not measured here.
+        MeasurementFailure: it lacks an execution provider, a package of one, or a device for it, or the target is not
+            measured here.
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementFailure(
             "its runtime build lives in an environment of its own, not here", where=f"target {target.name}"
         )
-    ort = importlib.import_module("onnxruntime")
-    wanted = [provider.name for provider in target.providers]
-    missing = [name for name in wanted if name not in ort.get_available_providers()]
+    build = available_providers()
+    missing = [provider.name for provider in target.providers if not provider.package and provider.name not in build]
     if missing:
+        remedy = PROVIDER_PACKAGES.get(missing[0], "Measure this target where its provider is installed.")
         raise MeasurementFailure(
             f"execution provider {missing[0]} is not in this build of ONNX Runtime",
             where=f"target {target.name}",
-            why=f"it has {', '.join(ort.get_available_providers())}",
-            remedy="Measure this target where its provider is installed; it is not measured here.",
+            why=f"it has {', '.join(build)}",
+            remedy=remedy,
         )
+    for provider in target.providers:
+        if provider.package:
+            plug_in(provider, target)
+            check_devices(provider, target)
 
 
 def new_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
@@ -67,7 +90,6 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
     check_machine(target)
     check_libraries(target.custom_ops, f"target {target.name}")
     ort = importlib.import_module("onnxruntime")
-    providers = [(provider.name, dict(provider.options)) for provider in target.providers]
     with failures(model):
         options = _options(ort, target.session)
         for library in target.custom_ops:
@@ -78,8 +100,19 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
             options.optimized_model_filepath = str(write_to)
             if model.stat().st_size > _LARGE:
                 options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{write_to.name}.data")
-        # Its fallback would print, and measure another provider than the one asked for.
-        return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+        return _built(ort, model, target, options)
+
+
+def _built(ort: Any, model: Path, target: Target, options: Any) -> Any:
+    here = partial(machine, target)
+    wanted = [(provider, provider_values(provider, model, here)) for provider in target.providers]
+    if any(provider.package for provider in target.providers):
+        for provider, values in wanted:
+            append(options, provider, values)
+        return ort.InferenceSession(str(model), options, enable_fallback=0)
+    providers = [(provider.name, dict(values)) for provider, values in wanted]
+    # Its fallback would print, and measure another provider than the one asked for.
+    return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
 
 
 @contextmanager
