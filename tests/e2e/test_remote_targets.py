@@ -43,9 +43,12 @@ def site(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def run(site: PrefectSite, *overrides: str, code: int = 0) -> Any:
-    sets = [part for override in ("quantize=[]", *overrides) for part in ("--set", override)]
-    arguments = ("run", "configs/pipelines/digits-mlp.yaml", "--until", "gate", *sets)
-    return site.project.document(*arguments, code=code, environ={"PREFECT_API_URL": site.api})
+    return site.project.document(*command(*overrides), code=code, environ={"PREFECT_API_URL": site.api})
+
+
+def command(*overrides: str) -> list[str]:
+    sets = [part for override in ("quantize=[]", "deploy=[]", *overrides) for part in ("--set", override)]
+    return ["run", "configs/pipelines/digits-mlp.yaml", "--until", "gate", *sets]
 
 
 def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_there(site: PrefectSite) -> None:
@@ -58,19 +61,8 @@ def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_the
 
 
 def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:
-    begun = site.project.start(
-        "run",
-        "configs/pipelines/digits-mlp.yaml",
-        "--until",
-        "gate",
-        "--fresh",
-        "benchmark",
-        "--set",
-        "quantize=[]",
-        "--set",
-        'benchmark.targets=["board-a"]',
-        environ={"PREFECT_API_URL": site.api},
-    )
+    arguments = [*command('benchmark.targets=["board-a"]'), "--fresh", "benchmark"]
+    begun = site.project.start(*arguments, environ={"PREFECT_API_URL": site.api})
     victim = until(lambda: at_work(site), seconds=120, what="a flow run that measures")
     os.killpg(os.getpgid(victim), signal.SIGKILL)
     _, errors = begun.communicate(timeout=400)
@@ -107,14 +99,6 @@ def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> No
 def test_a_pool_that_is_not_there_says_how_to_make_it(site: PrefectSite) -> None:
     path = site.project.root / "configs" / "targets" / "board-b.yaml"
     path.write_text(path.read_text().replace("pool: board-b", "pool: nobody"), encoding="utf-8")
-    done = site.project.command(
-        "run",
-        "configs/pipelines/digits-mlp.yaml",
-        "--until",
-        "gate",
-        "--set",
-        'benchmark.targets=["board-b"]',
-        environ={"PREFECT_API_URL": site.api},
-    )
+    done = site.project.command(*command('benchmark.targets=["board-b"]'), environ={"PREFECT_API_URL": site.api})
     assert "no deployment is called measure/nobody" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
