@@ -10,6 +10,7 @@ import typer
 from onnx_ops.cli import (
     affected,
     endpoints,
+    init,
     inspecting,
     keys,
     machine,
@@ -38,6 +39,7 @@ app = typer.Typer(
 PIPELINES, RELEASES, TOOLS, MACHINE = "Pipelines", "Releases", "Tools", "Machine"
 
 _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
+    (PIPELINES, init.init),
     (PIPELINES, pipelines.check),
     (PIPELINES, pipelines.plan),
     (PIPELINES, pipelines.run),

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
 HEAVY = {"prefect", "mlflow", "torch", "onnxruntime", "onnx", "sklearn", "scipy", "numpy", "pydantic", "uvicorn"}
 COMMANDS = [
+    "init",
     "check",
     "plan",
     "run",

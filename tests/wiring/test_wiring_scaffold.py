@@ -1,0 +1,84 @@
+"""A new project runs its own tests at once, whichever template it is from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from onnx_ops.cli.main import app
+from onnx_ops.errors import UserError
+from onnx_ops.wiring.scaffold import PROJECTS, TemplateName, scaffold
+
+TOP = {
+    ".github",
+    ".gitignore",
+    "Makefile",
+    "README.md",
+    "configs",
+    "flows",
+    "infra",
+    "models",
+    "onnx-ops.toml",
+    "prefect.yaml",
+    "pyproject.toml",
+    "tests",
+}
+
+
+@pytest.mark.parametrize("template", PROJECTS)
+def test_a_project_is_sound_and_its_own_tests_pass(template: TemplateName, tmp_path: Path) -> None:
+    folder = tmp_path / "fraud"
+    files = scaffold(folder, "fraud", template)
+    assert {name.partition("/")[0] for name in files} == TOP
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"],
+        cwd=folder,
+        env={**os.environ, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize("template", PROJECTS)
+def test_its_files_name_it_and_nothing_of_ours(template: TemplateName, tmp_path: Path) -> None:
+    folder = tmp_path / "fraud"
+    scaffold(folder, "fraud", template)
+    for path in (path for path in folder.rglob("*") if path.is_file() and path.suffix in (".toml", ".yaml", ".md")):
+        text = path.read_text(encoding="utf-8")
+        for word in ("{name}", "{version}", "{extras}", "{models}", "{change}", "examples", "digits-", "iris-onnx"):
+            assert word not in text or "infra" in path.parts or "schema" in path.parts, (path, word)
+    assert tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] == "fraud"
+    deployments = yaml.safe_load((folder / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    for one in deployments:
+        assert (folder / one["entrypoint"].partition(":")[0]).is_file()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("mine")
+    with pytest.raises(UserError, match="there is something already"):
+        scaffold(tmp_path, "fraud", "sklearn")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("name", ["Fraud", "../fraud", "", "fraud model", "-fraud"])
+def test_a_name_is_one_that_pipelines_take(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot name a pipeline"):
+        scaffold(tmp_path / "new", name, "sklearn")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "fraud")])
+    assert result.exit_code == 0
+    assert "make demo" in result.output
+    assert (tmp_path / "fraud" / "configs" / "pipelines" / "fraud.yaml").is_file()
