@@ -232,8 +232,9 @@ class Evidence:
     """Everything measured about one variant on one target.
 
     `failure` says why a measurement is missing; it blames the environment, never the model. `raw` is the digest of
-    the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source. `recipe`
-    tells in sentences how the variant was made, `advice` what slows it down on the target.
+    the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source, or else
+    that of the target from that place. `recipe` tells in sentences how the variant was made, `advice` what slows it
+    down on the target.
     """
 
     schema: int = EVIDENCE_SCHEMA

@@ -23,6 +23,7 @@ from onnx_ops.ports import Dataset, Ports, Runtime
 from onnx_ops.stages.champion import Champion, champion_of
 from onnx_ops.stages.coverage import Examined, examine
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
+from onnx_ops.stages.hardware import departure
 from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.machine import fitting
 from onnx_ops.stages.parity import measure_parity
@@ -73,6 +74,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         quantized = bool(settings["quantized"])
         examined = Examined() if is_export else _examined(ports, bench, variant)
         reference = get_reference(store, inputs["export"]["reference.npz"])
+        parity = () if quantized else measure_parity(bench.runtime, bench.candidate, target, reference)
+        divergence = next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
         evidence = Evidence(
             pipeline=settings["pipeline"],
             variant=stage.variant or "",
@@ -87,10 +90,10 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             conditions=dict(ports.conditions()),
             runtime=bench.runtime.facts(bench.candidate, target),
             baseline="champion" if bench.champion else ("" if is_export else EXPORT),
-            parity=() if quantized else measure_parity(bench.runtime, bench.candidate, target, reference),
+            parity=parity,
             export_parity=_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
             batch_invariance=measure_invariance(bench.runtime, bench.candidate, target, data.inputs, reference),
-            divergence=next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None),
+            divergence=divergence or departure(ports, bench.runtime, target, bench.candidate, reference, parity),
             weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
             trees=next(iter(_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),

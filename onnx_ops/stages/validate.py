@@ -14,19 +14,17 @@ from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import Divergence
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.structure import TreeStructure
-from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.stages.divergence import Look, locate, worst_of
 from onnx_ops.stages.files import MODEL, TRAINED, checkout, put_document, scratch
+from onnx_ops.stages.hardware import REFERENCE_TARGET
 from onnx_ops.stages.parity import measure_parity, mismatched
 from onnx_ops.stages.reference import get_reference
 from onnx_ops.stages.source import exporter_of, operators_here
 from onnx_ops.stages.usercode import importable
-
-REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where every export is first compared.")
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
