@@ -60,6 +60,8 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
         UserError: there is no repository, or no such commit.
         EnvironmentFailure: git failed.
     """
+    if not _git(root, "rev-parse", "--git-dir", may_fail=True):
+        raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")
     if not _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{base}^{{commit}}", may_fail=True):
         raise UserError(
             f"git knows no commit {base!r}",

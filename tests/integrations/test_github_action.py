@@ -20,6 +20,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.integrations.github_action import MARK, RESULTS, main, read_event
 from onnx_ops.reporting.pull_request import Checked
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
+from onnx_ops.wiring.affected import changed_since
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "ghs_0123456789"  # noqa: S105 (nobody's)
@@ -222,6 +223,13 @@ def test_what_is_no_commit_goes_nowhere_near_git(runner: Runner, document: dict[
     runner.event(document)
     with pytest.raises(UserError, match="is no commit"):
         read_event(os.environ)
+
+
+def test_a_folder_without_history_is_told_as_that(tmp_path: Path, runner: Runner) -> None:
+    with pytest.raises(UserError, match="is no git repository"):
+        changed_since(tmp_path, "main")
+    with pytest.raises(UserError, match="knows no commit 'nope'"):
+        changed_since(runner.root, "nope")
 
 
 def test_results_that_are_missing_are_said(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
