@@ -27,7 +27,7 @@ def page(address: str) -> tuple[int, bytes]:
 def test_the_graph_is_served_to_this_machine_until_ctrl_c(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     process = subprocess.Popen(
-        [sys.executable, "-m", "onnx_ops.cli.main", "inspect", "mine.onnx", "--serve", "--json"],
+        [sys.executable, "-m", "onnx_ops", "inspect", "mine.onnx", "--serve", "--json"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

@@ -114,7 +114,7 @@ def test_a_round_trip(client: mlflow_deployments.OnnxOpsDeployments, project: Pr
         (f"models:/{MODEL}@nobody", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "no alias"),
         ("runs:/1234/model", {"target": TARGET}, "INVALID_PARAMETER_VALUE", "names no registered version"),
         (f"models:/{MODEL}/1", {}, "INVALID_PARAMETER_VALUE", "needs a target"),
-        (f"models:/{MODEL}/1", {"target": "cuda"}, "RESOURCE_DOES_NOT_EXIST", "cuda"),
+        (f"models:/{MODEL}/1", {"target": "tpu"}, "RESOURCE_DOES_NOT_EXIST", "tpu"),
         (f"models:/{MODEL}/1", {"target": TARGET, "prot": "1"}, "INVALID_PARAMETER_VALUE", "prot"),
     ],
 )

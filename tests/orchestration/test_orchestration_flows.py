@@ -231,4 +231,5 @@ def test_deployments_lead_to_flows_and_pipelines_of_this_project() -> None:
         "rollback/rollback",
         "rollout/rollout",
         "reconcile/reconcile",
+        "measure/local",
     ]

@@ -14,6 +14,9 @@ const WEBGPU = ["--enable-unsafe-webgpu", "--enable-features=Vulkan", "--ignore-
 const SOFTWARE = "--use-webgpu-adapter=swiftshader";
 const TYPES = { ".html": "text/html", ".mjs": "text/javascript", ".wasm": "application/wasm" };
 
+const START_MS = 120_000;
+const WATCH_MS = 500;
+
 // Without these a page has neither threads nor its finest clock.
 const ISOLATED = {
   "Cross-Origin-Embedder-Policy": "require-corp",
@@ -38,6 +41,19 @@ export function browserHost(packages, program) {
   return { work, close: async () => page?.close() };
 }
 
+// What comes of a promise, unless it is late.
+async function inTime(promise, late) {
+  let timer;
+  const over = new Promise((_, reject) => {
+    timer = setTimeout(() => reject(late()), START_MS);
+  });
+  try {
+    return await Promise.race([promise, over]);
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
 async function opened(packages, program, target) {
   const server = await serving(packages);
   const gpu = target.providers.some((one) => one.name === "webgpu");
@@ -53,10 +69,13 @@ async function opened(packages, program, target) {
 
 async function launched(packages, program, server, flags) {
   const { chromium } = createRequire(path.join(packages, "package.json"))("playwright-core");
+  const late = (what) => new Failure("StageFailure", `${what} within ${START_MS / 1000} s`, { where: program });
   let browser;
   try {
-    browser = await chromium.launch({ executablePath: program, headless: true, args: flags });
+    const starting = chromium.launch({ executablePath: program, headless: true, args: flags });
+    browser = await inTime(starting, () => late("the browser does not start"));
   } catch (error) {
+    if (error instanceof Failure) throw error;
     const why = String(error?.message ?? error).split("\n").slice(0, 15).join("\n");
     throw new Failure("StageFailure", "the browser does not start", { where: program, why });
   }
@@ -65,18 +84,31 @@ async function launched(packages, program, server, flags) {
   const ending = new Promise((resolve) => {
     end = (said) => {
       how ||= said;
+      clearInterval(watch);
       resolve();
     };
   });
+  // A browser that is killed while it opens a page leaves that promise open, and its event may have come before.
+  const watch = setInterval(() => browser.isConnected() || end("the browser ended"), WATCH_MS);
+  watch.unref();
   browser.on("disconnected", () => end("the browser ended"));
+  const open = async () => {
+    const made = await browser.newPage();
+    made.on("crash", () => end("the page crashed"));
+    made.on("pageerror", (error) => console.error(error));
+    await made.goto(server.address);
+    return made;
+  };
+  const ended = () => new Failure("StageFailure", "the browser ended while it was to start", { where: program });
+  const opening = open();
+  opening.catch(() => {}); // told through `ending` where the browser ends
   let page;
   try {
-    page = await browser.newPage();
-    page.on("crash", () => end("the page crashed"));
-    page.on("pageerror", (error) => console.error(error));
-    await page.goto(server.address);
+    const first = Promise.race([opening, ending.then(() => Promise.reject(ended()))]);
+    page = await inTime(first, () => late("the browser opens no page"));
   } catch (error) {
-    if (!browser.isConnected()) throw new Failure("StageFailure", "the browser ended while it was to start", { where: program });
+    browser.close().catch(() => {});
+    if (!(error instanceof Failure) && !browser.isConnected()) throw ended();
     throw error;
   }
 
