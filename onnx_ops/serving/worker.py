@@ -29,7 +29,7 @@ from onnx_ops.serving.app import PublicApp
 from onnx_ops.serving.connections import Connections
 from onnx_ops.serving.control import Channel, Prepare, Prepared, Ready, Settled
 from onnx_ops.serving.inference import Inference
-from onnx_ops.serving.lanes import MOST_TOGETHER, Lane, RunTime
+from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane, RunTime
 from onnx_ops.serving.listeners import Listeners, hand_over
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.models import load_model
@@ -92,6 +92,7 @@ class _Worker:
         self._options = start.options
         self._nowhere = start.shared.row(start.number, 0)
         self._loads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
+        self._hands = Hands()
         self._residents = Residents(
             start.shared, start.number, self._load, endpoint=start.options.endpoint or start.folder.name
         )
@@ -187,7 +188,7 @@ class _Worker:
         with contextlib.suppress(OnnxOpsError):
             self._residents.current()
         if dismissed := self._residents.dismiss():
-            await asyncio.get_running_loop().run_in_executor(self._loads, _let_go, dismissed)
+            await asyncio.get_running_loop().run_in_executor(self._loads, dismissed.clear)
 
     def _load(self, deployment: Deployment, row: Row) -> Resident:
         options = self._options
@@ -195,7 +196,7 @@ class _Worker:
         model = load_model(deployment, cache)
         run_time = RunTime(model.seconds)
         lane = Lane(
-            name=f"lane-{deployment.name}",
+            hands=self._hands,
             work=self._inference.work,
             limit=options.queue,
             together=MOST_TOGETHER if deployment.batchable else 1,
@@ -206,11 +207,6 @@ class _Worker:
         return Resident(
             deployment=deployment, signature=model.signature, run=model.run, row=row, lane=lane, run_time=run_time
         )
-
-
-def _let_go(dismissed: list[Resident]) -> None:
-    while dismissed:
-        dismissed.pop().lane.close()
 
 
 def _config(app: Starlette, options: ServerOptions, *, protocol: type) -> uvicorn.Config:

@@ -18,7 +18,7 @@ from onnx_ops.protocol.table import Table, follow
 from onnx_ops.serving.app import PublicApp
 from onnx_ops.serving.connections import Connections
 from onnx_ops.serving.inference import Inference
-from onnx_ops.serving.lanes import MOST_TOGETHER, Lane, RunTime
+from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane, RunTime
 from onnx_ops.serving.listeners import bound
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.models import load_model
@@ -88,6 +88,7 @@ class Worker:
         nowhere = self.shared.row(0, 0)
         self.residents = Residents(self.shared, 0, self._load, endpoint="e")
         self.shadow = Shadow()
+        self.hands = Hands()
         outcomes = Outcomes(self.shared, 0, named=self.residents.slot_named, keyed=self.residents.slot_of_key)
         self.inference = Inference(
             self.residents, nowhere, deadline_s=self.deadline, shadow=self.shadow, outcomes=outcomes
@@ -125,7 +126,7 @@ class Worker:
         model = load_model(deployment)
         run_time = RunTime(1.0 if self.slow else 0.0)
         lane = Lane(
-            name="lane",
+            hands=self.hands,
             work=self.inference.work,
             limit=self.queue,
             together=MOST_TOGETHER if deployment.batchable else 1,

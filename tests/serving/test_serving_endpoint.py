@@ -14,7 +14,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import Conflict, DigestMismatch, NotFound, ServiceUnavailable, UserError
 from onnx_ops.protocol.table import Table
 from onnx_ops.serving.endpoint import Edition, Endpoint
-from onnx_ops.serving.lanes import Lane, RunTime
+from onnx_ops.serving.lanes import Hands, Lane, RunTime
 from onnx_ops.serving.models import load_model
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents
@@ -32,7 +32,7 @@ class Loads:
     def __call__(self, deployment: Deployment, row: Row) -> Resident:
         self.names.append(deployment.name)
         model = load_model(deployment)
-        lane: Lane[Any] = Lane("lane", lambda _: None, limit=1, together=1, threads=1, row=row, run_time=RunTime())
+        lane: Lane[Any] = Lane(Hands(), lambda _: None, limit=1, together=1, threads=1, row=row, run_time=RunTime())
         return Resident(
             deployment=deployment,
             signature=model.signature,
