@@ -13,8 +13,8 @@ from onnx_ops import codec
 from onnx_ops.cli.tables import console
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.structure import Advice
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.figures import format_figure, format_interval, number
 from onnx_ops.reporting.structure import advice_lines, coverage_lines, tree_lines
 from onnx_ops.reporting.textplot import ratio_plot

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.structure import ActivationMeasurement, Advice, Int8Coverage, SourceLimits, TreeStructure
-from onnx_ops.domain.target import HardwareFingerprint
 
 EVIDENCE_SCHEMA = 3
 

@@ -169,6 +169,15 @@ class SizeGate:
 
 
 Gate = ParityGate | MetricGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryGate | SizeGate
+TargetGate = ParityGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryGate | SizeGate
+"""A target may have limits of its own; what a model is for is the pipeline's affair."""
+
+
+def gates_on(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Gate, ...]:
+    """The gates of a pipeline on a target: each kind that the target has gates of is the target's alone."""
+    own = tuple(target)
+    kinds = {gate.kind for gate in own}
+    return (*(gate for gate in pipeline if gate.kind not in kinds), *own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 PROVIDER_OPTIONS: Mapping[str, frozenset[str]] = {
     "cpu": frozenset(),
     "wasm": frozenset(),
+    "webgpu": frozenset(),
     "CPUExecutionProvider": frozenset(),
     "CUDAExecutionProvider": frozenset(
         (

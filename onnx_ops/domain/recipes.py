@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.search import Recipe
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.target import Target
 
 CPU = "CPUExecutionProvider"
 _CPUS = frozenset({CPU, "cpu"})

@@ -125,5 +125,5 @@ def plain(value: Json) -> str:
 
 
 def measured_target(target: Target) -> Target:
-    """The target without its price: what an hour costs changes no measurement."""
-    return replace(target, price_per_hour=None)
+    """The target without its price and its limits: neither changes a measurement."""
+    return replace(target, price_per_hour=None, gates=())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onnx_ops import codec
-from onnx_ops.domain.gate import MetricGate
+from onnx_ops.domain.gate import MetricGate, gates_on
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Stage, StageKind
@@ -136,7 +136,8 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
 
 def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> list[Stage]:
     model = pipeline.register.model if pipeline.register else ""
-    asked = asked_by(pipeline.gates)
+    limits = gates_on(pipeline.gates, target.gates)
+    asked = asked_by(limits)
     measure: dict[str, Json] = {
         "pipeline": pipeline.pipeline,
         "model": model,
@@ -151,7 +152,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
         "metrics": _metrics(pipeline, probe),
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
-    gates: Json = [codec.to_json(gate) for gate in pipeline.gates]
+    gates: Json = [codec.to_json(gate) for gate in limits]
     return [
         make_stage(
             StageKind.BENCHMARK,

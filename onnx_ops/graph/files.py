@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFound, Refused, TooLarge, UserError
 from onnx_ops.graph.external import checked_files, locations, tell_lengths
 
@@ -67,6 +68,18 @@ def external_names(path: Path) -> tuple[str, ...]:
         NotFound, UserError: as for `parse`.
     """
     return locations(tensors(parse(path)))
+
+
+def model_digest(path: Path) -> Digest:
+    """Digest of a model and of the files of its weights, whatever they are called elsewhere.
+
+    Raises:
+        NotFound, UserError: as for `parse`; a file of its weights is not there.
+    """
+    weights = [path.parent / name for name in sorted(external_names(path))]
+    if missing := [file.name for file in weights if not file.is_file()]:
+        raise NotFound(f"the weights' file {missing[0]} is not there", where=str(path))
+    return digest_json([digest_file(path), [digest_file(file) for file in weights]])
 
 
 def parse(path: Path) -> onnx.ModelProto:

@@ -11,10 +11,11 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import DataSection, Export, Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.target import CustomOps, HardwareFingerprint, Target
+from onnx_ops.domain.target import CustomOps, Target
 
 if TYPE_CHECKING:
     import numpy as np
@@ -394,5 +395,18 @@ class RewritingRuntime(Runtime, Protocol):
 
         Raises:
             MeasurementFailure: the session could not be built, or its graph cannot be written.
+        """
+        ...
+
+
+@runtime_checkable
+class PackagingRuntime(Runtime, Protocol):
+    """A runtime that runs another file than the ONNX model where a target has an `ort_format`."""
+
+    def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what such a target gets of a model into `folder`: `model.ort`, and what is known of it.
+
+        Raises:
+            MeasurementFailure: it cannot be made.
         """
         ...

@@ -14,7 +14,8 @@ from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.functions import function_problem
 from onnx_ops.spec.metrics import function_findings
-from onnx_ops.spec.searches import pool_findings, price_findings
+from onnx_ops.spec.places import device_findings, pool_findings
+from onnx_ops.spec.searches import price_findings
 from onnx_ops.spec.targets import FOLDER, load_target, profile_names, target_names, target_path
 from onnx_ops.spec.text import read_file, shown_path
 from onnx_ops.spec.words import did_you_mean, listing
@@ -58,6 +59,7 @@ def project_findings(draft: Draft, root: Path, targets: Mapping[str, Target]) ->
         *_ceilings(draft, targets),
         *price_findings(draft, targets),
         *pool_findings(draft, targets),
+        *device_findings(draft, targets),
         *function_findings(draft, root),
     ]
     if draft.train and (problem := function_problem(draft.train.run, root)):

@@ -79,17 +79,3 @@ def price_findings(draft: Draft, targets: Mapping[str, Target]) -> Iterator[Find
                 f"prefer: cost needs the price of '{name}': set price_per_hour, e.g. 0.096, in {FOLDER}/{name}.yaml"
             )
             yield Finding(loc=("prefer",), message=message)
-
-
-def pool_findings(draft: Draft, targets: Mapping[str, Target]) -> Iterator[Finding]:
-    """What needs the machine at hand, on targets whose machine is elsewhere."""
-    for name, target in targets.items():
-        if not target.pool:
-            continue
-        for loc, entry in draft.quantize:
-            if entry.method == AUTO:
-                message = f"method: auto times what it tries on this machine, and '{name}' is measured by a pool"
-                yield Finding(loc=(*loc, "method"), message=f"{message}; name the recipe, or leave the target out")
-        if target.custom_ops:
-            message = f"'{name}' is measured by a pool, whose machines have no libraries of custom operators yet"
-            yield Finding(loc=("benchmark", "targets"), message=message)

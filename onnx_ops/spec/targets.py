@@ -15,6 +15,7 @@ from onnx_ops.domain.provider_options import PROVIDER_OPTIONS
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound, Problem, SpecError
 from onnx_ops.spec.document import Document, Finding
+from onnx_ops.spec.gates import gate_findings
 from onnx_ops.spec.reading import bind_document, read_document
 from onnx_ops.spec.words import did_you_mean
 
@@ -61,7 +62,8 @@ def load_target(name: str, *, root: Path) -> Target:
         finding = Finding(loc=("name",), message=f"'{target.name}' is not the name of its file, '{path.stem}'")
         problems.append(document.problem(finding))
     if target is not None:
-        problems += [document.problem(finding) for finding in _option_findings(target, document)]
+        limits = gate_findings((("gates", index), gate) for index, gate in enumerate(target.gates))
+        problems += [document.problem(finding) for finding in (*_option_findings(target, document), *limits)]
     if target is None or problems:
         raise SpecError(tuple(problems))
     libraries = tuple(replace(library, path=str(root / library.path)) for library in target.custom_ops)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from onnx_ops.analysis.latency import quantile_gate, quantile_limit
 from onnx_ops.domain.evidence import RuntimeFacts, throughput_figure
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.structure import Advice
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import full_check, refusal
 from onnx_ops.ports import Runtime, Tensors

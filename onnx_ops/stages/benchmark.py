@@ -19,10 +19,10 @@ from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits, TreeS
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import refusal
-from onnx_ops.ports import Dataset, Ports, Runtime
+from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
 from onnx_ops.stages.champion import Champion, champion_of
 from onnx_ops.stages.coverage import Examined, examine
-from onnx_ops.stages.files import MODEL, checkout, get_dataset, pack, put_document, scratch
+from onnx_ops.stages.files import MODEL, PACKAGE, checkout, get_dataset, pack, put_document, put_folder, scratch
 from onnx_ops.stages.hardware import departure
 from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.machine import fitting
@@ -75,6 +75,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         examined = Examined() if is_export else _examined(ports, bench, variant)
         reference = get_reference(store, inputs["export"]["reference.npz"])
         parity = () if quantized else measure_parity(bench.runtime, bench.candidate, target, reference)
+        package = _package(bench, folder / "package", ports)
         divergence = next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
         evidence = Evidence(
             pipeline=settings["pipeline"],
@@ -85,7 +86,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             manifest=manifest.digest(),
             target_digest=target.digest(),
             dedicated=target.dedicated,
-            size_bytes=_size(manifest, ports),
+            size_bytes=_size(package or manifest.files, ports),
             hardware=hardware,
             conditions=dict(ports.conditions()),
             runtime=bench.runtime.facts(bench.candidate, target),
@@ -110,13 +111,30 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             ratios=speed.ratios,
             raw=store.put_bytes(pack(speed.raw)),
         )
-    return Manifest(files={"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")})
+    found = {"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")}
+    return Manifest(files={**package, **found})
 
 
-def _size(manifest: Manifest, ports: Ports) -> int:
-    """Bytes of the model; libraries of operators belong to targets."""
-    own = (digest for name, digest in manifest.files.items() if not name.startswith(f"{CUSTOM_OPS}/"))
-    return sum(ports.store.path(digest).stat().st_size for digest in own)
+def _package(bench: Bench, folder: Path, ports: Ports) -> dict[str, Digest]:
+    """What a target with a format of its own gets of the model."""
+    if bench.target.ort_format is None:
+        return {}
+    if not isinstance(bench.runtime, PackagingRuntime):
+        raise UserError(
+            f"runtime {bench.target.runtime} makes no .ort files",
+            where=f"target {bench.target.name}: ort_format",
+            remedy="Use runtime onnxruntime, node or browser.",
+        )
+    folder.mkdir()
+    bench.runtime.package(bench.candidate, bench.target, folder)
+    return put_folder(ports.store, folder, PACKAGE)
+
+
+def _size(files: Mapping[str, Digest], ports: Ports) -> int:
+    """Bytes of the model; libraries of operators belong to targets, and what is said about a package to nobody."""
+    packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
+    own = packaged or {name: digest for name, digest in files.items() if not name.startswith(f"{CUSTOM_OPS}/")}
+    return sum(ports.store.path(digest).stat().st_size for digest in own.values())
 
 
 def _check_ceiling(bench: Bench, where: str) -> None:

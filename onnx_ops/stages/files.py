@@ -17,6 +17,9 @@ from onnx_ops.ports import Dataset, Store, Tensors
 MODEL = "onnx/"
 """Prefix of the ONNX model's own files in a manifest."""
 
+PACKAGE = "package/"
+"""Prefix of what a target gets instead of the ONNX model, in its benchmark's manifest."""
+
 TRAINED = "trained/"
 """Prefix of the trained model's files in a manifest."""
 

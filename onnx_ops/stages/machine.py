@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import Runtime
 

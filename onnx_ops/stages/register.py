@@ -22,7 +22,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.reporting.description import version_description
 from onnx_ops.reporting.html import release_report
 from onnx_ops.stages.example import request_example
-from onnx_ops.stages.files import MODEL, put_document
+from onnx_ops.stages.files import MODEL, PACKAGE, put_document
 
 REPORT = "report.html"
 """Path of the release's report among the evidence of each version."""
@@ -137,6 +137,8 @@ def _variant(
         evidence[f"evidence/{target}.json"] = store.path(benchmark["evidence.json"])
         evidence[f"evidence/{target}.gates.json"] = store.path(gate["gates.json"])
         evidence[f"evidence/{target}.npz"] = store.path(benchmark["raw.npz"])
+        for file, digest in benchmark.subset(PACKAGE).files.items():
+            evidence[f"packages/{target}/{file}"] = store.path(digest)
         metrics |= _figures(target, codec.loads(store.read(benchmark["evidence.json"]), Evidence))
     return VariantRecord(
         variant=name,

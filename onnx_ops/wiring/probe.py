@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.domain.recipes import Arithmetic, arithmetic
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.engine import code_digest
 from onnx_ops.ports import Ports
 from onnx_ops.stages.data import source_of

@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRu
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.environment import Environment
-from onnx_ops.domain.target import CustomOps, Provider, SessionSettings, Target
+from onnx_ops.domain.target import CustomOps, OrtFormat, Provider, SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.ports import RaceSchedule, RewritingRuntime
@@ -168,6 +168,16 @@ def test_node_shows_the_graph_that_it_runs(node: NodeRuntime, file: Path, tmp_pa
     assert node.facts(file, plain).nodes == {"cpu": 6}
     with pytest.raises(MeasurementFailure, match="cannot write the graph"):
         node.rewritten(file, NODE_WASM, tmp_path / "other.onnx")
+
+
+def test_ort_files_agree_with_their_source(node: NodeRuntime, browser: BrowserRuntime, file: Path) -> None:
+    feeds = (rows(17),)
+    (expected,) = node.run(file, NODE, feeds)
+    for runtime, target in ((node, NODE), (node, NODE_WASM), (browser, WASM)):
+        phone = replace(target, ort_format=OrtFormat())
+        (found,) = runtime.run(file, phone, feeds)
+        np.testing.assert_allclose(found["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
+        assert runtime.sample(file, phone, rows(1), runs=2, warmup=1).nanoseconds.shape == (2,)
 
 
 def test_node_killed_in_the_middle_is_told_and_started_again(node: NodeRuntime, file: Path) -> None:

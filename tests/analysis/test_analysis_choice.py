@@ -22,8 +22,8 @@ from onnx_ops.domain.evidence import (
     Throughput,
 )
 from onnx_ops.domain.gate import Decision, GateResult, MetricGate, Verdict
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.standing import Policy, Preference, Standing
-from onnx_ops.domain.target import HardwareFingerprint
 
 
 def decision(

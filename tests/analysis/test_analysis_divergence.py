@@ -13,7 +13,7 @@ from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement
 from onnx_ops.domain.gate import ParityGate, Verdict
-from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.domain.hardware import HardwareFingerprint
 
 NAMES = ["a", "b", "c", "d"]
 DOUBLE = {name: np.random.default_rng(i).standard_normal((32, 6)) for i, name in enumerate(NAMES)}

@@ -17,7 +17,7 @@ from onnx_ops.analysis.rules.invariance import METRIC, judge_invariance
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import BatchInvariance, Evidence
 from onnx_ops.domain.gate import Decision, ParityGate, Verdict
-from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.domain.hardware import HardwareFingerprint
 
 D = Digest("sha256:" + "0" * 64)
 EVIDENCE = Evidence(

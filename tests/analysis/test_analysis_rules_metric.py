@@ -13,7 +13,7 @@ from onnx_ops.analysis.judge import judge
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Evidence, Interval, ScoreComparison
 from onnx_ops.domain.gate import GateResult, MetricGate, Verdict
-from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.domain.hardware import HardwareFingerprint
 
 D = Digest("sha256:" + "0" * 64)
 HARDWARE = HardwareFingerprint(

@@ -13,6 +13,7 @@ from onnx_ops.analysis.parity import measure
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement, RuntimeFacts
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.structure import (
     ActivationMeasurement,
     Advice,
@@ -21,7 +22,6 @@ from onnx_ops.domain.structure import (
     SourceLimits,
     TreeStructure,
 )
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.structure import structure_entries
 
 D = Digest("sha256:" + "0" * 64)

@@ -21,7 +21,7 @@ from onnx_ops.domain.gate import (
     ThroughputGate,
     Verdict,
 )
-from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.domain.hardware import HardwareFingerprint
 
 D = Digest("sha256:" + "0" * 64)
 CPU = "CPUExecutionProvider"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint, Requirements
+from onnx_ops.domain.hardware import SPEED_FLAGS, HardwareFingerprint, Requirements
 
 BOX = HardwareFingerprint(
     machine="x86_64",

@@ -22,7 +22,8 @@ from onnx_ops.domain.artifact import (
 )
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.gate import Decision, GateResult, Verdict, combine
-from onnx_ops.domain.target import HardwareFingerprint, SessionSettings, Target
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import SessionSettings, Target
 
 verdicts = st.sampled_from(Verdict)
 ORDER = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.ERROR, Verdict.FAIL)

@@ -12,10 +12,15 @@ import pytest
 from e2e_project import Project, until
 from prefect_site import PrefectSite, served
 
+from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+
 pytestmark = pytest.mark.services
 
 BOARDS = {"board-a": ("0", 1), "board-b": ("1", 2)}
 """Pools, the core that their worker may use, and the threads of their target."""
+
+LIMITS = "gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]"
+"""Tests share their machine with each other: latency is measured, and not judged."""
 
 TARGET = """
 name: {name}
@@ -58,6 +63,24 @@ def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_the
     )
     again = run(site, 'benchmark.targets=["cpu-1t", "board-a", "board-b"]')
     assert {outcome["status"] for outcome in again["outcomes"]} == {"cached"}
+
+
+@pytest.mark.nightly
+def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite) -> None:
+    targets = ("cpu-1t", "cpu-all", "openvino-cpu", "node", "browser-wasm", "mobile-ort", "board-a")
+    overrides = (f"benchmark.targets=[{', '.join(targets)}]", "deploy=[]", LIMITS)
+    sets = [part for override in overrides for part in ("--set", override)]
+    run = ("run", "configs/pipelines/digits-cnn.yaml", *sets)
+    found = site.project.document(*run, environ={"PREFECT_API_URL": site.api})
+    chosen = {choice["target"]: choice["variant"] for choice in found["choices"]}
+    assert set(chosen) == set(targets)
+    assert all(chosen.values()), found["choices"]
+    versions = found["registration"]["versions"]
+    state = site.project.root / ".onnx-ops"
+    registry = MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
+    assert registry.aliases("digits-cnn") == {f"champion-{target}": versions[chosen[target]] for target in targets}
+    version = registry.version("digits-cnn", versions["fp32"])
+    assert registry.document(version, "packages/mobile-ort/model.ort")[4:8] == b"ORTM"
 
 
 def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:

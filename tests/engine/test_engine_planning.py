@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
@@ -204,6 +205,19 @@ def test_measurements_follow_from_the_gates_and_limits_do_not_enter_their_keys()
     assert changed(started, plan_with(MemoryGate(max=6, max_regression=0.1))) == pairs_of("gate") | RELEASE
     both = plan_with(ColdStartGate(load=1.0), MemoryGate(max=6))
     assert not changed(started, both) & pairs_of("benchmark"), "the same processes serve both"
+
+
+def test_limits_of_a_target_judge_there_only() -> None:
+    limited = TARGETS | {"edge": replace(TARGETS["edge"], gates=(SizeGate(max=5), MemoryGate(max=7)))}
+    plain, found = planned(), plan(PIPELINE, limited, TableProbe())
+    there: Any = found["gate/fp32@edge"].settings["gates"]
+    assert [(gate["kind"], gate.get("max")) for gate in there] == [("latency", None), ("size", 5), ("memory", 7)]
+    assert found["gate/fp32@cpu"].settings == plain["gate/fp32@cpu"].settings
+    assert found["benchmark/fp32@edge"].settings["starts"] is True
+    assert {name for name in changed(plain, found) if name.endswith("@cpu")} <= RELEASE
+    looser = TARGETS | {"edge": replace(TARGETS["edge"], gates=(SizeGate(max=6), MemoryGate(max=8)))}
+    again = changed(found, plan(PIPELINE, looser, TableProbe()))
+    assert not again & pairs_of("benchmark"), "a limit measures nothing again"
 
 
 def test_limits_tell_the_measurement_how_long_to_go_on() -> None:

@@ -41,8 +41,8 @@ from onnx_ops.domain.gate import (
     ThroughputGate,
     Verdict,
 )
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.release import Choice, Lineage
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.html import release_report
 
 GATES: tuple[Gate, ...] = (

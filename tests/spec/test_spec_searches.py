@@ -106,6 +106,13 @@ def test_a_search_is_for_machines_at_hand(root: Path) -> None:
     assert [line for line in found if "'edge' is measured by a pool" in line]
 
 
+def test_an_endpoint_is_not_for_targets_that_get_an_ort_file(root: Path) -> None:
+    (root / "configs/targets/phone.yaml").write_text("name: phone\nort_format: {platform: arm}\n")
+    deployed = "benchmark: {targets: [phone]}\nregister: {model: m}\ndeploy: {endpoint: e, target: phone}"
+    found = problems(root, "benchmark: {targets: [cpu, edge]}", deployed)
+    assert [line for line in found if "'phone' gets an .ort file" in line], found
+
+
 def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> None:
     found = problems(root, "quantize:\n", "quantize:\n  - {name: best-small, method: dynamic}\n")
     assert any("variant 'best-small' is named twice" in line for line in found), found

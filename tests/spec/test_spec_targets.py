@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.domain.target import Provider, Requirements, SessionSettings, Target
+from onnx_ops.domain.gate import MemoryGate, ParityGate
+from onnx_ops.domain.hardware import Requirements
+from onnx_ops.domain.target import Provider, SessionSettings, Target
 from onnx_ops.errors import NotFound, SpecError
 from onnx_ops.spec import load_target, load_targets, target_names
 
@@ -93,3 +95,27 @@ def test_environment_variables_are_not_for_targets(project: Path) -> None:
     write(project, "env", "name: env\ndescription: ${env:HOME}\n")
     with pytest.raises(SpecError, match=r"2:14: description: .* is not allowed here"):
         load_target("env", root=project)
+
+
+def test_a_target_has_limits_of_its_own(project: Path) -> None:
+    write(
+        project, "phone", "name: phone\ngates:\n  - {kind: parity, noise_factor: 100}\n  - {kind: memory, max: 64 MB}\n"
+    )
+    target = load_target("phone", root=project)
+    assert target.gates == (ParityGate(noise_factor=100.0), MemoryGate(max=64_000_000))
+    assert target.digest() == Target(name="phone").digest()
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{kind: memory}", "3:5: gates[0]: a memory gate needs 'max' or 'max_regression'"),
+        ("{kind: latency, max_regression: 0%}", "3:37: gates[0].max_regression: 0% cannot be shown"),
+        ("{kind: metric, min: 90%}", "'metric'"),
+    ],
+)
+def test_a_limit_that_means_nothing_is_refused_where_it_stands(project: Path, entry: str, said: str) -> None:
+    write(project, "phone", f"name: phone\ngates:\n  - {entry}\n")
+    with pytest.raises(SpecError) as caught:
+        load_target("phone", root=project)
+    assert said in str(caught.value)

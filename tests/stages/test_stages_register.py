@@ -9,9 +9,9 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison, Starts, Throughput
 from onnx_ops.domain.gate import Decision, GateResult, ParityGate, Verdict
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.stages.files import put_document
 from onnx_ops.stages.reference import put_reference
 from onnx_ops.stages.register import _figures, execute
@@ -79,6 +79,8 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
                 "gates.json": put_document(store, (ParityGate(),)),
             }
         )
+    phone = inputs["benchmark/fp32@cpu-1t"].files | {"package/model.ort": store.put_bytes(b"flat")}
+    inputs["benchmark/fp32@cpu-1t"] = Manifest(files=phone)
     stage = Stage(
         id="register",
         kind=StageKind.REGISTER,
@@ -98,6 +100,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
     pages = [world.registry.document(record, "report.html").decode() for record in records]
     assert pages[0] == pages[1]
     assert pages[0].startswith("<!doctype html>")
+    assert world.registry.document(records[0], "packages/cpu-1t/model.ort") == b"flat"
     for variant in VARIANTS:
         assert f"{variant} on cpu-1t" in pages[0]
         assert inputs[f"benchmark/{variant}@cpu-1t"]["evidence.json"] in pages[0]

@@ -18,8 +18,8 @@ from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.artifact import Digest, TensorSpec
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement
 from onnx_ops.domain.gate import LatencyGate, ParityGate, Verdict
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.measuring import Asked, asked_by
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.ports import (
     LoadSamples,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint
+from onnx_ops.domain.hardware import SPEED_FLAGS, HardwareFingerprint
 
 
 def installed(distribution: str) -> str:

@@ -33,6 +33,9 @@ class Inside:
     def rewritten(self, model: str, target: Any, copy: str) -> None:
         self._runtime.rewritten(Path(model), _target(target), Path(copy))
 
+    def package(self, model: str, target: Any, folder: str) -> None:
+        self._runtime.package(Path(model), _target(target), Path(folder))
+
     def run(self, model: str, target: Any, feeds: list[str], answers: list[str]) -> None:
         batches = tuple(get_arrays(Path(feed)) for feed in feeds)
         found = self._runtime.run(Path(model), _target(target), batches)

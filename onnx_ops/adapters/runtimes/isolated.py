@@ -18,7 +18,8 @@ from onnx_ops.adapters.runtimes.hardware import fingerprint
 from onnx_ops.adapters.runtimes.held import Held
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports.models import (
     Array,
@@ -61,6 +62,9 @@ class IsolatedRuntime:
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         self._ask("rewritten", target, model=str(model.resolve()), copy=str(copy.resolve()))
+
+    def package(self, model: Path, target: Target, folder: Path) -> None:
+        self._ask("package", target, model=str(model.resolve()), folder=str(folder.resolve()))
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         with self._scratch(target) as folder:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from onnx_ops.adapters.runtimes.onnxruntime_load import window
 from onnx_ops.adapters.runtimes.onnxruntime_session import failures, machine, new_session
 from onnx_ops.adapters.runtimes.onnxruntime_start import start, stored_feed
+from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import Target
 from onnx_ops.ports.models import (
     Array,
     LoadSamples,
@@ -42,7 +44,7 @@ Timed = Callable[[], tuple[int, bool]]
 
 
 class OnnxRuntime:
-    """Fulfils `ports.RewritingRuntime`. Every call builds the sessions it needs and lets go of them."""
+    """Fulfils `RewritingRuntime` and `PackagingRuntime` of the ports. Every call builds the sessions that it needs."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         return machine(target)
@@ -66,6 +68,9 @@ class OnnxRuntime:
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         """Graphs of providers that compile their part cannot be written."""
         new_session(model, target, write_to=copy)
+
+    def package(self, model: Path, target: Target, folder: Path) -> None:
+        write_package(model, target, folder)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         session = new_session(model, target)

@@ -9,10 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.domain.artifact import digest_file, digest_json, hex_of
-from onnx_ops.domain.target import HardwareFingerprint, Provider, Target
+from onnx_ops.domain.artifact import digest_json, hex_of
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import Provider, Target
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.graph.files import external_names
+from onnx_ops.graph.files import model_digest
 
 _CACHE = "{cache}"
 
@@ -101,8 +102,7 @@ def provider_values(provider: Provider, model: Path, machine: Callable[[], Hardw
     """
     if _CACHE not in "".join(provider.options.values()):
         return provider.options
-    weights = [digest_file(model.parent / name) for name in sorted(external_names(model))]
-    key = hex_of(digest_json([digest_file(model), weights, machine().digest(), provider.name, dict(provider.options)]))
+    key = hex_of(digest_json([model_digest(model), machine().digest(), provider.name, dict(provider.options)]))
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "onnx-ops" / "providers" / key[:32]
     folder.mkdir(parents=True, exist_ok=True)

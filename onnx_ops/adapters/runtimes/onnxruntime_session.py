@@ -18,8 +18,10 @@ from onnx_ops.adapters.runtimes.onnxruntime_providers import (
     provider_values,
     runtime_version,
 )
+from onnx_ops.adapters.runtimes.ort_format import REPLAYED, loaded_file
+from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.provider_options import PROVIDER_PACKAGES
-from onnx_ops.domain.target import HardwareFingerprint, SessionSettings, Target
+from onnx_ops.domain.target import SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.operators import check_libraries
 
@@ -77,6 +79,8 @@ def check_machine(target: Target) -> None:
 def new_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
     """A session as the target says.
 
+    Where the target has an `ort_format`, what is made of the model is loaded, unless more is asked for than to run it.
+
     Args:
         model: the file.
         target: says how.
@@ -90,8 +94,11 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
     check_machine(target)
     check_libraries(target.custom_ops, f"target {target.name}")
     ort = importlib.import_module("onnxruntime")
+    loaded = model if record_assignment or write_to is not None else loaded_file(model, target)
     with failures(model):
         options = _options(ort, target.session)
+        if target.ort_format is not None and target.ort_format.style == "runtime":
+            options.add_session_config_entry(REPLAYED, "1")
         for library in target.custom_ops:
             options.register_custom_ops_library(library.path)
         if record_assignment:
@@ -100,7 +107,7 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
             options.optimized_model_filepath = str(write_to)
             if model.stat().st_size > _LARGE:
                 options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{write_to.name}.data")
-        return _built(ort, model, target, options)
+        return _built(ort, loaded, target, options)
 
 
 def _built(ort: Any, model: Path, target: Target, options: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.adapters.runtimes.arrays import put_arrays
 from onnx_ops.adapters.runtimes.onnxruntime_session import check_machine
+from onnx_ops.adapters.runtimes.ort_format import loaded_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, from_document
 from onnx_ops.ports.models import Tensors
@@ -50,7 +51,8 @@ def start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, 
         MeasurementFailure: the machine lacks something, or the process crashed, hung or could not run the model.
     """
     check_machine(target)
-    request = {"model": str(model), "target": codec.to_json(target), "feed": str(feed), "requests": requests}
+    loaded = loaded_file(model, target)
+    request = {"model": str(loaded), "target": codec.to_json(target), "feed": str(feed), "requests": requests}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", CHILD],

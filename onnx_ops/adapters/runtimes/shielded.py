@@ -12,6 +12,7 @@ from pathlib import Path
 
 from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.ort_format import loaded_file
 from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
@@ -35,8 +36,9 @@ class ShieldedRuntime(OnnxRuntime):
         self._memory = memory
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:
+        loaded = loaded_file(model, target)  # a shielded process starts no other
         try:
-            return shielded(_run, model, target, batches, timeout=self._timeout, memory=self._memory)
+            return shielded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
         except Fallen as fallen:
             what = "ONNX Runtime hangs" if fallen.late else "ONNX Runtime crashed"
             raise MeasurementFailure(what, where=model.name, why=fallen.how) from None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports.models import (
     Array,
@@ -18,17 +19,19 @@ from onnx_ops.ports.models import (
     LoadSchedule,
     RaceSamples,
     RaceSchedule,
-    RewritingRuntime,
     RunSamples,
     StartSamples,
     StartSchedule,
     Tensors,
 )
 
+if TYPE_CHECKING:
+    from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
+
 
 @dataclass(slots=True, kw_only=True)
 class TargetedRuntime:
-    """Fulfils `ports.RewritingRuntime` and `ports.HousedRuntime`. Each target says where it runs."""
+    """Fulfils `RewritingRuntime`, `PackagingRuntime` and `HousedRuntime` of the ports, where each target says."""
 
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime",)
 
@@ -36,7 +39,7 @@ class TargetedRuntime:
     folder: Path | None = None
     """Of environments; None where there are none."""
 
-    _elsewhere: RewritingRuntime | None = None
+    _elsewhere: IsolatedRuntime | None = None
 
     def housed(self, folder: Path) -> TargetedRuntime:
         return TargetedRuntime(here=self.here, folder=folder)
@@ -53,6 +56,9 @@ class TargetedRuntime:
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         self._of(target).rewritten(model, target, copy)
 
+    def package(self, model: Path, target: Target, folder: Path) -> None:
+        self._of(target).package(model, target, folder)
+
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         return self._of(target).run(model, target, batches)
 
@@ -68,7 +74,7 @@ class TargetedRuntime:
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         return self._of(target).starts(models, target, feed, schedule)
 
-    def _of(self, target: Target) -> RewritingRuntime:
+    def _of(self, target: Target) -> OnnxRuntime | IsolatedRuntime:
         if target.env is None or not target.env.isolated:
             if target.env is not None and (target.env.requirements or target.env.python):
                 raise UserError(
@@ -81,7 +87,7 @@ class TargetedRuntime:
             self._elsewhere = self._isolated(target)
         return self._elsewhere
 
-    def _isolated(self, target: Target) -> RewritingRuntime:
+    def _isolated(self, target: Target) -> IsolatedRuntime:
         # Most runs have no such target, and need not import what starts processes.
         from onnx_ops.adapters.isolation.environments import Environments, find_uv
         from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime

@@ -18,10 +18,12 @@ from onnx_ops.adapters.runtimes.hardware import fingerprint
 from onnx_ops.adapters.runtimes.held import Held
 from onnx_ops.adapters.runtimes.javascript.programs import BROWSER, NODE, diagnosed, needed, version_of
 from onnx_ops.adapters.runtimes.javascript.tensors import get_tensors, put_tensors
+from onnx_ops.adapters.runtimes.ort_format import loaded_file, write_package
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.files import external_names
 from onnx_ops.ports.models import (
@@ -51,7 +53,7 @@ PATIENCE_S = 900.0
 
 @dataclass(slots=True, kw_only=True)
 class NodeRuntime:
-    """Fulfils `ports.RewritingRuntime` and `ports.HousedRuntime`.
+    """Fulfils `RewritingRuntime`, `PackagingRuntime` and `HousedRuntime` of the ports.
 
     The process stays from one call to the next, and is replaced when it has ended or another target is asked for.
     """
@@ -83,19 +85,22 @@ class NodeRuntime:
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         self._ask("rewritten", target, model=_model(model), copy=str(copy.resolve()))
 
+    def package(self, model: Path, target: Target, folder: Path) -> None:
+        write_package(model, target, folder)
+
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         with self._scratch(target) as folder:
             asked = [
                 {"feed": put_tensors(feed, folder / f"feed-{number}"), "answer": str(folder / f"answer-{number}")}
                 for number, feed in enumerate(batches)
             ]
-            answers = self._ask("run", target, model=_model(model), batches=asked)
+            answers = self._ask("run", target, model=_loaded(model, target), batches=asked)
             return tuple(get_tensors(answer) for answer in answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         import numpy as np
 
-        found = self._measure("sample", target, feed, model=_model(model), runs=runs, warmup=warmup)
+        found = self._measure("sample", target, feed, model=_loaded(model, target), runs=runs, warmup=warmup)
         return RunSamples(
             nanoseconds=np.array(found["nanoseconds"], dtype=np.int64),
             preempted=np.array(found["preempted"], dtype=bool),
@@ -105,7 +110,7 @@ class NodeRuntime:
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.blocks)
-        asked = {"models": _models(models), "heats": heats, "runs": schedule.runs, "warmup": schedule.warmup}
+        asked = {"models": _models(models, target), "heats": heats, "runs": schedule.runs, "warmup": schedule.warmup}
         found = self._measure("race", target, feed, **asked)
         shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
         probe = None if found["probe"] is None else np.array(found["probe"], dtype=np.int64).reshape(shape)
@@ -120,7 +125,7 @@ class NodeRuntime:
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.windows + 1)
-        asked = {"models": _models(models), "heats": heats, "requests": schedule.requests}
+        asked = {"models": _models(models, target), "heats": heats, "requests": schedule.requests}
         found = self._measure("under_load", target, feed, **asked, concurrency=schedule.concurrency)
         shape = (schedule.heats, schedule.windows, len(models))
         nanoseconds = np.array(found["nanoseconds"], dtype=np.int64).reshape(shape)
@@ -141,7 +146,7 @@ class NodeRuntime:
         """Asked of a process of its own."""
         kept, self._held = self._held, Held()
         try:
-            return self._measure("start", target, feed, model=_model(model), requests=requests)
+            return self._measure("start", target, feed, model=_loaded(model, target), requests=requests)
         finally:
             self._held.stop()
             self._held = kept
@@ -257,8 +262,12 @@ def _limits(target: Target) -> Limits:
     return Limits(timeout=env.timeout or PATIENCE_S)
 
 
-def _models(models: Sequence[Path]) -> list[dict[str, Any]]:
-    return [_model(model) for model in models]
+def _models(models: Sequence[Path], target: Target) -> list[dict[str, Any]]:
+    return [_loaded(model, target) for model in models]
+
+
+def _loaded(model: Path, target: Target) -> dict[str, Any]:
+    return _model(loaded_file(model, target))
 
 
 def _model(path: Path) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""`.ort` files: what ONNX Runtime's builds for phones load instead of ONNX, made by its own converter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from onnx_ops.adapters.isolation.shield import Fallen, shielded
+from onnx_ops.domain.artifact import digest_json, hex_of
+from onnx_ops.domain.target import OrtFormat, Target
+from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.graph.files import model_digest
+
+MODEL = "model.ort"
+OPERATORS = "required_operators_and_types.config"
+"""What a build of ONNX Runtime must have to load the file: for its option `--include_ops_by_config`."""
+USABILITY = "usability.txt"
+"""How much of the model NNAPI and CoreML would take, and what keeps them from the rest."""
+
+REPLAYED = "session.enable_saved_runtime_optimizations"
+"""Session config entry with which optimizations that were saved in the file are applied."""
+
+_LEVELS = {"disabled": "disable", "basic": "basic", "extended": "extended", "all": "all"}
+
+
+def loaded_file(model: Path, target: Target) -> Path:
+    """The file that runs on the target: the model itself, or what is made of it, which this process makes once.
+
+    Raises:
+        MeasurementFailure: it cannot be made.
+    """
+    if target.ort_format is None or model.suffix == ".ort":
+        return model
+    try:
+        key = hex_of(digest_json([model_digest(model), target.digest()]))
+    except UserError as error:
+        raise MeasurementFailure(
+            "the model cannot be made an .ort file", where=model.name, why=f"{error.what}: {error.why}"
+        ) from error
+    folder = Path(_scratch().name) / key
+    if not (folder / MODEL).is_file():
+        folder.mkdir(exist_ok=True)
+        _make(model.resolve(), target, target.ort_format, folder)
+    return folder / MODEL
+
+
+def write_package(model: Path, target: Target, folder: Path) -> None:
+    """Write what a device needs of a model into a folder: `MODEL`, `OPERATORS`, `USABILITY`.
+
+    Raises:
+        MeasurementFailure: it cannot be made.
+    """
+    source = loaded_file(model, target).parent
+    for name in (MODEL, OPERATORS, USABILITY):
+        shutil.copyfile(source / name, folder / name)
+
+
+def _make(model: Path, target: Target, form: OrtFormat, folder: Path) -> None:
+    if len(target.custom_ops) > 1:
+        raise MeasurementFailure(
+            "the converter takes one library of custom operators", where=f"target {target.name}: ort_format"
+        )
+    library = Path(target.custom_ops[0].path) if target.custom_ops else None
+    level = _LEVELS[target.session.graph_level]
+    try:
+        shielded(_convert, model, folder, form, level, library)
+    except Fallen as fallen:
+        raise MeasurementFailure(
+            "the model cannot be made an .ort file",
+            where=f"target {target.name}: ort_format",
+            why="\n".join(part for part in (fallen.how, fallen.said) if part),
+            remedy="Leave this target out of benchmark.targets.",
+        ) from None
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """Gone with this process."""
+    return tempfile.TemporaryDirectory(prefix="onnx-ops-ort-")
+
+
+def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Path | None) -> None:
+    """Runs in a process of its own: the converter prints, and is told its level by an environment variable."""
+    tool = importlib.import_module("onnxruntime.tools.convert_onnx_models_to_ort")
+    os.environ["ORT_CONVERT_ONNX_MODELS_TO_ORT_OPTIMIZATION_LEVEL"] = level
+    style = tool.OptimizationStyle[form.style.capitalize()]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        tool.convert_onnx_models_to_ort(
+            model,
+            output_dir=Path(scratch),
+            optimization_styles=[style],
+            custom_op_library_path=library,
+            target_platform=form.platform,
+            enable_type_reduction=True,
+        )
+        (made,), (config,) = list(Path(scratch).glob("*.ort")), list(Path(scratch).glob("*.config"))
+        # Its comments hold paths of this machine, and would make each package another one.
+        lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / OPERATORS).write_text("".join(line for line in lines if not line.startswith("#")), encoding="utf-8")
+        (folder / USABILITY).write_text(_usability(model), encoding="utf-8")
+        os.replace(made, folder / MODEL)
+
+
+def _usability(model: Path) -> str:
+    """The checker's own words. What it cannot check is told in its place: the file is no worse for it."""
+    lines: list[str] = []
+    logger = logging.Logger("usability")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    checker = importlib.import_module("onnxruntime.tools.mobile_helpers.usability_checker")
+    with contextlib.redirect_stdout(None):
+        try:
+            useful = checker.analyze_model(model, logger=logger)
+            lines.append(f"NNAPI or CoreML may help: {'yes' if useful else 'no'}")
+        except Exception as error:
+            lines.append(f"this model cannot be checked: {type(error).__name__}: {error}")
+    return "\n".join(line for line in lines if str(model) not in line) + "\n"

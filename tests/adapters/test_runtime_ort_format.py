@@ -1,0 +1,140 @@
+"""Targets that get an `.ort` file: it runs, answers what the ONNX file answers, and goes with what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
+from onnx_ops.adapters.runtimes.ort_format import MODEL, OPERATORS, REPLAYED, USABILITY, loaded_file, write_package
+from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.domain.target import CustomOps, OrtFormat, SessionSettings, Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.ports import PackagingRuntime, StartSchedule
+from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.runtimes import RuntimeSuite
+
+PHONE = Target(name="phone", ort_format=OrtFormat())
+COMPILED = Target(name="compiled", ort_format=OrtFormat(platform="amd64", style="runtime"))
+
+
+class TestOrtFormat(RuntimeSuite):
+    @pytest.fixture
+    def runtime(self) -> OnnxRuntime:
+        return OnnxRuntime()
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return PHONE
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path)
+    return path
+
+
+@pytest.mark.parametrize("target", [PHONE, COMPILED], ids=lambda target: target.name)
+def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, target: Target) -> None:
+    session = new_session(file, target)
+    assert Path(session._model_path).name == MODEL
+    assert Path(session._model_path).read_bytes()[4:8] == b"ORTM"
+    replayed = target.ort_format is not None and target.ort_format.style == "runtime"
+    assert session.get_session_options().get_session_config_entry(REPLAYED) == "1" if replayed else True
+    plain = Target(name="plain", session=SessionSettings(graph_level="disabled"))
+    (expected,), (found,) = (OnnxRuntime().run(file, one, (rows(17),)) for one in (plain, target))
+    np.testing.assert_allclose(found["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_format_the_file_itself_runs(file: Path) -> None:
+    assert loaded_file(file, Target(name="cpu")) == file
+
+
+def test_a_file_is_made_once_and_again_for_another_form(file: Path) -> None:
+    first = loaded_file(file, PHONE)
+    begun = first.stat().st_mtime_ns
+    assert loaded_file(file, PHONE) == first
+    assert first.stat().st_mtime_ns == begun
+    assert loaded_file(file, COMPILED) != first
+
+
+def test_a_cold_start_loads_the_ort_file(file: Path) -> None:
+    samples = OnnxRuntime().starts((file,), PHONE, rows(1), StartSchedule(heats=1, requests=2))
+    assert int(samples.load_ns[0, 0]) > 0
+
+
+def test_a_shielded_runtime_makes_it_before_the_shield(file: Path) -> None:
+    (answer,) = ShieldedRuntime().run(file, PHONE, (rows(2),))
+    assert answer["scores"].shape[0] == 2
+
+
+def test_a_package_says_which_operators_a_build_needs_and_is_the_same_each_time(file: Path, tmp_path: Path) -> None:
+    runtime = OnnxRuntime()
+    assert isinstance(runtime, PackagingRuntime)
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    runtime.package(file, PHONE, folders[0])
+    copy = tmp_path / "elsewhere.onnx"
+    copy.write_bytes(file.read_bytes())
+    (loaded_file(file, PHONE)).unlink()
+    write_package(copy, PHONE, folders[1])
+    assert sorted(path.name for path in folders[0].iterdir()) == sorted((MODEL, OPERATORS, USABILITY))
+    for name in (MODEL, OPERATORS, USABILITY):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+    operators = (folders[0] / OPERATORS).read_text()
+    assert "ai.onnx;" in operators
+    assert str(tmp_path) not in operators
+    usability = (folders[0] / USABILITY).read_text()
+    assert "NNAPI" in usability
+    assert "CoreML" in usability
+    assert usability.splitlines()[-1].startswith("NNAPI or CoreML may help: ")
+
+
+def test_what_cannot_be_made_is_told(file: Path, tmp_path: Path) -> None:
+    model = onnx.load(file)
+    model.graph.node[0].op_type = "Nonsense"
+    foreign = tmp_path / "foreign.onnx"
+    onnx.save(model, foreign)
+    with pytest.raises(MeasurementFailure, match=r"cannot be made an \.ort file") as failure:
+        loaded_file(foreign, PHONE)
+    assert failure.value.where == "target phone: ort_format"
+    assert "Nonsense" in failure.value.why
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"\x08\x0a" + bytes(64))
+    with pytest.raises(MeasurementFailure, match=r"cannot be made an \.ort file"):
+        loaded_file(broken, PHONE)
+
+
+def test_other_weights_beside_the_same_graph_are_another_file(tmp_path: Path) -> None:
+    made = []
+    for scale in (1.0, 2.0):
+        folder = tmp_path / str(scale)
+        folder.mkdir()
+        path = folder / "model.onnx"
+        write_perceptron(path)
+        model = onnx.load(path)
+        weight = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
+        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(scale), weight.name))
+        onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
+        made.append(loaded_file(path, PHONE))
+    assert (tmp_path / "1.0/model.onnx").read_bytes() == (tmp_path / "2.0/model.onnx").read_bytes()
+    assert made[0].read_bytes() != made[1].read_bytes()
+
+
+def test_two_libraries_of_operators_are_one_too_many(file: Path) -> None:
+    library = CustomOps(path="a.so", digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
+    with pytest.raises(MeasurementFailure, match="one library"):
+        loaded_file(file, replace(PHONE, custom_ops=(library, library)))
+
+
+def test_the_form_is_part_of_what_is_measured() -> None:
+    targets = (Target(name="t"), replace(PHONE, name="t"), replace(COMPILED, name="t"))
+    assert len({target.digest() for target in targets}) == 3
