@@ -11,7 +11,8 @@ from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.reporting.figures import NOTHING, format_figure, format_interval
 
-_HEADS = ("gate", "metric", "limit", "estimate", "interval", "verdict", "n", "noise", "reason")
+_HEADS = ("gate", "metric", "verdict", "limit", "estimate", "interval", "n", "noise", "reason")
+"""The verdict stands early: on a phone the first columns are what is seen."""
 _COUNTED = {
     "parity": "rows",
     "metric": "rows",
@@ -66,7 +67,7 @@ def _rows(decision: Decision, evidence: Evidence | None, digest: Digest | None) 
     heading = f"<span>{chip(decision.verdict)} {name} <small>{place} · {stored}</small></span>"
     rows = [f'<tr class="group"><th scope="rowgroup" colspan="{len(_HEADS)}">{heading}</th></tr>']
     if not decision.results:
-        nothing = f'<td colspan="5">no gate applied</td><td>{chip(decision.verdict)}</td><td colspan="2"></td>'
+        nothing = f'<td colspan="2">no gate applied</td><td>{chip(decision.verdict)}</td><td colspan="5"></td>'
         rows.append(f'<tr>{nothing}<td class="reason">{escape(decision.reason)}</td></tr>')
     for result in decision.results:
         style = ' class="advisory"' if result.advisory else ""
@@ -88,12 +89,13 @@ def _place(evidence: Evidence) -> str:
 def _cells(result: GateResult, evidence: Evidence | None) -> str:
     advisory = "<br><small>advisory</small>" if result.advisory else ""
     interval = format_interval(result.low, result.high, result.unit, near=result.estimate)
-    words = (result.gate, result.metric or NOTHING, result.limit or NOTHING)
+    words = (result.gate, result.metric or NOTHING)
     figures = (format_figure(result.estimate, result.unit), interval or NOTHING)
     return (
         "".join(f'<td class="words">{escape(text)}</td>' for text in words)
-        + "".join(f'<td class="figure">{escape(text)}</td>' for text in figures)
         + f"<td>{chip(result.verdict)}{advisory}</td>"
+        + f'<td class="words">{escape(result.limit or NOTHING)}</td>'
+        + "".join(f'<td class="figure">{escape(text)}</td>' for text in figures)
         + f'<td class="figure">{_count(result, evidence)}</td>'
         + f'<td class="figure">{_noise(result, evidence)}</td>'
         + f'<td class="reason">{escape(result.reason)}</td>'
