@@ -52,6 +52,8 @@ def flatten_biases(model: onnx.ModelProto) -> None:
 def renumber(model: onnx.ModelProto, pattern: str) -> None:
     """Count anew, in order of appearance, the numbers in generated names, which a converter counts per process.
 
+    Weights take the order in which nodes use them: converters keep them in sets.
+
     Args:
         model: changed in place, subgraphs included.
         pattern: regular expression of such a name's generated part; its only group is the number.
@@ -70,10 +72,16 @@ def renumber(model: onnx.ModelProto, pattern: str) -> None:
     graphs = [model.graph]
     for graph in graphs:
         graph.name = anew(graph.name)
-        for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        for value in (*graph.input, *graph.output):
             value.name = anew(value.name)
         for node in graph.node:
             node.name = anew(node.name)
             node.input[:] = [anew(name) for name in node.input]
             node.output[:] = [anew(name) for name in node.output]
             graphs += [a.g for a in node.attribute if a.HasField("g")]
+        for value in (*graph.value_info, *graph.initializer):
+            value.name = anew(value.name)
+        used = {name: place for place, name in enumerate(name for node in graph.node for name in node.input)}
+        weights = sorted(graph.initializer, key=lambda weight: used.get(weight.name, len(used)))
+        del graph.initializer[:]
+        graph.initializer.extend(weights)

@@ -198,6 +198,23 @@ def test_biases_that_are_rows_become_vectors_unless_others_use_them() -> None:
     assert [list(tensor.dims) for tensor in model.graph.initializer] == [[4], [1, 4]]
 
 
+def test_weights_that_come_in_any_order_are_numbered_and_kept_as_they_are_used() -> None:
+    def model(order: tuple[str, str]) -> onnx.ModelProto:
+        weights = {
+            name: numpy_helper.from_array(np.float32(value), name) for name, value in zip(order, (1, 2), strict=True)
+        }
+        nodes = [helper.make_node("Add", ["x", order[0]], ["h"]), helper.make_node("Mul", ["h", order[1]], ["y"])]
+        return helper.make_model(helper.make_graph(nodes, "g", [], [], [weights[name] for name in sorted(weights)]))
+
+    made = [model(order) for order in (("w__7", "w__3"), ("w__3", "w__7"))]
+    for one in made:
+        renumber(one, r"__(\d+)")
+    first, second = (one.SerializeToString(deterministic=True) for one in made)
+    assert first == second
+    assert [weight.name for weight in made[0].graph.initializer] == ["w__0", "w__1"]
+    assert [float(numpy_helper.to_array(weight)) for weight in made[0].graph.initializer] == [1.0, 2.0]
+
+
 def test_generated_numbers_are_counted_anew_and_stay_distinct() -> None:
     def model(first: int) -> onnx.ModelProto:
         inner = helper.make_graph(
