@@ -4,7 +4,7 @@ One run: a CNN and two encoders (one with outlier channels) are made, every tool
 variants of a model are then timed in turns, in one thread each, by that thread's CPU time. Accuracy is on rows that no
 tool has seen. Figures are judged only on a CPU with AVX512-VNNI; elsewhere they are printed.
 
-    python benchmarks/variants.py
+    python benchmarks/variants.py --peers FOLDER
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import functools
 import io
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from variant_peers import PRESETS, Preset, Work, interpreter
 
 from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.analysis.agreement import tango_interval
@@ -35,6 +36,7 @@ from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.search import Budget
 from onnx_ops.domain.target import Target
+from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import Dataset
 from onnx_ops.settings import load_settings
 from onnx_ops.stages.derive import machines_of
@@ -43,6 +45,9 @@ from onnx_ops.stages.trying import Ground
 from onnx_ops.wiring import connect
 
 ROUNDS, RUNS = 15, 4
+SURELY = 12
+"""Of 15 rounds by chance in 1.8 % of cases."""
+
 DROP = 0.01
 FITTED, TUNED, TESTED = 512, 256, 384
 """Rows of the encoders: for the head, for decisions, for the score."""
@@ -52,7 +57,6 @@ HINT = 0.1
 
 LIMITS = {"cnn": 0.45, "encoder": 0.50, "encoder-outliers": 0.50}
 MINUTES = {"cnn": 1.0, "encoder": 5.0, "encoder-outliers": 5.0}
-OTHERS = {"olive": "olive-ai", "optimum": "optimum-onnx"}
 TARGET = Target(name="cpu-1t")
 
 
@@ -75,21 +79,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(LIMITS), choices=list(LIMITS))
     parser.add_argument("--width", type=int, default=256, help="of the encoders")
-    parser.add_argument("--python", help="interpreter that has the other tools; else they are left out")
+    parser.add_argument("--peers", type=Path, help="folder for environments of Olive and Optimum; else not run")
     asked = parser.parse_args()
     vnni = abilities()
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings(action="ignore"):
-        models = [make(name, Path(scratch), asked.width) for name in asked.models]
-        for model in models:
-            ours(model, Path(scratch))
-            ort_defaults(model, Path(scratch))
-            others(model, Path(scratch), asked.python)
-        missed = [one for model in models for one in table(model)]
+        missed = [one for name in asked.models for one in measured(name, Path(scratch), asked.width, asked.peers)]
     if not vnni:
         print("\nNot judged: this CPU has no AVX512-VNNI.")
         return 0
     print("\n" + ("\n".join(missed) or "Every limit is kept."))
     return int(bool(missed))
+
+
+def measured(name: str, scratch: Path, width: int, peers: Path | None) -> Iterator[str]:
+    """Make one model and everybody's variants of it, and print their figures; yields the limits that are missed."""
+    model = make(name, scratch, width)
+    ours(model, scratch)
+    ort_defaults(model, scratch)
+    others(model, scratch, peers and peers.resolve())
+    yield from table(model)
 
 
 def abilities() -> bool:
@@ -302,9 +310,7 @@ def ours(model: Model, scratch: Path) -> None:
 
 
 def ort_defaults(model: Model, scratch: Path) -> None:
-    import onnx
     from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -313,68 +319,73 @@ def ort_defaults(model: Model, scratch: Path) -> None:
         def get_next(self) -> Any:
             return next(({model.feed: rows} for rows in self.rows), None)
 
-    folder = scratch / model.name
-    prepared = folder / "prepared.onnx"
-    quant_pre_process(str(model.path), str(prepared), skip_symbolic_shape=True)
-    loaded = onnx.load(prepared)
-    del loaded.graph.value_info[:]  # with the shapes that torch wrote the dynamic one raises
-    onnx.save(loaded, prepared)
+    folder, source = scratch / model.name, prepared(model, scratch)
     attempt(model, "ORT quantize_dynamic, default", folder / "dynamic.onnx",
-            lambda path: quantize_dynamic(str(prepared), str(path)))  # fmt: skip
+            lambda path: quantize_dynamic(str(source), str(path)))  # fmt: skip
     attempt(model, "ORT quantize_static, default (S8S8)", folder / "static.onnx",
-            lambda path: quantize_static(str(prepared), str(path), Reader()))  # fmt: skip
+            lambda path: quantize_static(str(source), str(path), Reader()))  # fmt: skip
 
 
-def others(model: Model, scratch: Path, python: str | None) -> None:
-    """Presets of Olive and Optimum, in the interpreter that has them."""
-    calls = {
-        "Olive auto-opt int8": ("olive", OLIVE),
-        "Optimum avx512_vnni dynamic": ("optimum", OPTIMUM),
-    }
-    for name, (tool, code) in calls.items():
-        if python is None:
-            model.failures[name] = (
-                f"not installed: {OTHERS[tool]} has pins of its own; give --python of its environment"
-            )
+def prepared(model: Model, scratch: Path) -> Path:
+    """The export after ORT's own preparation, without the shapes that torch wrote: with them its quantizers raise."""
+    import onnx
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    path = scratch / model.name / "prepared.onnx"
+    if not path.exists():
+        quant_pre_process(str(model.path), str(path), skip_symbolic_shape=True)
+        loaded = onnx.load(path)
+        del loaded.graph.value_info[:]
+        onnx.save(loaded, path)
+    return path
+
+
+def others(model: Model, scratch: Path, folder: Path | None) -> None:
+    """Presets of Olive and Optimum; one that torch's shapes make fail is tried again after ORT's preparation."""
+    for tool in dict.fromkeys(preset.tool for preset in PRESETS):
+        presets = [preset for preset in PRESETS if preset.tool == tool]
+        if folder is None:
+            model.failures[f"{tool}, {len(presets)} presets"] = "not run: --peers was not given"
             continue
+        try:
+            python = interpreter(tool, folder)
+        except OnnxOpsError as error:
+            model.failures[f"{tool}, {len(presets)} presets"] = f"cannot be installed: {told(error)}"
+            continue
+        again = tried(model, scratch, python, presets, "")
+        tried(model, scratch, python, again, ", after quant_pre_process")
 
-        def run(path: Path, code: str = code) -> None:
-            argv = [str(python), "-c", code, str(model.path), str(path)]
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
-            if not path.exists():
-                raise RuntimeError(" ".join((done.stderr or done.stdout).split())[-160:])
 
-        attempt(model, name, scratch / model.name / f"{tool}.onnx", run)
-
-
-OLIVE = """
-import json, pathlib, shutil, sys, tempfile
-from olive.workflows import run
-source, out = sys.argv[1:]
-with tempfile.TemporaryDirectory() as folder:
-    run({"input_model": {"type": "ONNXModel", "model_path": source},
-         "passes": {"q": {"type": "OnnxDynamicQuantization"}}, "output_dir": folder, "cache_dir": folder + "/c"})
-    shutil.copy(next(pathlib.Path(folder).glob("**/model.onnx")), out)
-"""
-OPTIMUM = """
-import pathlib, shutil, sys, tempfile
-from optimum.onnxruntime import ORTQuantizer
-from optimum.onnxruntime.configuration import AutoQuantizationConfig
-source, out = map(pathlib.Path, sys.argv[1:])
-with tempfile.TemporaryDirectory() as folder:
-    quantizer = ORTQuantizer([source])
-    quantizer.quantize(AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=True), save_dir=folder)
-    shutil.copy(next(pathlib.Path(folder).glob("*.onnx")), out)
-"""
+def tried(model: Model, scratch: Path, python: Path, presets: Sequence[Preset], suffix: str) -> list[Preset]:
+    """Run presets, four at a time; returns those that stumble over the shapes that torch wrote."""
+    source = prepared(model, scratch) if suffix else model.path
+    with ThreadPoolExecutor(4) as pool:
+        running: dict[str, tuple[Preset, Path, Future[None]]] = {}
+        for preset in presets:
+            name = f"{preset.tool} {preset.name}{suffix}"
+            place = Path(tempfile.mkdtemp(dir=scratch))
+            work = Work(
+                python=python, source=source, feed=model.feed, rows=model.calibration, folder=place,
+                out=place / "taken.onnx",
+            )  # fmt: skip
+            running[name] = preset, work.out, pool.submit(preset.make, work)
+    for name, (_, out, future) in running.items():
+        attempt(model, name, out, lambda _, future=future: future.result())
+    return [preset for name, (preset, *_) in running.items() if "ShapeInference" in model.failures.get(name, "")]
 
 
 def attempt(model: Model, name: str, path: Path, make_it: Callable[[Path], object]) -> None:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             make_it(path)
+            session(path).run(None, {model.feed: model.test[0][:1]})
         model.variants[name] = path
     except Exception as error:  # other people's tools raise anything
-        model.failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        model.failures[name] = told(error)
+
+
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160].replace('|', '/')}"
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -383,7 +394,8 @@ def attempt(model: Model, name: str, path: Path, make_it: Callable[[Path], objec
 def table(model: Model) -> Iterator[str]:
     """Print the figures of one model; yields the limits that are missed."""
     sessions = {"fp32": session(model.path)} | {name: session(path) for name, path in model.variants.items()}
-    ratios = timed(sessions, model)
+    times = timed(sessions, model)
+    ratios = {name: statistics.median(found / times["fp32"]) for name, found in times.items()}
     right = {name: answers(one, model) for name, one in sessions.items()}
     print(f"\n### {model.name}\n\n{model.search}\n")
     print("| variant | CPU time / fp32 | size / fp32 | accuracy | against fp32 (90 %) |\n|---|---|---|---|---|")
@@ -403,6 +415,18 @@ def table(model: Model) -> Iterator[str]:
         print(f"| {name} | | | | {why} |")
         if name.startswith("ours"):
             yield f"{model.name}: {why}"
+    yield from compared(model, times, right)
+
+
+def compared(model: Model, times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any]) -> Iterator[str]:
+    """Print who is faster than ours and as right; yields who surely is."""
+    own = next((name for name in times if name.startswith("ours: auto-fast")), "fp32")
+    found = list(faster(times, right, own))
+    said = "; ".join(f"{name} in {rounds} of {ROUNDS} rounds" for name, rounds in found)
+    print(f"\nAs right as {own}, and faster: {said or 'none'}")
+    for name, rounds in found:
+        if rounds >= SURELY:
+            yield f"{model.name}: {name} is as right and faster"
 
 
 def session(path: Path) -> Any:
@@ -414,8 +438,8 @@ def session(path: Path) -> Any:
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def timed(sessions: Mapping[str, Any], model: Model) -> dict[str, float]:
-    """Median over rounds of the thread's CPU time over that of fp32 in the same round, the order drawn anew."""
+def timed(sessions: Mapping[str, Any], model: Model) -> dict[str, np.ndarray[Any, Any]]:
+    """The thread's CPU time of each round, the order of a round drawn anew."""
     rng = np.random.default_rng(0)
     feed = {model.feed: model.test[0][:1]}
     for one in sessions.values():
@@ -427,10 +451,17 @@ def timed(sessions: Mapping[str, Any], model: Model) -> dict[str, float]:
             for _ in range(RUNS):
                 sessions[name].run(None, feed)
             rounds[name].append(float(time.thread_time_ns() - begun))
-    return {
-        name: statistics.median(a / b for a, b in zip(times, rounds["fp32"], strict=True))
-        for name, times in rounds.items()
-    }
+    return {name: np.asarray(found) for name, found in rounds.items()}
+
+
+def faster(times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any], own: str) -> Iterator[tuple[str, int]]:
+    """Variants of others that were faster than `own` in most rounds, and in how many: those not surely less right."""
+    for name in times:
+        lost, gained = (right[own] & ~right[name]).sum(), (~right[own] & right[name]).sum()
+        _, _, high = tango_interval(len(right[name]), int(lost), int(gained))
+        rounds = int((times[name] < times[own]).sum())
+        if not name.startswith("ours") and high >= 0 and rounds > ROUNDS / 2:
+            yield name, rounds
 
 
 def answers(one: Any, model: Model) -> Any:

@@ -13,14 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from search_parts import LAYERS, fragile_ground, write_fragile
+from search_parts import LAYERS, SLOW, fragile_ground, write_fragile
 
 from onnx_ops import codec
 from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.search import Budget, SearchRecord
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageFailure
 from onnx_ops.stages.search import search
+from onnx_ops.stages.trying import Ground
 
 PATIENCE_S = 60.0
 
@@ -82,6 +85,36 @@ def test_a_size_and_a_quantile_are_kept(fragile: Callable[[str], Path]) -> None:
     found = search(fragile_ground(root, budget=late), FileJournal(root / "k"), silent).record
     assert [t.p99 for t in found.trials if t.recipe == "dynamic" and t.excluded] == [{"cpu-1t": pytest.approx(2.5e-6)}]
     assert all(slot.trial is None for slot in found.slots)
+
+
+def for_two_targets(ground: Ground) -> Ground:
+    """The same for a target that int8 helps and one that it slows down, only one of which has VNNI."""
+    machines = (Arithmetic(family="x86", saturates=False), Arithmetic(family="x86", saturates=True))
+    return replace(ground, targets=(*ground.targets, Target(name=SLOW)), machines=machines)
+
+
+def test_several_targets_are_timed_each_and_served_by_one_variant(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    found = search(for_two_targets(fragile_ground(root, calibrated=True)), FileJournal(root / "j"), silent)
+    record = found.record
+    assert record.targets == ("cpu-1t", SLOW)
+    assert all(set(t.ratios) == set(record.targets) for t in record.trials if not t.failure)
+    assert any("7 bits" in note for t in record.trials if t.recipe == "static" for note in t.notes)
+    _, trial = found.models["fast"]
+    assert (trial.recipe, trial.excluded) == ("dynamic", ("first",))
+    times = {name: one.estimate for name, one in trial.ratios.items()}
+    assert times == {"cpu-1t": pytest.approx(2500 / 4000), SLOW: pytest.approx(4600 / 4000)}
+    bought = next(one for one in record.bought if one.node == "first")
+    assert bought.time == {"cpu-1t": pytest.approx(2500 / 2000), SLOW: pytest.approx(4600 / 4800)}
+
+
+def test_a_quantile_must_be_kept_on_each_of_several_targets(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    late = Budget(metric_drop=0.1, p99=4.1e-6)
+    record = search(for_two_targets(fragile_ground(root, budget=late)), FileJournal(root / "j"), silent).record
+    (kept,) = [t for t in record.trials if t.recipe == "dynamic" and t.excluded == ("first",)]
+    assert kept.p99 == {"cpu-1t": pytest.approx(2.5e-6), SLOW: pytest.approx(4.6e-6)}
+    assert all(record.trials[slot.trial].recipe != "dynamic" for slot in record.slots if slot.trial is not None)
 
 
 def test_a_finished_search_that_is_asked_for_again_begins_anew(fragile: Callable[[str], Path]) -> None:
