@@ -15,7 +15,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
 from onnx_ops.adapters.runtimes.ort_format import MODEL, OPERATORS, REPLAYED, USABILITY, loaded_file, write_package
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
 from onnx_ops.domain.target import CustomOps, OrtFormat, SessionSettings, Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import DigestMismatch, MeasurementFailure
 from onnx_ops.ports import PackagingRuntime, StartSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
@@ -46,8 +46,8 @@ def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, tar
     session = new_session(file, target)
     assert Path(session._model_path).name == MODEL
     assert Path(session._model_path).read_bytes()[4:8] == b"ORTM"
-    replayed = target.ort_format is not None and target.ort_format.style == "runtime"
-    assert session.get_session_options().get_session_config_entry(REPLAYED) == "1" if replayed else True
+    if target is COMPILED:
+        assert session.get_session_options().get_session_config_entry(REPLAYED) == "1"
     plain = Target(name="plain", session=SessionSettings(graph_level="disabled"))
     (expected,), (found,) = (OnnxRuntime().run(file, one, (rows(17),)) for one in (plain, target))
     np.testing.assert_allclose(found["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
@@ -133,6 +133,13 @@ def test_two_libraries_of_operators_are_one_too_many(file: Path) -> None:
     library = CustomOps(path="a.so", digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
     with pytest.raises(MeasurementFailure, match="one library"):
         loaded_file(file, replace(PHONE, custom_ops=(library, library)))
+
+
+def test_another_library_of_operators_than_the_one_named_is_not_loaded(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.so").write_bytes(b"tampered")
+    library = CustomOps(path=str(tmp_path / "a.so"), digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
+    with pytest.raises(DigestMismatch):
+        write_package(file, replace(PHONE, custom_ops=(library,)), tmp_path)
 
 
 def test_the_form_is_part_of_what_is_measured() -> None:

@@ -16,6 +16,7 @@ from onnx_ops.domain.artifact import digest_json, hex_of
 from onnx_ops.domain.target import OrtFormat, Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.files import model_digest
+from onnx_ops.graph.operators import check_libraries
 
 MODEL = "model.ort"
 OPERATORS = "required_operators_and_types.config"
@@ -34,6 +35,7 @@ def loaded_file(model: Path, target: Target) -> Path:
 
     Raises:
         MeasurementFailure: it cannot be made.
+        NotFound, DigestMismatch: a library of custom operators is missing, or is another one.
     """
     if target.ort_format is None or model.suffix == ".ort":
         return model
@@ -66,6 +68,7 @@ def _make(model: Path, target: Target, form: OrtFormat, folder: Path) -> None:
         raise MeasurementFailure(
             "the converter takes one library of custom operators", where=f"target {target.name}: ort_format"
         )
+    check_libraries(target.custom_ops, f"target {target.name}")
     library = Path(target.custom_ops[0].path) if target.custom_ops else None
     level = _LEVELS[target.session.graph_level]
     try:
