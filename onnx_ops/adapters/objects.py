@@ -6,15 +6,29 @@ Two promises carry the store and the ledger: `write` is atomic (a reader sees th
 
 from __future__ import annotations
 
+import datetime
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from onnx_ops.errors import MissingPackage, ServiceUnavailable
+
+TEMPORARY = ".tmp-"
+"""Begins the name of a file that is being written, or whose writer was killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An object as its storage lists it. `at` is when it was written, in seconds since the epoch by that storage."""
+
+    name: str
+    size_bytes: int
+    at: float
 
 
 class Objects(Protocol):
@@ -30,6 +44,10 @@ class Objects(Protocol):
 
     def names(self, prefix: str) -> list[str]:
         """Names directly below a prefix (folders included), sorted."""
+        ...
+
+    def listed(self, prefix: str) -> list[Found]:
+        """All objects anywhere below a prefix, sorted by name; locally with files that killed writers left."""
         ...
 
     def delete(self, name: str) -> None: ...
@@ -61,7 +79,7 @@ def fsync_folder(folder: Path) -> None:
 def durable_file(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its name, durably, when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -94,7 +112,7 @@ class LocalObjects:
         # An exclusive open would leave a torn object if the writer is killed; a link appears whole or not at all.
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
         try:
             with os.fdopen(handle, "wb") as stream:
                 stream.write(data)
@@ -113,7 +131,17 @@ class LocalObjects:
         folder = self.root / prefix
         if not folder.is_dir():
             return []
-        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".tmp-"))
+        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(TEMPORARY))
+
+    def listed(self, prefix: str) -> list[Found]:
+        found = []
+        for path in sorted((self.root / prefix).rglob("*")):
+            with suppress(FileNotFoundError):  # somebody was faster
+                status = path.stat()
+                if path.is_file():
+                    name = path.relative_to(self.root).as_posix()
+                    found.append(Found(name=name, size_bytes=status.st_size, at=status.st_mtime))
+        return found
 
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
@@ -135,6 +163,9 @@ class LocalObjects:
         except FileNotFoundError:
             return False
         return True
+
+
+_WRITTEN = ("LastModified", "last_modified", "mtime", "created")
 
 
 class FsspecObjects:
@@ -180,6 +211,19 @@ class FsspecObjects:
                 return []
             return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
+    def listed(self, prefix: str) -> list[Found]:
+        with self._reachable():
+            self._fs.invalidate_cache()
+            try:
+                found: Mapping[str, Any] = self._fs.find(self._path(prefix), detail=True)
+            except FileNotFoundError:
+                return []
+            below = len(self._path("x")) - 1
+            return [
+                Found(name=path[below:], size_bytes=int(info["size"] or 0), at=self._written(path, info))
+                for path, info in sorted(found.items())
+            ]
+
     def delete(self, name: str) -> None:
         with self._reachable():
             if self._fs.exists(self._path(name)):
@@ -197,6 +241,14 @@ class FsspecObjects:
         except FileNotFoundError:
             return False
         return True
+
+    def _written(self, path: str, info: Mapping[str, Any]) -> float:
+        """Every file system has another name for it."""
+        at = next((info[name] for name in _WRITTEN if info.get(name) is not None), None)
+        at = self._fs.modified(path) if at is None else at
+        if isinstance(at, datetime.datetime):
+            return (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
+        return float(at)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

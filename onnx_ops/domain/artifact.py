@@ -70,6 +70,17 @@ def short(digest: Digest) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One thing in a store. `digest` is that of content, None for what a killed writer left; `at` is when it was put
+    there last, in seconds since the epoch by the storage's own clock."""
+
+    name: str
+    digest: Digest | None
+    size_bytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Names and what they hold: the result of a stage, the files of a model, the content of a version."""
 

@@ -1,15 +1,17 @@
-"""Retention: which versions, model folders and things at providers nobody needs any more, and their removal."""
+"""Retention: which versions, model folders, stored contents and things at providers nobody needs any more, and their
+removal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.artifact import Digest, Stored
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import ReleaseState, fold
 from onnx_ops.domain.release import ListedVersion
 from onnx_ops.errors import Refused
+from onnx_ops.operations.collect import collect, unneeded
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.operations.orphans import Survey, discard, needed, survey
 from onnx_ops.ports import Ports
@@ -36,12 +38,14 @@ class Folder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What would go. `remove` maps a model to its versions, oldest first; `orphans` stand at providers."""
+    """What would go. `remove` maps a model to its versions, oldest first; `orphans` stand at providers, and `contents`
+    are in the store."""
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
     kept: tuple[Kept, ...]
     folders: tuple[Folder, ...]
     orphans: Survey
+    contents: tuple[Stored, ...] = ()
 
 
 def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEASES, older_than_s: float) -> PrunePlan:
@@ -55,10 +59,11 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         ports: the outside world.
         models: registered models.
         keep: newest releases of each model that stay, with all of their variants.
-        older_than_s: age in seconds below which a version stays.
+        older_than_s: age in seconds below which a version or content stays.
 
     Raises:
-        ServiceUnavailable: the registry does not answer.
+        ServiceUnavailable: the registry or the store does not answer.
+        StateCorrupt: a ledger is damaged, so that nobody knows what its endpoint needs.
     """
     states = [fold(name, ports.ledger.read(name)) for name in bound_endpoints(ports)]
     in_use = [(state, deployment) for state in states for deployment in needed(ports, state)]
@@ -84,6 +89,7 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         kept=tuple(kept),
         folders=_idle_folders(ports, wanted, remove),
         orphans=survey(ports, endpoints),
+        contents=unneeded(ports, older_than_s=older_than_s),
     )
 
 
@@ -111,7 +117,13 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
     for folder in folders:
         ports.files.forget(folder.manifest)
     cleared = discard(ports, plan.orphans.orphans)
-    return PrunePlan(remove=removed, kept=plan.kept, folders=folders, orphans=replace(plan.orphans, orphans=cleared))
+    return PrunePlan(
+        remove=removed,
+        kept=plan.kept,
+        folders=folders,
+        orphans=replace(plan.orphans, orphans=cleared),
+        contents=collect(ports, plan.contents),
+    )
 
 
 def _reasons(

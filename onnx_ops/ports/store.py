@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import Digest, Manifest, Stored
 
 
 class Store(Protocol):
@@ -33,6 +34,18 @@ class Store(Protocol):
 
     def lookup(self, key: Digest) -> Manifest | None:
         """The result recorded for a key, if the record and every file it names are intact; else None."""
+        ...
+
+    def results(self) -> Iterator[Manifest]:
+        """Every recorded result, whether its files are there or not."""
+        ...
+
+    def contents(self) -> tuple[Stored, ...]:
+        """All content that is kept, and what killed writers left; records are not among it."""
+        ...
+
+    def forget(self, stored: Stored) -> bool:
+        """Remove it, unless somebody has put it again since; says whether it went. No error if it is gone."""
         ...
 
 

@@ -12,6 +12,7 @@ class TestMyStore(StoreSuite):
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,41 @@ class StoreSuite:
         self.spoil_record(KEY, self.record_of(other))
         assert reopen().lookup(KEY) is None
         assert reopen().lookup(other) is not None
+
+    def test_contents_and_results_are_listed(self, store: Store, reopen: Callable[[], Store]) -> None:
+        assert (store.contents(), list(store.results())) == ((), [])
+        manifest = Manifest(files={"file": store.put_bytes(CONTENT)})
+        store.record(KEY, manifest)
+        other = store.put_bytes(b"other")
+        for reader in (store, reopen()):
+            assert {one.digest: one.size_bytes for one in reader.contents()} == {manifest["file"]: 20, other: 5}
+            assert list(reader.results()) == [manifest]
+
+    def test_a_spoilt_record_is_no_result(self, store: Store) -> None:
+        store.record(KEY, Manifest(files={"file": store.put_bytes(CONTENT)}))
+        self.spoil_record(KEY, self.record_of(KEY)[:-3])
+        assert list(store.results()) == []
+
+    def test_what_is_forgotten_is_missing_until_it_is_put_again(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
+        digest = store.put_bytes(CONTENT)
+        store.record(KEY, Manifest(files={"file": digest}))
+        (stored,) = store.contents()
+        assert store.forget(stored)
+        assert store.contents() == ()
+        for reader in (store, reopen()):
+            assert reader.lookup(KEY) is None
+            with pytest.raises(StateCorrupt):
+                reader.read(digest)
+        assert reopen().forget(stored)  # somebody else was faster
+        assert store.put_bytes(CONTENT) == digest
+        assert store.lookup(KEY) is not None
+
+    def test_what_was_put_again_since_it_was_listed_is_not_forgotten(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
+        digest = store.put_bytes(CONTENT)
+        (stored,) = store.contents()
+        assert not reopen().forget(replace(stored, at=stored.at - 5))
+        assert store.read(digest) == CONTENT

@@ -101,3 +101,15 @@ def test_a_missing_package_and_a_dead_service_are_told_apart(monkeypatch: pytest
     with pytest.raises(ServiceUnavailable) as caught:
         objects.read("a")
     assert caught.value.where == "memory://x"
+
+
+def test_everything_below_a_prefix_is_listed_with_its_age(objects: Objects, tmp_path: Path) -> None:
+    assert objects.listed("a") == []
+    for name, content in (("a/2", b"xx"), ("a/deep/er/1", b"x"), ("b/1", b"x")):
+        objects.write(name, content)
+    found = objects.listed("a")
+    assert [(one.name, one.size_bytes) for one in found] == [("a/2", 2), ("a/deep/er/1", 1)]
+    (tmp_path / "now").touch()
+    now = (tmp_path / "now").stat().st_mtime
+    assert all(now - 3600 < one.at <= now + 3600 for one in found)
+    assert [one.name for one in objects.listed("a/deep")] == ["a/deep/er/1"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -164,6 +166,91 @@ def test_two_processes_may_write_the_same_results(tmp_path: Path) -> None:
             assert_every_result_is_whole_or_none(tmp_path)
     assert (one.returncode, two.returncode) == (0, 0)
     assert_every_result_is_whole_or_none(tmp_path, all_there=True)
+
+
+LONG_AGO = 1_000_000.0
+
+
+def test_content_that_is_put_again_is_never_collected_from_under_the_one_who_put_it(tmp_path: Path) -> None:
+    """One thread collects whatever is old, all the time; the other puts content that is there and old already."""
+    ours, theirs = (ContentStore(LocalObjects(tmp_path), tmp_path) for _ in range(2))
+    ended, removed = threading.Event(), []
+
+    def collect() -> None:
+        while not ended.is_set():
+            old = [one for one in theirs.contents() if one.at <= LONG_AGO]
+            removed.extend(one for one in old if theirs.forget(one))
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    try:
+        for turn in range(400):
+            digest = ours.put_bytes(b"%d" % (turn % 3))
+            for _ in range(turn % 4):  # sometimes the collector has listed it as old before it is put again
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(tmp_path / blob(digest), (LONG_AGO, LONG_AGO))
+            assert ours.put_bytes(b"%d" % (turn % 3)) == digest
+            assert ours.read(digest) == b"%d" % (turn % 3)
+    finally:
+        ended.set()
+        collector.join()
+
+
+def test_putting_again_what_is_there_makes_it_young(tmp_path: Path) -> None:
+    store = ContentStore(LocalObjects(tmp_path), tmp_path)
+    path = store.path(store.put_bytes(CONTENT))
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    (listed,) = store.contents()
+    assert listed.at == LONG_AGO
+    store.put_bytes(CONTENT)
+    assert not store.forget(listed)
+    assert store.contents()[0].at > LONG_AGO
+
+
+COLLECTOR = """
+import sys
+from pathlib import Path
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.store.content import ContentStore
+
+store = ContentStore(LocalObjects(Path(sys.argv[1])), Path(sys.argv[1]))
+for one in store.contents():
+    if one.size_bytes < 300_000:
+        store.forget(one)
+        print("one", flush=True)
+"""
+
+
+def test_a_killed_collector_leaves_whole_results_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    store = ContentStore(LocalObjects(tmp_path), tmp_path)
+    with writer(tmp_path, 5) as written:
+        pass
+    assert written.returncode == 0
+    for number in range(2000):
+        store.put_bytes(b"%d" % number)
+    with subprocess.Popen([sys.executable, "-c", COLLECTOR, str(tmp_path)], stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == b"one\n"
+        killed.send_signal(signal.SIGKILL)
+    assert 5 < len(store.contents()) < 2005
+    assert_every_result_is_whole_or_none(tmp_path, all_there=True)
+    subprocess.run([sys.executable, "-c", COLLECTOR, str(tmp_path)], stdout=subprocess.DEVNULL, check=True)
+    assert len(store.contents()) == 5
+    assert_every_result_is_whole_or_none(tmp_path, all_there=True)
+
+
+def test_what_a_killed_writer_left_is_listed_without_a_digest_and_can_go(tmp_path: Path) -> None:
+    store = ContentStore(LocalObjects(tmp_path), tmp_path)
+    digest = store.put_bytes(CONTENT)
+    store.record(digest, Manifest(files={"file": digest}))
+    left = [(tmp_path / name).parent / ".tmp-left" for name in (blob(digest), record(digest))]
+    for path in left:
+        path.write_bytes(b"half")
+    found = [one for one in store.contents() if one.digest is None]
+    assert [(tmp_path / one.name, one.size_bytes) for one in found] == [(path, 4) for path in left]
+    assert all(store.forget(one) for one in found)
+    assert not any(path.exists() for path in left)
+    assert store.lookup(digest) is not None
 
 
 @pytest.fixture

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from onnx_ops.adapters.objects import LocalObjects, Objects
+from onnx_ops.adapters.objects import TEMPORARY, LocalObjects, Objects
 from onnx_ops.domain.artifact import (
     Digest,
     Manifest,
+    Stored,
     canonical_json,
     digest_bytes,
     digest_file,
@@ -21,7 +26,12 @@ from onnx_ops.domain.artifact import (
 )
 from onnx_ops.errors import StateCorrupt
 
+_BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
+
+
+_REMEMBERED = 8192
+"""Blobs whose verified state is kept in mind; more than one pipeline has, and no more memory for many of them."""
 
 
 class ContentStore:
@@ -35,18 +45,23 @@ class ContentStore:
         self._objects = objects
         self._cache = objects.root if isinstance(objects, LocalObjects) else cache
         self._verified: dict[Digest, tuple[int, ...]] = {}
+        self._remembering = threading.Lock()
 
     def put_bytes(self, data: bytes) -> Digest:
         digest = digest_bytes(data)
-        self._objects.write(_blob(digest), data)
-        self._protect(digest)
+        if not self._held(digest):
+            with self._collecting(fcntl.LOCK_SH):
+                self._objects.write(_blob(digest), data)
+            self._protect(digest)
         return digest
 
     def put_file(self, path: Path) -> Digest:
         digest = digest_file(path)
-        self._objects.upload(_blob(digest), path)
-        self._protect(digest)
-        self.path(digest)  # refuses a file that changed while it was copied
+        if not self._held(digest):
+            with self._collecting(fcntl.LOCK_SH):
+                self._objects.upload(_blob(digest), path)
+            self._protect(digest)
+            self.path(digest)  # refuses a file that changed while it was copied
         return digest
 
     def path(self, digest: Digest) -> Path:
@@ -85,32 +100,103 @@ class ContentStore:
             return None
         return manifest
 
+    def results(self) -> Iterator[Manifest]:
+        for found in self._objects.listed(_RECORDS):
+            key = Digest(f"sha256:{Path(found.name).stem}")
+            manifest = _parse_record(self._objects.read(found.name), key)
+            if manifest is not None:
+                yield manifest
+
+    def contents(self) -> tuple[Stored, ...]:
+        found = []
+        for one in (*self._objects.listed(_BLOBS), *self._objects.listed(_RECORDS)):
+            name = one.name.rpartition("/")[2]
+            digest = Digest(f"sha256:{name}")
+            if name.startswith(TEMPORARY):
+                found.append(Stored(name=one.name, digest=None, size_bytes=one.size_bytes, at=one.at))
+            elif is_digest(digest) and one.name == _blob(digest):
+                found.append(Stored(name=one.name, digest=digest, size_bytes=one.size_bytes, at=one.at))
+        return tuple(found)
+
+    def forget(self, stored: Stored) -> bool:
+        if not isinstance(self._objects, LocalObjects):
+            return self._forget_remote(stored)
+        with self._collecting(fcntl.LOCK_EX):
+            try:
+                again = (self._objects.root / stored.name).stat().st_mtime > stored.at
+            except FileNotFoundError:
+                return True
+            if not again:
+                self._objects.delete(stored.name)
+            return not again
+
+    def _forget_remote(self, stored: Stored) -> bool:
+        """Whoever puts the same at this very instant finds it missing later, and does that stage again."""
+        beside = self._objects.listed(stored.name.rpartition("/")[0])
+        if any(found.name == stored.name and found.at > stored.at for found in beside):
+            return False
+        self._objects.delete(stored.name)
+        (self._cache / stored.name).unlink(missing_ok=True)
+        return True
+
+    def _held(self, digest: Digest) -> bool:
+        """Whether a local store has it whole already: the same small documents are put for every variant and target.
+
+        Then it counts as put now, so that it is not collected before its record is written. A remote store is not
+        asked: the answer would cost what writing costs.
+        """
+        path = self._cache / _blob(digest)
+        if not isinstance(self._objects, LocalObjects) or not self._intact(path, digest):
+            return False
+        with self._collecting(fcntl.LOCK_SH):
+            try:
+                os.utime(path)
+            except OSError:  # it was collected just now, or belongs to somebody else: it is written anew
+                return False
+        return True
+
+    @contextmanager
+    def _collecting(self, kind: int) -> Iterator[None]:
+        """Nothing is put into a local store between the last look at old content and its removal. A kill lets go of the
+        lock."""
+        if not isinstance(self._objects, LocalObjects):
+            yield
+            return
+        self._cache.mkdir(parents=True, exist_ok=True)
+        with (self._cache / _LOCK).open("a") as stream:
+            fcntl.flock(stream, kind)
+            yield
+
     def _intact(self, path: Path, digest: Digest) -> bool:
+        """Whether it is there and is what its name says; what is collected while it is read is not there."""
         try:
             status = path.stat()
+            seen = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+            known = self._verified.get(digest) == seen
+            if not known and digest_file(path) != digest:
+                return False
         except FileNotFoundError:
             return False
-        seen = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
-        if self._verified.get(digest) != seen:
-            if digest_file(path) != digest:
-                return False
-            self._verified[digest] = seen
+        if not known:
+            with self._remembering:
+                self._verified[digest] = seen
+                while len(self._verified) > _REMEMBERED:
+                    del self._verified[next(iter(self._verified))]
         return True
 
     def _protect(self, digest: Digest) -> None:
-        local = self._cache / _blob(digest)
-        if local.exists():
-            os.chmod(local, READ_ONLY)
+        with suppress(FileNotFoundError):
+            os.chmod(self._cache / _blob(digest), READ_ONLY)
 
 
 def _blob(digest: Digest) -> str:
     name = hex_of(digest)
-    return f"blobs/{name[:2]}/{name}"
+    return f"{_BLOBS}/{name[:2]}/{name}"
 
 
 def _record(key: Digest) -> str:
     name = hex_of(key)
-    return f"records/{name[:2]}/{name}.json"
+    return f"{_RECORDS}/{name[:2]}/{name}.json"
 
 
 def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:

@@ -1,0 +1,76 @@
+"""What stands on objects, over objects of any kind: the store and the ledger, by their own suites."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import open_objects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.domain.artifact import Digest, hex_of
+from onnx_ops.ports import Ledger, Store
+from onnx_ops.testing.ledgers import LedgerSuite, Opener
+from onnx_ops.testing.stores import StoreSuite
+
+
+def open_ledger(url: str) -> Ledger:
+    return ObjectLedger(open_objects(url))
+
+
+class RemoteStoreSuite(StoreSuite):
+    """Subclass it, and give the fixture `place`: the URL of a folder that is empty. Every reader has a cache of its
+    own, so that what it reads comes from the remote side."""
+
+    @pytest.fixture
+    def reopen(self, place: str, tmp_path: Path) -> Callable[[], Store]:
+        self.remote, self.readers = open_objects(place), list[Path]()
+
+        def make() -> Store:
+            self.readers.append(tmp_path / uuid.uuid4().hex)
+            return ContentStore(self.remote, self.readers[-1])
+
+        return make
+
+    def spoil(self, digest: Digest, content: bytes | None) -> None:
+        name = f"blobs/{hex_of(digest)[:2]}/{hex_of(digest)}"
+        for cache in self.readers:
+            (cache / name).unlink(missing_ok=True)
+        if content is None:
+            self.remote.delete(name)
+        else:
+            self.remote.write(name, content)
+
+    def spoil_record(self, key: Digest, content: bytes) -> None:
+        self.remote.write(_record(key), content)
+
+    def record_of(self, key: Digest) -> bytes:
+        return self.remote.read(_record(key)) or b""
+
+    def test_files_go_there_and_come_back(self, place: str, tmp_path: Path) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(bytes(range(256)) * 40_000)
+        digest = ContentStore(open_objects(place), tmp_path / "writer").put_file(source)
+        assert ContentStore(open_objects(place), tmp_path / "reader").path(digest).read_bytes() == source.read_bytes()
+
+
+class RemoteLedgerSuite(LedgerSuite):
+    """Subclass it, and give the fixture `place`: the URL of a folder that is empty."""
+
+    @pytest.fixture
+    def opener(self, place: str) -> Opener:
+        return functools.partial(open_ledger, place)
+
+    def test_a_name_that_is_taken_is_not_created_again(self, place: str) -> None:
+        one, other = open_objects(place), open_objects(place)
+        assert one.create("lease", b"mine")
+        assert not other.create("lease", b"yours")
+        assert other.read("lease") == b"mine"
+
+
+def _record(key: Digest) -> str:
+    return f"records/{hex_of(key)[:2]}/{hex_of(key)}.json"

@@ -1,0 +1,36 @@
+"""The store and the ledger on S3, by s3fs and a real server of its protocol."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from registry_services import BUCKET, s3
+
+from onnx_ops.testing.objects import RemoteLedgerSuite, RemoteStoreSuite
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3() as endpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", endpoint)
+        yield f"s3://{BUCKET}"
+
+
+@pytest.fixture
+def place(bucket: str) -> str:
+    return f"{bucket}/{uuid.uuid4().hex}"
+
+
+class TestStoreOnS3(RemoteStoreSuite):
+    pass
+
+
+class TestLedgerOnS3(RemoteLedgerSuite):
+    """Moto answers `If-None-Match: *`, but looks and writes in two steps, so that two who race may both win there. That
+    S3 does it in one is S3's promise; it was not tried here."""
+
+    processes = False
