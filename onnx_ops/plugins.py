@@ -84,6 +84,23 @@ def find(kind: str, name: str) -> EntryPoint:
     raise NotFound(f"no {kind} plugin is called {name!r}", remedy=hint)
 
 
+def distribution(kind: str, name: str) -> tuple[str, str] | None:
+    """Name and version of the distribution that offers a plugin; None if there is none.
+
+    Raises:
+        NotFound: as for `find`.
+    """
+    return _distribution(tuple(sys.path), kind, name)
+
+
+@functools.lru_cache(maxsize=256)
+def _distribution(path: tuple[str, ...], kind: str, name: str) -> tuple[str, str] | None:
+    """Read once: every question to a distribution parses its metadata, and a plan asks for each of its stages."""
+    del path
+    found = find(kind, name).dist
+    return None if found is None else (found.name, found.version)
+
+
 def install_hint(package: str) -> str:
     """What to type to get a package that is missing: an extra of onnx-ops where there is one."""
     extra = _EXTRAS.get(package)

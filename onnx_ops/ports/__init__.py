@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from onnx_ops.ports.models import (
-    Dataset,
-    DataSource,
+from onnx_ops.ports.data import Dataset, DataSource, HousedSource, ModelSource, Tensors, TracedSource
+from onnx_ops.ports.export import (
     Exporter,
     Exporters,
     ExportRequest,
-    HousedRuntime,
-    LoadSamples,
-    LoadSchedule,
-    ModelSource,
-    Optimizer,
-    OptimizeRequest,
-    PackagingRuntime,
-    RaceSamples,
-    RaceSchedule,
-    RewritingRuntime,
-    RunSamples,
-    Runtime,
     SessionExporter,
-    StartSamples,
-    StartSchedule,
-    Tensors,
     Tracer,
     TracingExporter,
     TrainingExporter,
     Tree,
     TreeExporter,
 )
-from onnx_ops.ports.notify import Notifier
-from onnx_ops.ports.release import Diagnosing, EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
+from onnx_ops.ports.notify import Following, Notifier
+from onnx_ops.ports.optimize import ConfiguredOptimizer, Optimizer, OptimizeRequest, Optimizers
+from onnx_ops.ports.release import (
+    Diagnosing,
+    EndpointProvider,
+    Ledger,
+    MetricsSource,
+    ModelFiles,
+    Outliving,
+    Registry,
+)
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Pools, Work
+from onnx_ops.ports.runtime import (
+    HousedRuntime,
+    LoadSamples,
+    LoadSchedule,
+    PackagingRuntime,
+    RaceSamples,
+    RaceSchedule,
+    RewritingRuntime,
+    RunSamples,
+    Runtime,
+    StartSamples,
+    StartSchedule,
+)
 from onnx_ops.ports.store import Journal, Signer, Store, Verifier
 from onnx_ops.ports.toolbox import Ports
 
 __all__ = [
     "Clock",
+    "ConfiguredOptimizer",
     "DataSource",
     "Dataset",
     "Diagnosing",
@@ -46,8 +53,10 @@ __all__ = [
     "ExportRequest",
     "Exporter",
     "Exporters",
+    "Following",
     "Host",
     "HousedRuntime",
+    "HousedSource",
     "Journal",
     "Ledger",
     "LoadSamples",
@@ -59,6 +68,8 @@ __all__ = [
     "Observer",
     "OptimizeRequest",
     "Optimizer",
+    "Optimizers",
+    "Outliving",
     "PackagingRuntime",
     "Pools",
     "Ports",
@@ -74,6 +85,7 @@ __all__ = [
     "StartSchedule",
     "Store",
     "Tensors",
+    "TracedSource",
     "Tracer",
     "TracingExporter",
     "TrainingExporter",

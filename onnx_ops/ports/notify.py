@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from onnx_ops.domain.notification import Notification
 
@@ -31,3 +31,11 @@ class Notifier(Protocol):
             UserError: a setting or a secret is missing or wrong.
         """
         ...
+
+
+@runtime_checkable
+class Following(Protocol):
+    """A notifier that is also told every step of a rollout that goes well."""
+
+    @property
+    def follows(self) -> bool: ...

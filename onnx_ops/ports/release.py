@@ -108,11 +108,15 @@ class Ledger(Protocol):
         """
         ...
 
+    def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+        """The entries before the first that cannot be read: all of them, if nothing is damaged."""
+        ...
+
     def append(self, entry: LedgerEntry) -> None:
         """Durably write the entry if its sequence is free.
 
         Raises:
-            Conflict: somebody else wrote that sequence first.
+            Overtaken: somebody else wrote that sequence first.
         """
         ...
 
@@ -178,6 +182,16 @@ class EndpointProvider(Protocol):
         Raises:
             ServiceUnavailable: it could not be ended.
         """
+        ...
+
+
+@runtime_checkable
+class Outliving(Protocol):
+    """An endpoint provider whose endpoints may outlive what manages them."""
+
+    def unsupervised(self, config: EndpointConfig) -> bool:
+        """Whether clients are answered, by what was published last, although `observe` sees nothing. Applying a state
+        brings back what is missing."""
         ...
 
 

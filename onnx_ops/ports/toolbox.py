@@ -8,10 +8,13 @@ from pathlib import Path
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.ports.models import DataSource, Exporters, ModelSource, Optimizer, Runtime
+from onnx_ops.ports.data import DataSource, ModelSource
+from onnx_ops.ports.export import Exporters
 from onnx_ops.ports.notify import Notifier
+from onnx_ops.ports.optimize import Optimizers
 from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Host
+from onnx_ops.ports.runtime import Runtime
 from onnx_ops.ports.store import Journal, Signer, Store, Verifier
 
 
@@ -41,7 +44,7 @@ class Ports:
     provider: Callable[[str], EndpointProvider]
     metrics: Callable[[EndpointConfig], MetricsSource]
     exporter: Exporters
-    optimizer: Callable[[str], Optimizer]
+    optimizer: Optimizers
     runtime: Callable[[str], Runtime]
     source: Callable[[str], DataSource]
     notifiers: Callable[[], Mapping[str, Notifier]]

@@ -13,7 +13,8 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.inspect import info
-from onnx_ops.ports.models import Array, Exporter, ExportRequest, Tensors
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.export import Exporter, ExportRequest
 
 TOLERANCE = 1e-4
 """Relative to the largest value of an output: wide enough for float32, narrow enough for every real fault."""

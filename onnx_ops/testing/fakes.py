@@ -7,6 +7,7 @@ new ports over the same fakes to play a process that was killed and started agai
 from __future__ import annotations
 
 import base64
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -395,6 +396,7 @@ class FakeWorld:
     signer: FakeSigner = field(default_factory=FakeSigner)
     dead: set[str] = field(default_factory=set)
     notifiers: dict[str, FakeNotifier] = field(default_factory=dict)
+    place: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         self.registry.clock = self.clock
@@ -404,7 +406,7 @@ class FakeWorld:
         """The ports of a process. Those that only stages ask for are missing."""
         return Ports(
             root=root,
-            store=ContentStore(FsspecObjects(f"memory://{id(self)}"), root / "cache"),
+            store=ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache"),
             ledger=self.ledger,
             files=self.files,
             models=BroughtModels(root=root, registered=lambda: _missing("models")),

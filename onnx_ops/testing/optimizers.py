@@ -19,7 +19,7 @@ from onnx_ops.graph.files import read_structure
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import read_lineage
 from onnx_ops.graph.weights import quantized_weights
-from onnx_ops.ports.models import Optimizer, OptimizeRequest
+from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
 HALF_A_STEP = 0.51

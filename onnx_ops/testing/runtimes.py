@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.domain.target import Provider, Target
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.ports.models import LoadSchedule, RaceSchedule, Runtime, StartSchedule
+from onnx_ops.ports.runtime import LoadSchedule, RaceSchedule, Runtime, StartSchedule
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 
 ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, heats=1, windows=1)

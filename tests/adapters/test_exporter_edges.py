@@ -24,7 +24,8 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageFailure, UserError
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.graph.inspect import info
-from onnx_ops.ports.models import Exporter, ExportRequest, Tensors
+from onnx_ops.ports.data import Tensors
+from onnx_ops.ports.export import Exporter, ExportRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
 SAMPLES = rows(60)
@@ -174,7 +175,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.ports.models import ExportRequest
+from onnx_ops.ports.export import ExportRequest
 from onnx_ops.testing.models import rows
 
 samples = rows(40)

@@ -13,7 +13,7 @@ from onnx_ops.domain.environment import Environment
 from onnx_ops.errors import UserError
 from onnx_ops.ports import TracingExporter, TrainingExporter, TreeExporter
 from onnx_ops.settings import load_settings
-from onnx_ops.wiring.exporters import environment, exporters
+from onnx_ops.wiring.housing import environment, exporters
 from onnx_ops.wiring.project import open_project, prepare
 
 PIPELINE = """\

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import Array, ExportRequest, Tensors
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.export import ExportRequest
 
 _CLASSIFIER_OPTIONS = {"nocl": [True, False], "zipmap": [True, False, "columns"], "raw_scores": [True, False]}
 _CONVERTERS = "onnxmltools.convert"

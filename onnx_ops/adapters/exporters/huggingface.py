@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.errors import NotFound, UserError
-from onnx_ops.ports.models import Array, ExportRequest, Tensors, Tracer
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.export import ExportRequest, Tracer
 
 CONFIG = "config.json"
 

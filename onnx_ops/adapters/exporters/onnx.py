@@ -19,7 +19,8 @@ from onnx_ops.graph.check import ceiling
 from onnx_ops.graph.files import external_files, model_file, read_model, read_structure
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.operators import check_libraries
-from onnx_ops.ports.models import Array, ExportRequest, Tensors
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.export import ExportRequest
 
 FILE = "model.onnx"
 

@@ -12,7 +12,8 @@ from onnx_ops.adapters.exporters.naming import check_opset, name_axes, output_na
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import read_model, write_model
-from onnx_ops.ports.models import Array, ExportRequest, Tensors
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.export import ExportRequest
 
 STEM = "model"
 

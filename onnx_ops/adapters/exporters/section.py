@@ -6,7 +6,7 @@ import difflib
 
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import Tensors
+from onnx_ops.ports.data import Tensors
 
 
 def check_section(section: Export, samples: Tensors) -> None:

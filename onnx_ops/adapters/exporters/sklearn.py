@@ -15,7 +15,8 @@ from onnx_ops.adapters.exporters.sklearn_outputs import check_runnable, tidy_out
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import write_model
 from onnx_ops.graph.hygiene import renumber
-from onnx_ops.ports.models import Array, ExportRequest, Tensors, Tree
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.export import ExportRequest, Tree
 
 FILE = "model.joblib"
 LABEL, PROBABILITIES, VARIABLE = "label", "probabilities", "variable"

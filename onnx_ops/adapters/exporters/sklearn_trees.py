@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from onnx_ops.graph.forest import ENSEMBLES, preorder
-from onnx_ops.ports.models import Tree
+from onnx_ops.ports.export import Tree
 
 _FORESTS = ("RandomForestClassifier", "RandomForestRegressor", "ExtraTreesClassifier", "ExtraTreesRegressor")
 _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")

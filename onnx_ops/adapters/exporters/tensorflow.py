@@ -21,7 +21,8 @@ from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import write_model
 from onnx_ops.graph.hygiene import renumber
-from onnx_ops.ports.models import Array, ExportRequest, Tensors
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.export import ExportRequest
 
 KERAS_FILE = "model.keras"
 SAVED_MODEL = "saved_model.pb"

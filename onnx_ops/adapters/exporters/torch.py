@@ -19,7 +19,8 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import graphs, nodes, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS
-from onnx_ops.ports.models import Array, ExportRequest, Tensors, Tracer
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.export import ExportRequest, Tracer
 
 FILE = "model.pt"
 

@@ -1,0 +1,102 @@
+"""Ports of data sets and models that are brought, and the arrays that everything else passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.pipeline import DataSection
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.generic]
+else:
+    Array = Any
+
+Tensors = Mapping[str, Array]
+"""Named arrays; for model inputs and outputs the names are the ONNX ones and axis 0 is the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Named arrays of equal length along axis 0: model inputs by ONNX name, and labels if there are any."""
+
+    inputs: Tensors
+    label: Array | None = None
+
+    def __len__(self) -> int:
+        return int(next(iter(self.inputs.values())).shape[0])
+
+    def head(self, rows: int) -> Dataset:
+        """The first `rows` rows."""
+        label = None if self.label is None else self.label[:rows]
+        return Dataset(inputs={name: array[:rows] for name, array in self.inputs.items()}, label=label)
+
+
+class DataSource(Protocol):
+    """Brings a data set."""
+
+    def fingerprint(self, section: DataSection, root: Path) -> str:
+        """What changes when the data changes, found without loading it or importing a heavy package.
+
+        Raises:
+            NotFound: the data does not exist.
+        """
+        ...
+
+    def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
+        """All arrays of the set, by their own names.
+
+        Raises:
+            NotFound: the data does not exist.
+            UserError: it is not what it should be.
+        """
+        ...
+
+
+@runtime_checkable
+class TracedSource(DataSource, Protocol):
+    """A data source whose data has a history."""
+
+    def origin(self, section: DataSection, root: Path) -> Mapping[str, str]:
+        """Where the data of `fingerprint` comes from: `kind`, and what that kind tells (repository, commit, path …).
+
+        Raises:
+            as `fingerprint` does.
+        """
+        ...
+
+    def rests_on(self, section: DataSection) -> Iterable[str]:
+        """Paths relative to the project's root, of files whose change may bring other data; they need not exist."""
+        ...
+
+
+@runtime_checkable
+class HousedSource(DataSource, Protocol):
+    """A data source that keeps something between runs."""
+
+    def housed(self, environments: Path, kept: Path) -> DataSource:
+        """The same, with environments of its own below one folder, and whatever else it keeps below the other."""
+        ...
+
+
+class ModelSource(Protocol):
+    """Brings a trained model: a path of the project, `models:/NAME/VERSION`, or a URL."""
+
+    def digest(self, place: str) -> Digest:
+        """What changes when the model changes, found without fetching it.
+
+        Raises:
+            NotFound: there is no such model.
+            ServiceUnavailable: its place does not answer.
+        """
+        ...
+
+    def path(self, place: str, scratch: Path) -> Path:
+        """The model as a local file or folder; `scratch`, which does not exist yet, takes what is fetched."""
+        ...

@@ -1,0 +1,137 @@
+"""Ports that make an ONNX model of a trained one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.target import CustomOps
+from onnx_ops.ports.data import Array, Dataset, Tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """What an exporter is asked for. `samples` holds real inputs by ONNX name, at least two rows."""
+
+    section: Export
+    samples: Tensors
+    path: Path
+
+
+class Exporter(Protocol):
+    """Turns a framework's model into an ONNX file and runs the original for comparison."""
+
+    tools: tuple[str, ...]
+    """Distributions whose versions shape the export."""
+
+    def save(self, model: object, folder: Path) -> None:
+        """Write a trained model into an empty folder."""
+        ...
+
+    def load(self, folder: Path) -> object:
+        """Read what `save` wrote."""
+        ...
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        """Write the ONNX file to `request.path` at the opset and IR version asked for.
+
+        Raises:
+            UserError: the model or an option does not fit this exporter.
+            StageFailure: the converter failed.
+        """
+        ...
+
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        """The source model's outputs under the ONNX output names, computed in that precision.
+
+        None if the source cannot be run in that precision; parity then falls back on fixed tolerances.
+        """
+        ...
+
+
+@runtime_checkable
+class TrainingExporter(Exporter, Protocol):
+    """An exporter that trains where its framework is, which is not here."""
+
+    def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
+        """Call the training function `package.module:function` and save its model into an empty folder.
+
+        Raises:
+            StageFailure: it failed, or its process crashed.
+        """
+        ...
+
+
+class Exporters(Protocol):
+    """Exporters by the name of their framework."""
+
+    def __call__(self, name: str, env: Environment | None = None, /) -> Exporter:
+        """The exporter, in the environment asked for, else in its own default or here.
+
+        Raises:
+            NotFound: there is no such exporter.
+            MissingPackage: a package that it needs is not installed.
+        """
+        ...
+
+
+Tracer = Callable[[Tensors, Collection[str]], tuple[Tensors, Tensors | None]]
+"""Runs the source on inputs and gives those of the named values that it has, in float32 and, if it can, in float64.
+
+Raises ValueError if the source refuses the inputs.
+"""
+
+
+@runtime_checkable
+class TracingExporter(Exporter, Protocol):
+    """An exporter that can also look inside its source."""
+
+    def tracer(self, model: object, request: ExportRequest) -> Tracer:
+        """The source's intermediate values under the names they have in the export; writes no file.
+
+        Raises:
+            UserError, StageFailure: as for `export`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """One decision tree, its n nodes in preorder: a split, then what holds at most its threshold, then the rest.
+
+    `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still takes the first way;
+    `weights` float32 (n, outputs), what a leaf adds to each output. The rest is 0.
+    """
+
+    features: npt.NDArray[np.int64]
+    thresholds: npt.NDArray[np.float32]
+    weights: npt.NDArray[np.float32]
+
+
+@runtime_checkable
+class TreeExporter(Exporter, Protocol):
+    """An exporter that can tell the trees of its source."""
+
+    def trees(self, model: object) -> tuple[Tree, ...] | None:
+        """The trees in the order of the file, with weights as they should stand there; None if it cannot tell."""
+        ...
+
+
+@runtime_checkable
+class SessionExporter(Exporter, Protocol):
+    """An exporter whose source is run by ONNX Runtime, which may lack its operators."""
+
+    def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
+        """The same, with libraries of operators for its sessions."""
+        ...

@@ -1,0 +1,80 @@
+"""Ports that make a variant of an ONNX model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.ports.data import Tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizeRequest:
+    """What an optimizer is asked for. `calibration` holds inputs by ONNX name, or None if none was declared.
+
+    `machines` are those of the targets on which the variant is to run, each kind once.
+    """
+
+    section: Quantize
+    source: Path
+    path: Path
+    calibration: Tensors | None
+    machines: tuple[Arithmetic, ...] = ()
+
+
+class Optimizer(Protocol):
+    """Derives one ONNX file from another.
+
+    `quantized`: the variant differs from its source by design, so that its weights and a task metric are judged and
+    not its distance from the source.
+    """
+
+    tools: tuple[str, ...]
+    quantized: bool
+    needs_calibration: bool
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Write the derived file to `request.path`, and tell in a sentence each what was decided and why.
+
+        Raises:
+            UserError: an option does not fit, or an excluded node took no effect.
+            StageFailure: the library failed.
+        """
+        ...
+
+
+@runtime_checkable
+class ConfiguredOptimizer(Optimizer, Protocol):
+    """An optimizer whose options may name files of the project, and decide what kind of variant it makes."""
+
+    def files(self, section: Quantize) -> tuple[str, ...]:
+        """Those files, relative to the project's folder."""
+        ...
+
+    def settle(self, section: Quantize, root: Path) -> Quantize:
+        """The section with the content of such files in place of their names: it becomes part of the stage's key.
+
+        Raises:
+            NotFound, UserError: a file is not there, or an option does not fit.
+        """
+        ...
+
+    def quantizes(self, section: Quantize) -> bool:
+        """What `quantized` says, for a settled section."""
+        ...
+
+
+class Optimizers(Protocol):
+    """Optimizers by the name of their method."""
+
+    def __call__(self, name: str, env: Environment | None = None, /) -> Optimizer:
+        """The optimizer, in the environment asked for, else in its own default or here.
+
+        Raises:
+            NotFound: there is no such optimizer.
+        """
+        ...

@@ -1,0 +1,189 @@
+"""Ports of what runs a model on a target, and what is measured there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import Target
+from onnx_ops.ports.data import Array, Tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceSchedule:
+    """How models are timed in turns.
+
+    Each of `heats` builds a session of every model fresh, in random order, warms it up with `warmup` runs, and times
+    `blocks` rounds in which every model has a block of `runs` runs, in random order within each round.
+    """
+
+    heats: int
+    blocks: int = 12
+    runs: int = 10
+    warmup: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceSamples:
+    """Raw samples of a race: nanoseconds and preemptions of shape (heats, blocks, models, runs).
+
+    `probe`, of the same shape, is how long a short piece of work that is always the same took right before or right
+    after each run on its core, the longer of the two: it tells how fast the machine was just then. None where a
+    runtime has no such probe.
+
+    `calls`: each sample is the mean of so many runs, one right after the other, where the clock is too coarse for one.
+    """
+
+    nanoseconds: Array
+    preempted: Array
+    probe: Array | None = None
+    calls: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSamples:
+    """Raw samples of one model: nanoseconds and preemptions of shape (runs,)."""
+
+    nanoseconds: Array
+    preempted: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSchedule:
+    """How models are put under load.
+
+    Each of `heats` builds a session of every model fresh, in random order, and has each answer `windows` windows of
+    `requests` requests that `concurrency` threads send without pause, the models in random order within each round. A
+    window that is not timed comes before, on each session.
+    """
+
+    concurrency: int
+    requests: int
+    heats: int
+    windows: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSamples:
+    """Nanoseconds from the first request of a window to its last answer, of shape (heats, windows, models). Every
+    window answered `requests` requests."""
+
+    nanoseconds: Array
+    requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSchedule:
+    """Fresh processes in `heats`, one for each model, in random order within a heat; each answers `requests`."""
+
+    heats: int
+    requests: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSamples:
+    """Of each process, arrays of shape (heats, models).
+
+    `load_ns` is building the session, the runtime being imported; `first_ns` the first inference. `peak_bytes` is the
+    highest resident memory, file mappings included, while it loaded and answered, less the resident memory just
+    before; -1 where the system does not tell.
+    """
+
+    load_ns: Array
+    first_ns: Array
+    peak_bytes: Array
+
+
+class Runtime(Protocol):
+    """Runs ONNX files on one kind of target.
+
+    Where it does so in another process, every method raises StageFailure if that ended, or did not answer in time: that
+    says nothing about the model.
+    """
+
+    def fingerprint(self, target: Target) -> HardwareFingerprint:
+        """The machine and runtime build, found without importing the runtime."""
+        ...
+
+    def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Which providers and how many nodes each really took.
+
+        Raises:
+            MeasurementFailure: a provider is missing, or the runtime refuses the model.
+        """
+        ...
+
+    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Outputs for each batch, from one session.
+
+        Raises:
+            MeasurementFailure: the session could not be built or a run failed.
+        """
+        ...
+
+    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time single runs of one session."""
+        ...
+
+    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+        """Time models side by side; one that stands there twice gets two sessions."""
+        ...
+
+    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of requests that several threads send to one session, the models in turns."""
+        ...
+
+    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Load models in fresh processes, in turns, and have each answer requests.
+
+        Raises:
+            MeasurementFailure: a process crashed, or could not run its model.
+        """
+        ...
+
+
+@runtime_checkable
+class HousedRuntime(Runtime, Protocol):
+    """A runtime whose packages may live in environments of their own."""
+
+    def housed(self, folder: Path) -> Runtime:
+        """The same, with its environments below a folder."""
+        ...
+
+    def diagnose(self) -> Iterable[Finding]:
+        """What it needs of this machine beside those, and whether that is here. Changes nothing."""
+        ...
+
+
+@runtime_checkable
+class RewritingRuntime(Runtime, Protocol):
+    """A runtime that can show the graph that it really runs."""
+
+    def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the graph after the runtime's own optimizations on the target to `copy`.
+
+        Raises:
+            MeasurementFailure: the session could not be built, or its graph cannot be written.
+        """
+        ...
+
+
+@runtime_checkable
+class PackagingRuntime(Runtime, Protocol):
+    """A runtime that runs another file than the ONNX model where a target has an `ort_format`."""
+
+    def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what such a target gets of a model into `folder`: `model.ort`, and what is known of it.
+
+        Raises:
+            MeasurementFailure: it cannot be made.
+        """
+        ...
