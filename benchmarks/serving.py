@@ -34,7 +34,7 @@ from serving.claims import (
     rows_of,
     show,
 )
-from serving.contestants import Contestant, MlflowServe, MlServer, Ours, Uvicorn
+from serving.contestants import Call, Contestant, Floor, MlflowServe, MlServer, Ours, Uvicorn
 from serving.load import generator
 from serving.models import CNN, IMAGE, MLP, Model, write_all
 from serving.rounds import Heat, Score, bare_run_us, contest
@@ -98,6 +98,7 @@ def heats_of_mlp(folder: Path, cache: Path) -> list[Heat]:
         MlflowServe(MLFLOW, MLP, folder),
         MlServer(MLP, folder, cache),
         Uvicorn("raw ASGI, no model", "hello", "/", MLP, folder),
+        *floor(MLP, folder, ours.call()),
     ]
     heats = []
     for connections in (1, 16):
@@ -121,7 +122,13 @@ def heats_of_image(folder: Path) -> list[Heat]:
         Heat(name=BINARY, contestant=ours, call=ours.binary(), connections=1),
         Heat(name=OURS, contestant=ours, call=ours.call(), connections=1),
         Heat(name=SNIPPET, contestant=snippet, call=snippet.call(), connections=1),
+        *(Heat(name=c.name, contestant=c, call=c.call(), connections=1) for c in floor(IMAGE, folder, ours.binary())),
     ]
+
+
+def floor(model: Model, folder: Path, call: Call) -> list[Contestant]:
+    """Nothing where there is no C compiler."""
+    return [Floor(model, folder, call)] if Floor.can_be_built() else []
 
 
 def fastapi_snippet(model: Model, folder: Path) -> Uvicorn:

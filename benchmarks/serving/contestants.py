@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from serving.models import Model
 
 _PEERS = Path(__file__).with_name("peers")
 _READY_S = 180.0
+FLOOR = "C, no model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +229,28 @@ class MlServer(Contestant):
 
     def call(self) -> Call:
         return Call(path=f"/v2/models/{self.model.name}/infer", body=_v2_json(self.model))
+
+
+class Floor(Contestant):
+    """A server in C that runs no model: what the system takes for a request, whoever answers it."""
+
+    def __init__(self, model: Model, folder: Path, call: Call) -> None:
+        super().__init__(FLOOR, model, folder)
+        self._call = call
+
+    @staticmethod
+    def can_be_built() -> bool:
+        return shutil.which("cc") is not None
+
+    def prepare(self) -> None:
+        super().prepare()
+        subprocess.run(["cc", "-O2", "-o", self.folder / "floor", _PEERS / "floor.c"], check=True)
+
+    def command(self) -> list[str | Path]:
+        return [self.folder / "floor", str(self.port)]
+
+    def call(self) -> Call:
+        return self._call
 
 
 def make_environment(place: Path, requirements: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.serving.answers import Answer, Head
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.wire import Call

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnx_ops.ports.models import Array, Tensors
+from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.serving.wire import Signature
 
 _BFLOAT16 = 16

@@ -16,7 +16,7 @@ from onnx_ops.domain.artifact import MODEL_FILE, TensorSpec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.structure import NAN_PROPERTY
 from onnx_ops.errors import EnvironmentFailure, NotFound, UserError
-from onnx_ops.ports.models import Array, Tensors
+from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.protocol.tensors import DTYPE_OF_ONNX, numpy_dtype
 from onnx_ops.serving.bits import run_bits
 from onnx_ops.serving.http import Unfit

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import NamedTuple
+
+import httptools
 
 from onnx_ops.serving.answers import Answer, Head
-from onnx_ops.serving.bounded import BoundedProtocol
+from onnx_ops.serving.bounded import BoundedProtocol, RefusedError
 from onnx_ops.serving.connections import ANSWERING, IDLE, READING, Connections
+from onnx_ops.serving.heads import MOST_BYTES, ODD, Seen
 from onnx_ops.serving.inference import Inference, Request
 from onnx_ops.serving.residents import Route
 
-_MOST_SEEN_BYTES = 2048
-_ODD = frozenset({b"expect", b"upgrade", b"transfer-encoding", b"content-encoding"})
-"""Headers that make a request unusual; the Starlette app knows what they mean."""
+_LARGE = 1 << 16
+"""Bytes of a body from which it is collected without the parser, which would copy each part."""
 
 
 class _Pending:
@@ -42,26 +43,19 @@ class _Pending:
         """uvicorn wakes the app by this when a client goes away; here there is none."""
 
 
-class _Seen(NamedTuple):
-    """The head of a request that came in one piece with its body: its bytes, the length of both, what it said."""
-
-    start: bytes
-    size: int
-    route: Route
-    head: Head
-
-
 class EndpointProtocol(BoundedProtocol):
     """One connection. A subclass made by `protocol_for` says what it serves and within which bounds."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._route: Route | None = None
         self._pending: _Pending | None = None
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._whole: tuple[Route, Head, bytes] | None = None
         self._head: Head = {}
         self._body: bytes | bytearray = b""
         self._announced = 0
+        self._parts: list[bytes] = []
+        self._missing = 0
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -70,15 +64,23 @@ class EndpointProtocol(BoundedProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._missing:
+            self._collect(data)
+            return
         seen, fresh = self._seen, self.stage is IDLE and not self.flow.write_paused
         if seen is not None and fresh and len(data) == seen.size and data.startswith(seen.start):
             # The same head as before, with a body of the length that it announces: what a parser would make of it is
             # known, and the parser stands between two messages. Clients that keep a connection often ask like this.
             self._answer(seen.route, seen.head, data[len(seen.start) :])
             return
+        if seen is not None and fresh and (again := seen.again(data, self.bounds.max_body)) is not None:
+            self._answer(seen.route, *again)
+            return
         self._seen = self._whole = None
         super().data_received(data)
-        if fresh:
+        if self._route is not None and not self._in_head and self.stage is READING:
+            self._begin_collecting()
+        elif fresh:
             self._remember(data)
 
     # Callbacks of the parser
@@ -102,7 +104,7 @@ class EndpointProtocol(BoundedProtocol):
             and announced is not None
             and len(head) == len(self.headers)
             and self.parser.get_method() == b"POST"
-            and _ODD.isdisjoint(head)
+            and ODD.isdisjoint(head)
             and self.parser.should_keep_alive()
             and (b"connection" not in head or self.parser.get_http_version() == "1.1")
             and (self.cycle is None or self.cycle.response_complete)
@@ -159,6 +161,36 @@ class EndpointProtocol(BoundedProtocol):
         if self._held:
             self._hold(-self._held)
 
+    def _begin_collecting(self) -> None:
+        """Leave the parser in the midst of a large body. For the next message there is another one."""
+        missing = self._announced - len(self._body)
+        if missing >= _LARGE:
+            self._missing = missing
+            self._parts = [bytes(self._body)]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _collect(self, data: bytes) -> None:
+        part, rest = (data, b"") if len(data) <= self._missing else (data[: self._missing], data[self._missing :])
+        try:
+            self.count_body(len(part))
+        except RefusedError as error:
+            self._complain(error)
+            return
+        self._parts.append(part)
+        self._missing -= len(part)
+        if self._missing:
+            return
+        self._body = b"".join(self._parts)
+        self._parts = []
+        self.on_message_complete()
+        if rest:
+            self.data_received(rest)
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._missing, self._parts, self._body = 0, [], b""
+        super()._refuse(status, message)
+
     def _remember(self, data: bytes) -> None:
         """Keep the head of a request if `data`, which began between two messages, was just this one request."""
         if self._whole is None:
@@ -166,8 +198,8 @@ class EndpointProtocol(BoundedProtocol):
         route, head, body = self._whole
         start = data[: len(data) - len(body)]
         is_head = start.startswith(b"POST ") and start.find(b"\r\n\r\n") == len(start) - 4
-        if self.stage is IDLE and is_head and data.endswith(body) and len(start) <= _MOST_SEEN_BYTES:
-            self._seen = _Seen(start, len(data), route, head)
+        if self.stage is IDLE and is_head and data.endswith(body) and len(start) <= MOST_BYTES:
+            self._seen = Seen(start, len(data), route, head)
 
     def _begin_slowly(self) -> None:
         """Hand the request to uvicorn, which was told nothing of it yet."""

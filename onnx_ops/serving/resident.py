@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.protocol import headers
 from onnx_ops.serving import wire
 from onnx_ops.serving.answers import Answer, Head, naming

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json, hex_of
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 
 _log = logging.getLogger(__name__)
 

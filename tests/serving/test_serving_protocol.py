@@ -121,6 +121,20 @@ def test_a_connection_that_repeats_its_head_gets_the_answers_to_its_bodies(worke
     assert INFER not in worker.slowly
 
 
+def test_a_connection_whose_heads_differ_in_values_gets_the_answers_to_its_bodies(worker: Worker) -> None:
+    with worker.connect() as client:
+        for number in range(12):
+            pin = "blue" if number % 3 else "green"
+            body = json.dumps({"inputs": [{**X, "data": [10**number, 1]}]}).encode()
+            client.sendall(post(INFER, body, {"azureml-model-deployment": pin, "x-request-id": f"r-{number}"}))
+            answer = received(client)
+            assert f"x-request-id: r-{number}\r\n".encode() in answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"] == pytest.approx(
+                [10**number * (2 if pin == "blue" else 3), 2 if pin == "blue" else 3]
+            )
+    assert worker.slowly == []
+
+
 def test_what_looks_like_a_head_inside_another_is_never_taken_for_one(worker: Worker) -> None:
     """The second piece is a header's value and the end of the head; sent alone, it is a request of its own."""
     inner = post("/nowhere", BODY)
@@ -143,6 +157,42 @@ def test_in_fragments_of_seven_bytes(worker: Worker, headers: dict[str, str]) ->
             client.sendall(request[start : start + 7])
             time.sleep(0.0002)  # so that fragments arrive as such; nothing depends on how many do
         assert b'"data":[3.0,6.0]' in received(client)
+
+
+def large(first: int, second: int, *, room: int) -> bytes:
+    """A request whose body is padded by so many spaces."""
+    body = json.dumps({"inputs": [{**X, "data": [first, second]}]}).encode()
+    return post(INFER, body[:-1] + b" " * room + body[-1:], {"azureml-model-deployment": "blue"})
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 65_537, 1 << 20])
+def test_large_bodies_come_in_pieces_and_small_requests_follow(worker: Worker, piece: int) -> None:
+    requests = (large(1, 2, room=300_000), large(3, 4, room=700_000), GOOD, large(5, 6, room=70_000), GOOD)
+    sent = b"".join(requests)
+    with worker.connect() as client:
+        start = 0
+        while start < len(sent):  # what is left of a message after 50 small pieces comes as a whole
+            size = piece if start % 500_000 < 50 * piece else 500_000 - start % 500_000
+            client.sendall(sent[start : start + size])
+            start += size
+        answers = received(client, len(requests))
+    told = [answer.partition(b'"data":')[2][:10] for answer in answers.split(b"HTTP/1.1 200 OK")[1:]]
+    assert told == [b"[2.0,4.0]}", b"[6.0,8.0]}", b"[2.0,4.0]}", b"[10.0,12.0", b"[2.0,4.0]}"]
+    worker.slowly.clear()  # those that came while an answer was waited for
+    assert worker.send(requests[0]).startswith(b"HTTP/1.1 200 OK")
+    assert worker.slowly == []
+    assert worker.connections.held == 0
+
+
+def test_a_large_body_that_never_ends_is_refused_and_forgotten(worker: Worker) -> None:
+    request = large(1, 2, room=500_000)
+    with worker.connect() as client:
+        client.sendall(request[:300_000])
+        wait_until(lambda: worker.connections.held > 100_000)
+        assert received(client).startswith(b"HTTP/1.1 408")
+        client.sendall(request[300_000:] + GOOD)
+        assert client.recv(1) == b""
+    assert worker.connections.held == 0
 
 
 def test_chunked_bodies(worker: Worker) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.protocol.headers import BINARY_LENGTH
 from onnx_ops.serving.wire.signature import Call, Form, Signature
 

@@ -12,7 +12,7 @@ import orjson
 import simdjson
 
 from onnx_ops.errors import TooLarge, UserError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 
 MAX_VALUES = 1 << 22
 """Values in a JSON body. One that a client writes in two bytes may take over a hundred bytes of memory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.serving.wire.document import parse
 from onnx_ops.serving.wire.reader import Reader, shown
 from onnx_ops.serving.wire.signature import Call, Form, Signature

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.serving.wire.answer import SAGEMAKER_TYPE
 from onnx_ops.serving.wire.csv_table import read_csv
 from onnx_ops.serving.wire.document import Block, parse, plain

@@ -16,7 +16,7 @@ import numpy as np
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.protocol.tensors import DATATYPE_OF, numpy_dtype
 from onnx_ops.serving.wire.document import Block
 from onnx_ops.serving.wire.text import join_text, split_text

@@ -11,7 +11,7 @@ import orjson
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.serving.wire.reader import Reader, shown
 from onnx_ops.serving.wire.writer import Writer
 

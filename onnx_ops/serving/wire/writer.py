@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 
 from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.protocol.tensors import DATATYPE_OF
 from onnx_ops.serving.wire.text import join_text
 
