@@ -20,10 +20,14 @@ SHADOW_VARIANT = "shadow"
 
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 _ATTEMPTS = 6
-_CONNECT_S = 10
-_READ_S = 60
+_CONNECT_S = 10.0
+ANSWER_S = 60.0
+"""How long AWS may take to answer one request."""
+_TAKEN = frozenset({"PreconditionFailed", "412"})
+_RACED = frozenset({"ConditionalRequestConflict", "409"})
 _UNAVAILABLE = frozenset(
     {
+        "ConditionalRequestConflict",
         "InternalFailure",
         "InternalServerError",
         "RequestLimitExceeded",
@@ -48,33 +52,38 @@ _STRANGER = frozenset(
 _FULL = frozenset({"LimitExceededException", "ResourceLimitExceeded"})
 
 
-def clients(settings: Mapping[str, Scalar]) -> Clients:
-    """Clients for an endpoint's settings `region` and `profile`; what is not said there, boto3 finds by itself.
+def clients(settings: Mapping[str, Scalar], *, where: str = "") -> Clients:
+    """Clients for an endpoint's settings `region`, `profile` and `answer_s`; a region or profile that is not said,
+    boto3 finds by itself.
 
-    They retry what may be tried again: throttling, 5xx, connections that break.
+    They retry, six times at most, what may be tried again: throttling, 5xx, connections that break, answers that do not
+    come within `answer_s`.
 
     Raises:
-        UserError: there is no such profile.
+        UserError: there is no such profile, or no region is chosen: some services would do without, others not.
     """
     import boto3
     from botocore.config import Config
 
-    with translated(""):
+    with translated(where):
         session = boto3.session.Session(
             region_name=str(settings["region"]) if settings.get("region") else None,
             profile_name=str(settings["profile"]) if settings.get("profile") else None,
         )
+    if session.region_name is None:
+        raise _no_region(where)
+    answer_s = float(settings.get("answer_s", ANSWER_S))
     how = Config(
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-        connect_timeout=_CONNECT_S,
-        read_timeout=_READ_S,
+        connect_timeout=min(_CONNECT_S, answer_s),
+        read_timeout=answer_s,
         user_agent_extra="onnx-ops",
     )
     made: dict[str, Any] = {}
 
     def client(service: str) -> Any:
         if service not in made:
-            with translated(""):
+            with translated(where):
                 made[service] = session.client(service, config=how)
         return made[service]
 
@@ -92,6 +101,28 @@ def translated(where: str) -> Iterator[None]:
         raise _of_service(error, where) from error
     except BotoCoreError as error:
         raise _of_client(error, where) from error
+
+
+def create_once(send: Callable[[], object]) -> None:
+    """Let `send` create an object of S3 on the condition that there is none. One that is there already is left alone.
+
+    Where two write at once S3 may refuse both, and asks to try again.
+
+    Raises:
+        ClientError: it could not be created.
+    """
+    from botocore.exceptions import ClientError
+
+    for attempt in range(_ATTEMPTS):
+        try:
+            send()
+        except ClientError as error:
+            if code_of(error) in _TAKEN:
+                return
+            if code_of(error) not in _RACED or attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return
 
 
 def code_of(error: Any) -> str:
@@ -147,6 +178,11 @@ def _of_service(error: Any, where: str) -> OnnxOpsError:
     return EnvironmentFailure(f"AWS refused {operation}", where=where, why=why)
 
 
+def _no_region(where: str) -> UserError:
+    remedy = "Set `region` in the endpoint's settings, or AWS_DEFAULT_REGION."
+    return UserError("no AWS region is chosen", where=where, remedy=remedy)
+
+
 def _of_client(error: Any, where: str) -> OnnxOpsError:
     from botocore import exceptions as of
 
@@ -154,9 +190,7 @@ def _of_client(error: Any, where: str) -> OnnxOpsError:
         remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where a role is given."
         return UserError("there are no AWS credentials", where=where, why=str(error), remedy=remedy)
     if isinstance(error, of.NoRegionError):
-        return UserError(
-            "no AWS region is chosen", where=where, remedy="Set `region` in the endpoint's settings, or AWS_REGION."
-        )
+        return _no_region(where)
     if isinstance(error, of.ProfileNotFound | of.ParamValidationError | of.InvalidRegionError):
         return UserError("AWS cannot be asked like that", where=where, why=str(error))
     return ServiceUnavailable("AWS does not answer", where=where, why=str(error), remedy="Try again later.")

@@ -31,6 +31,12 @@ _PLACE = re.compile(r"[\w.()-]{1,90}", re.ASCII)
 ENDPOINT_NAME = re.compile(r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
 """Azure takes capitals too, but lowers them in the traffic; so they are not used."""
 
+ANSWER_S = 60.0
+"""How long Azure may take to answer one request."""
+_CONNECT_S = 10.0
+_TOKEN_TRIES = 3
+_LONGEST_PAUSE_S = 5.0
+
 LOGIN_REMEDY = (
     "Run `az login`, or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET (or a federated token), or give "
     "the machine a managed identity."
@@ -96,16 +102,26 @@ def management_url() -> str:
     return _MANAGEMENT.get(cloud, _MANAGEMENT["AzureCloud"])
 
 
+def timeouts(answer_s: float) -> dict[str, float]:
+    """Options of every client of the SDK's, which would wait five minutes for a connection, and for an answer."""
+    return {"connection_timeout": min(_CONNECT_S, answer_s), "read_timeout": answer_s}
+
+
 @functools.cache
-def credential() -> TokenCredential:
-    """Who we are. Made once, since it keeps its tokens.
+def credential(answer_s: float = ANSWER_S) -> TokenCredential:
+    """Who we are. Made once, since it keeps its tokens. A token is asked for three times at most.
+
+    Args:
+        answer_s: how long the answer to such a request may take.
 
     Raises:
         ModuleNotFoundError: the extra `azure` is not installed.
     """
     from azure.identity import DefaultAzureCredential
 
-    return DefaultAzureCredential()
+    return DefaultAzureCredential(
+        **timeouts(answer_s), retry_total=_TOKEN_TRIES - 1, retry_backoff_max=_LONGEST_PAUSE_S
+    )
 
 
 def bearer() -> str:

@@ -23,7 +23,7 @@ PACE = Pace(patience=30, answers=5, lag=1, pause=0.01, longest=0.1)
 _CLOUD = "AZUREML_CURRENT_CLOUD"
 
 
-def config_of(cloud: AzureCloud, **settings: str | int) -> EndpointConfig:
+def config_of(cloud: AzureCloud, **settings: str | float) -> EndpointConfig:
     return EndpointConfig(
         endpoint="scaling",
         provider="azureml",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.context
 import os
 import threading
 import urllib.error
@@ -80,6 +82,13 @@ def apply_when_told(
     SageMakerEndpoints().apply(config, state, generation=state.generation)
 
 
+def process_context() -> multiprocessing.context.ForkServerContext:
+    """Clients that start at once: what they import is there already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["onnx_ops.adapters.endpoints.sagemaker", "boto3", "pytest"])
+    return context
+
+
 def all_that_stands(fake: FakeSageMaker, endpoint: str) -> set[tuple[str, str]]:
     """Kind and name of every model, config and archive of an endpoint, by a look of one's own."""
     sagemaker, s3 = client(fake, "sagemaker"), client(fake, "s3")
@@ -113,7 +122,7 @@ class Load:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(0.005):
+        while not self._over.wait(0.01):
             if name := self.endpoint:
                 try:
                     invoke(self._fake, name)

@@ -42,7 +42,23 @@ def broken(findings: Mapping[str, Finding]) -> tuple[str, ...]:
 def test_all_is_well(cloud: AzureCloud, tmp_path: Path) -> None:
     findings = look(cloud, tmp_path)
     assert broken(findings) == ()
-    assert len(findings) == 5
+    assert len(findings) == 6
+
+
+def test_the_image_and_who_may_pull_it(cloud: AzureCloud, tmp_path: Path) -> None:
+    image, identities = "mlimages.azurecr.io/onnx-ops:1", "Microsoft.ManagedIdentity/userAssignedIdentities"
+    identity = f"/subscriptions/{cloud.settings['subscription']}/resourceGroups/group/providers/{identities}/serving"
+    findings = look(cloud, tmp_path, image=image, identity=identity)
+    assert broken(findings) == ()
+    assert findings["azure pull"].found == "serving may pull"
+    assert "own identity" in look(cloud, tmp_path, image=image)["azure pull"].found
+    findings = look(cloud, tmp_path, image=image.replace("mlimages", "elsewhere"))
+    assert broken(findings) == ("azure image",)
+    assert "az acr create --name elsewhere" in findings["azure image"].remedy
+    cloud.conditions.pullers = []
+    findings = look(cloud, tmp_path, image=image, identity=identity)
+    assert broken(findings) == ("azure pull",)
+    assert "--assignee principal-of-serving --role AcrPull" in findings["azure pull"].remedy
 
 
 def test_no_package(cloud: AzureCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every request of the Azure ML provider goes wrong once, in every way; and the client is killed at every write.
+"""Every request of the Azure ML provider goes wrong, in every way; and the client is killed at every write.
 
 Whatever happens: traffic is never below 100 %, the version that served can always be reached, applying again finishes
 the work, and nothing is left over.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
-from azureml_parts import World, inside
+from azureml_parts import PACE, World, config_of, inside
 
+from onnx_ops.adapters import azure
+from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
+from onnx_ops.adapters.endpoints.azureml_client import _ml_client
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import Conflict, EnvironmentFailure
+from onnx_ops.errors import Conflict, EnvironmentFailure, ServiceUnavailable
 from onnx_ops.testing.clouds.azureml import AzureCloud, Trouble
 from onnx_ops.testing.clouds.azureml_nodes import Nodes
 from onnx_ops.testing.clouds.azureml_web import Fault
@@ -27,12 +31,13 @@ from onnx_ops.testing.endpoints import scaling_deployment, state_of
 pytestmark = pytest.mark.services
 
 
+ANSWER_S = 0.7
+"""What is longer than any honest answer of the fake takes, nearly always: one that is slower is asked for again."""
 WRITES = ("PUT", "DELETE", "POST")
-STAGES = [
-    pytest.param(stage, id=name, marks=[] if name == "back" else [pytest.mark.nightly])
-    for stage, name in enumerate(("first", "canary", "end", "back"))
-]
-"""A sweep takes a minute or two; the way back is swept in every run."""
+STAGES = [pytest.param(stage, id=name) for stage, name in enumerate(("first", "canary", "end", "back"))]
+SHARES = [pytest.param(1, id="all", marks=pytest.mark.nightly), pytest.param(4, id="some")]
+"""Every night everything; at other times a part of it, spread over all requests."""
+PASSING: list[Fault] = ["throttle", "error", "drop", "hang"]
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +81,16 @@ def requests_of(world: World, stage: int) -> list[str]:
         return [method for method, _ in world.cloud.calls[first:]]
 
 
-def troubles(at: int, method: str) -> list[Trouble]:
-    """All that can happen to a write. To us a read that fails is one like another, so those take turns."""
-    faults: list[Fault] = ["throttle", "error", "drop"]
+def troubles(at: int, method: str, share: int) -> list[Trouble]:
+    """What happens to a request: to a write each `share`th of all that can, other ones from write to write.
+
+    To us a read that fails is one like another, so those take turns.
+    """
     if method not in WRITES:
-        return [Trouble(fault=faults[at % 3])]
-    return [*(Trouble(fault=fault) for fault in faults), *(Trouble(fault=f, after=True) for f in faults[1:])]
+        return [Trouble(fault=PASSING[at % len(PASSING)])]
+    faults: list[Fault] = [*PASSING, "conflict"]
+    found = [*(Trouble(fault=fault) for fault in faults), *(Trouble(fault=f, after=True) for f in PASSING[1:])]
+    return found[at % share :: share]
 
 
 def holds(world: World, stage: int) -> None:
@@ -113,40 +122,45 @@ def finished(world: World, stage: int) -> None:
     assert world.provider.leftovers(world.config, needed) == ()
 
 
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_any_request_may_fail_in_any_way(world: World, stage: int) -> None:
+def test_any_request_may_fail_in_any_way(world: World, stage: int, share: int) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
     with world.cloud.kept():
         prepared(world, stage)
         methods = requests_of(world, stage)
         assert len(methods) > 5
         for at, method in enumerate(methods):
-            for trouble in troubles(at, method):
+            for trouble in troubles(at, method, share):
                 memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
                 with world.cloud.kept():
                     world.mischief(at, trouble)
+                    patience = ANSWER_S if trouble.fault == "hang" else 60
+                    config = config_of(world.cloud, answer_s=patience)
                     with suppress(EnvironmentFailure):
-                        world.provider.apply(world.config, stages(world)[stage], generation=stage + 1)
+                        world.provider.apply(config, stages(world)[stage], generation=stage + 1)
                     world.cloud.trouble = lambda *_: None
                     holds(world, stage)
                     finished(world, stage)
 
 
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_client_may_be_killed_at_any_write(world: World, stage: int) -> None:
+def test_the_client_may_be_killed_at_any_write(world: World, stage: int, share: int) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
     with world.cloud.kept():
         prepared(world, stage)
         methods = requests_of(world, stage)
+        moments = [(at, after) for at, method in enumerate(methods) for after in (False, True) if method in WRITES]
+        moments = moments if share == 1 else [(at, after) for at, after in moments if (at + stage) % 2 == after]
         died = 0
-        for at, method in enumerate(methods):
-            for after in (False, True) if method in WRITES else ():
-                memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
-                with world.cloud.kept():
-                    died += world.dies(at, stages(world)[stage], stage + 1, after=after)
-                    holds(world, stage)
-                    finished(world, stage)
-        assert died == 2 * sum(method in WRITES for method in methods)
+        for at, after in moments:
+            memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
+            with world.cloud.kept():
+                died += world.dies(at, stages(world)[stage], stage + 1, after=after)
+                holds(world, stage)
+                finished(world, stage)
+        assert died == len(moments) > 0
 
 
 def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Path) -> None:
@@ -172,3 +186,23 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
         assert observed.same_as(back)
         left = other.provider.leftovers(other.config, frozenset({world.blue.manifest}))
         assert {one.kind for one in left} == {"deployment"}
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_token_is_asked_for_again_and_who_does_not_answer_for_long_is_told(world: World, fault: Fault) -> None:
+    """Tokens are kept, so this is a request that hardly any other test makes."""
+    config = config_of(world.cloud, answer_s=ANSWER_S)
+    azure.credential.cache_clear()
+    _ml_client.cache_clear()
+    world.cloud.token_faults = [fault]
+    assert world.provider.address(config) is None
+    assert world.cloud.token_faults == []
+    if fault in ("drop", "hang"):
+        azure.credential.cache_clear()
+        _ml_client.cache_clear()
+        world.cloud.token_faults = [fault] * 100
+        hurried = AzureEndpoints(world.folder, pace=replace(PACE, answers=0))
+        with pytest.raises(ServiceUnavailable, match="tokens"):
+            hurried.address(config)
+        assert len(world.cloud.token_faults) >= 90
+        world.cloud.token_faults = []

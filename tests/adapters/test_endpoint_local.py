@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -276,14 +277,34 @@ def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_ov
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
     address, orphans = str(provider.address(CONFIG)), processes.workers(folder)
     os.kill(record_of(folder).pid, signal.SIGKILL)
-    while provider.observe(CONFIG) is not None:
-        pass
+    assert not provider.unsupervised(replace(CONFIG, endpoint="other"))
+    for _ in range(400):  # the system takes a moment to end a process, and to give back what it held
+        if provider.observe(CONFIG) is None and provider.unsupervised(CONFIG):
+            break
+        time.sleep(0.05)
+    assert provider.unsupervised(CONFIG)
     assert EndpointProviderSuite().scale(address) == 2.0
     green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
     provider.apply(CONFIG, state_of(green, green=100), generation=2)
     assert provider.address(CONFIG) == address
     assert EndpointProviderSuite().scale(address) == 3.0
     assert set(orphans).isdisjoint(processes.workers(folder))
+    assert not provider.unsupervised(CONFIG)
+
+
+def test_who_is_dead_or_does_not_serve_is_not_called_unsupervised(
+    provider: LocalEndpoints, folder: Path, blue: Deployment
+) -> None:
+    assert not provider.unsupervised(CONFIG)
+    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
+    assert not provider.unsupervised(CONFIG)
+    workers = processes.workers(folder)
+    for pid in (record_of(folder).pid, *workers):  # workers cannot come back without their supervisor
+        os.kill(pid, signal.SIGKILL)
+    while processes.workers(folder):
+        pass
+    assert not provider.unsupervised(CONFIG)
+    assert provider.observe(CONFIG) is None
 
 
 def test_stopping_ends_workers_whose_supervisor_was_killed(

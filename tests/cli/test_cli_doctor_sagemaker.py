@@ -36,11 +36,46 @@ def found(**settings: str | float | bool) -> dict[str, Finding]:
     return {finding.check: finding for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **settings}})}
 
 
-def test_all_is_well() -> None:
+def test_all_is_well(account: FakeSageMaker) -> None:
     assert isinstance(SageMakerEndpoints(), Diagnosing)
+    push(account)
     findings = found()
-    assert list(findings) == ["boto3", "credentials", "role", "bucket", "quota"]
+    assert list(findings) == ["boto3", "credentials", "role", "bucket", "image", "pull", "quota"]
     assert [finding for finding in findings.values() if not finding.ok] == []
+
+
+def push(account: FakeSageMaker) -> None:
+    """What `docker push` leaves in ECR."""
+    ecr = client(account, "ecr")
+    digest = "sha256:" + "a" * 64
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.docker.distribution.manifest.v2+json",
+        "config": {"mediaType": "application/vnd.docker.container.image.v1+json", "size": 1, "digest": digest},
+        "layers": [],
+    }
+    ecr.create_repository(repositoryName="onnx-ops")
+    ecr.put_image(repositoryName="onnx-ops", imageManifest=json.dumps(manifest), imageTag="1")
+
+
+def test_the_image_and_whether_the_role_may_pull_it(account: FakeSageMaker) -> None:
+    image = str(SETTINGS["image"])
+    missing = found(image=image.replace("onnx-ops:1", "other:1"))["image"]
+    assert (missing.ok, "create-repository --repository-name other" in missing.remedy) == (False, True)
+    client(account, "ecr").create_repository(repositoryName="empty")
+    empty = found(image=image.replace("onnx-ops:1", "empty:7"))["image"]
+    assert (empty.found, empty.remedy[:11]) == ("empty has no 7", "docker push")
+    far = found(image=image.replace("us-east-1", "eu-west-1"))["image"]
+    assert (far.ok, far.found) == (False, "it is in eu-west-1, not in us-east-1")
+    assert "ECR" in found(image="ghcr.io/acme/onnx-ops:1")["image"].remedy
+    try:
+        account.behave(denied=["ecr:BatchGetImage"])
+        pull = found()["pull"]
+        assert (pull.ok, pull.found) == (False, "the role may not ecr:BatchGetImage")
+        assert "repository/onnx-ops" in pull.remedy
+    finally:
+        account.behave(denied=[])
+    assert "999999999999" in found(image=image.replace("123456789012", "999999999999"))["pull"].found
 
 
 def test_each_trouble_has_its_remedy(account: FakeSageMaker) -> None:
@@ -70,7 +105,7 @@ def test_without_credentials_region_or_package(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patched:
         patched.delenv("AWS_DEFAULT_REGION", raising=False)
         finding = found(region="")["credentials"]
-        assert (finding.ok, "AWS_REGION" in finding.remedy) == (False, True)
+        assert (finding.ok, "AWS_DEFAULT_REGION" in finding.remedy) == (False, True)
     monkeypatch.setattr(sagemaker_diagnosis, "version", _missing)
     (finding,) = found().values()
     assert finding.remedy == "Install it with: pip install 'onnx-ops[aws]'"

@@ -37,6 +37,8 @@ LATE_S = 240.0
 """After so long both clouds tell all that was counted in a minute."""
 BEHIND_S = 6 * 3600.0
 """The tests' time begins so far in the past that it never gets ahead of the commands', which is the machine's."""
+CLOUD = "AZUREML_CURRENT_CLOUD"
+"""Set by Azure's SDK itself, for good."""
 _PICK = 7
 
 
@@ -254,8 +256,9 @@ class Clients:
 @contextmanager
 def environment(given: Mapping[str, str]) -> Iterator[None]:
     """Take the fakes for the clouds, and forget them afterwards."""
-    before = {name: os.environ.get(name) for name in given}
+    before = {name: os.environ.get(name) for name in (*given, CLOUD)}
     os.environ.update(given)
+    os.environ.pop(CLOUD, None)
     azure.credential.cache_clear()
     _ml_client.cache_clear()
     try:

@@ -181,7 +181,7 @@ class AzureEndpoints:
     def _parts(self, config: EndpointConfig) -> tuple[Change, AzureClient, str]:
         settings = read_settings(config.settings, where=config.endpoint)
         name = endpoint_name(config.endpoint, config.settings)
-        client = AzureClient(settings.place, self._pace)
+        client = AzureClient(settings.place, self._pace, answer_s=settings.answer_s)
         memory = Memory(self._folder / config.endpoint)
         client.connect(config.endpoint)
         models = AzureModels(client, settings, name)
@@ -190,4 +190,4 @@ class AzureEndpoints:
     def _models(self, config: EndpointConfig) -> AzureModels:
         settings = read_settings(config.settings, where=config.endpoint)
         name = endpoint_name(config.endpoint, config.settings)
-        return AzureModels(AzureClient(settings.place, self._pace), settings, name)
+        return AzureModels(AzureClient(settings.place, self._pace, answer_s=settings.answer_s), settings, name)

@@ -1,7 +1,7 @@
 """One workspace through the SDK's MLClient: reads that are tried again, writes that are tried once.
 
-The SDK's own retries are off. It would send a write again after a newer one of somebody else; here a write is only
-repeated after looking whether it is still wanted.
+The SDK's own retries are off, and its requests end after a while. It would send a write again after a newer one of
+somebody else; here a write is only repeated after looking whether it is still wanted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_ops.adapters.azure import Workspace, credential
+from onnx_ops.adapters.azure import ANSWER_S, Workspace, credential, timeouts
 from onnx_ops.adapters.endpoints.azureml_errors import Gone, explaining, missing
 from onnx_ops.errors import EnvironmentFailure, ServiceUnavailable
 
@@ -56,14 +56,19 @@ class Pace:
 class AzureClient:
     """Endpoints and deployments of a workspace."""
 
-    def __init__(self, place: Workspace, pace: Pace) -> None:
+    def __init__(self, place: Workspace, pace: Pace, *, answer_s: float = ANSWER_S) -> None:
         self.place = place
         self.pace = pace
+        self.answer_s = answer_s
 
     @functools.cached_property
     def ml(self) -> MLClient:
         """Raises ModuleNotFoundError if the extra `azure` is not installed."""
-        return _ml_client(self.place)
+        return _ml_client(self.place, self.answer_s)
+
+    def registry(self, name: str) -> MLClient:
+        """A client of the registry of that name, which Azure finds in whatever region it is."""
+        return _ml_client(None, self.answer_s, registry=name)
 
     def connect(self, where: str) -> None:
         """Raises MissingPackage without the extra `azure`; ServiceUnavailable if the cloud does not say what it is."""
@@ -132,6 +137,22 @@ class AzureClient:
                 last = error
         raise last
 
+    def again(self, where: str, do: Callable[[], object]) -> None:
+        """Do what may be done twice until it is done.
+
+        Raises:
+            ServiceUnavailable: Azure does not answer for `pace.answers` seconds.
+        """
+        last = ServiceUnavailable("Azure does not answer", where=where)
+        for _ in self.pace.tries(self.pace.answers):
+            try:
+                with explaining(where):
+                    do()
+                return
+            except ServiceUnavailable as error:
+                last = error
+        raise last
+
     def _settled(self, where: str, get: Callable[[], T | None]) -> T | None:
         for _ in self.pace.tries(self.pace.patience):
             found = get()
@@ -151,30 +172,42 @@ def _state(found: Any) -> str:
 
 
 @functools.cache
-def _ml_client(place: Workspace) -> MLClient:
+def _ml_client(place: Workspace | None, answer_s: float, *, registry: str = "") -> MLClient:
+    """A client of a workspace or of a registry."""
     from azure.ai.ml import MLClient
+
+    named = {"registry_name": registry}
+    if place is not None:
+        named = {
+            "subscription_id": place.subscription,
+            "resource_group_name": place.resource_group,
+            "workspace_name": place.workspace,
+        }
 
     try:
         client = MLClient(
-            credential(),
-            place.subscription,
-            place.resource_group,
-            place.workspace,
+            credential(answer_s),
+            **named,
             enable_telemetry=False,
             show_progress=False,
             retry_total=0,
+            **timeouts(answer_s),
         )
     except LookupError as error:
-        raise EnvironmentFailure("no such cloud", where=place.workspace, why=str(error)) from error
+        raise EnvironmentFailure("no such cloud", why=str(error)) from error
     _quieten()
     return client
 
 
 def _quieten() -> None:
-    """The SDK writes dots and remarks to the terminal while it waits, which would stand in the middle of our JSON."""
-    from azure.ai.ml._utils import _azureml_polling
+    """The SDK writes dots and remarks to the terminal while it waits, which would stand in the middle of our JSON.
+
+    For one such remark, about a model in a registry, it makes a client of its own, which waits minutes for an answer.
+    """
+    from azure.ai.ml._utils import _azureml_polling, _endpoint_utils
 
     _azureml_polling.print = lambda *_, **__: None
+    _endpoint_utils.check_default_deployment_template = lambda *_, **__: None
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in ("azure", "msrest", "msal"):
             logging.getLogger(name).setLevel(logging.ERROR)

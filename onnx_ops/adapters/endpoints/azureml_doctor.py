@@ -10,6 +10,7 @@ from typing import Any
 
 from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, Scalar, ask, bearer, management_url
 from onnx_ops.adapters.endpoints.azureml_errors import SPARE
+from onnx_ops.adapters.endpoints.azureml_image import image_findings
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_settings
 from onnx_ops.domain.finding import Finding
 from onnx_ops.errors import OnnxOpsError, Refused
@@ -68,7 +69,16 @@ def _workspace(settings: AzureSettings) -> Iterator[Finding]:
         return
     yield Finding(check=check, ok=True, found=f"in {there.get('location')}")
     yield from _role(settings)
+    yield from _image(settings, there)
     yield from _quota(settings, str(there.get("location")))
+
+
+def _image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Iterator[Finding]:
+    """What nobody needs to be permitted to see is no fault."""
+    try:
+        yield from image_findings(settings, workspace)
+    except Refused as error:
+        yield Finding(check="azure image", ok=True, found=f"may not be looked at: {error.why}")
 
 
 def _role(settings: AzureSettings) -> Iterator[Finding]:

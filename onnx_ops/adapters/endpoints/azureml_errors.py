@@ -12,6 +12,7 @@ from onnx_ops.errors import Conflict, EnvironmentFailure, MissingPackage, OnnxOp
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUOTA = re.compile(r"quota|OutOfCapacity|not enough (cores|capacity)", re.IGNORECASE)
+_UNHEARD = re.compile(r"timed out|connection (aborted|refused|reset)|failed to establish", re.IGNORECASE)
 _BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IGNORECASE)
 
 SPARE = 1.2
@@ -37,6 +38,8 @@ def explained(error: BaseException, *, where: str, instances: int = 1) -> OnnxOp
 
     status = getattr(error, "status_code", None)
     text = first_line(error)
+    if isinstance(error, ClientAuthenticationError) and status is None and _UNHEARD.search(str(error)):
+        return ServiceUnavailable("nobody answers who gives out tokens", where=where, why=text, remedy="Try again.")
     if isinstance(error, ClientAuthenticationError) or status == 401:
         return Refused("Azure does not know who we are", where=where, why=text, remedy=LOGIN_REMEDY)
     if status == 403:

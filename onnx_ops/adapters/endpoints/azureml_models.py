@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.azure import credential
+from onnx_ops.adapters.azure import credential, timeouts
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient
-from onnx_ops.adapters.endpoints.azureml_errors import explaining
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, OWNER
+from onnx_ops.adapters.endpoints.azureml_registry import VERSION, SharedModels
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, ServiceUnavailable
+from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 
 if TYPE_CHECKING:
     from azure.storage.blob import ContainerClient
 
 _BLOCK = 8 << 20
-_VERSION = "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +47,21 @@ class AzureModels:
         self._endpoint = endpoint
 
     def asset(self, name: str, deployment: Deployment) -> str:
-        """Resource id of the model that the deployment of that name in Azure serves; uploaded if it is not there.
+        """Resource id of the model that the deployment of that name in Azure serves, or its path in the registry;
+        uploaded if it is not there.
 
         Raises:
             NotFound: its files are not on this machine.
             DigestMismatch: they are not those of its manifest.
             ServiceUnavailable: Azure does not take them.
+            Refused: the registry has another model of that name.
         """
-        self._upload(name, deployment)
-        model = f"{self._endpoint}--{name}"
-        where = f"model {model}"
-        if self._client.read(where, lambda: self._client.ml.models.get(model, _VERSION)) is None:
-            self._again(where, lambda: self._register(model, name, deployment))
-        return f"{self._client.place.path}/models/{model}/versions/{_VERSION}"
+        if not self._settings.registry:
+            return f"{self._client.place.path}/models/{self._own_asset(name, deployment)}/versions/{VERSION}"
+        shared = SharedModels(self._client, self._settings.registry)
+        if not shared.holds(name, deployment):
+            shared.take(name, self._own_asset(name, deployment))
+        return shared.path(name)
 
     def kept(self) -> tuple[KeptModel, ...]:
         """What stands in the datastore for this endpoint, whole or not."""
@@ -69,7 +70,16 @@ class AzureModels:
     def discard(self, name: str) -> None:
         """Delete a folder; no error if it is not there. The asset stays, as Azure keeps assets for ever: it costs
         nothing, and is good again once the same files are."""
-        self._again(f"model {name}", lambda: self._delete_files(name))
+        self._client.again(f"model {name}", lambda: self._delete_files(name))
+
+    def _own_asset(self, name: str, deployment: Deployment) -> str:
+        """Name of the workspace's model."""
+        self._upload(name, deployment)
+        model = f"{self._endpoint}--{name}"
+        where = f"model {model}"
+        if self._client.read(where, lambda: self._client.ml.models.get(model, VERSION)) is None:
+            self._client.again(where, lambda: self._register(model, name, deployment))
+        return model
 
     def _register(self, model: str, name: str, deployment: Deployment) -> None:
         from azure.ai.ml.constants import AssetTypes
@@ -78,7 +88,7 @@ class AzureModels:
         self._client.ml.models.create_or_update(
             Model(
                 name=model,
-                version=_VERSION,
+                version=VERSION,
                 type=AssetTypes.CUSTOM_MODEL,
                 path=f"{self._settings.models.rstrip('/')}/{self._endpoint}/{name}",
                 tags={OWNER: self._endpoint, MANIFEST: deployment.manifest},
@@ -103,8 +113,8 @@ class AzureModels:
                 remedy="They were changed after they were verified; delete the folder, then they are fetched again.",
             )
         for relative, path in paths.items():
-            self._again(where, self._sending(f"{name}/{MODEL_FOLDER}/{relative}", path))
-        self._again(where, lambda: self._send(f"{name}/{DEPLOYMENT_FILE}", record, hashlib.md5(record).digest()))  # noqa: S324
+            self._client.again(where, self._sending(f"{name}/{MODEL_FOLDER}/{relative}", path))
+        self._client.again(where, lambda: self._send(f"{name}/{DEPLOYMENT_FILE}", record, hashlib.md5(record).digest()))  # noqa: S324
 
     def _sending(self, blob: str, path: Path) -> Callable[[], None]:
         def send() -> None:
@@ -172,18 +182,13 @@ class AzureModels:
 
         store: Any = self._client.ml.datastores.get(self._settings.datastore)
         url = self._settings.blob_url or f"{store.protocol}://{store.account_name}.blob.{store.endpoint}"
+        answer_s = self._client.answer_s
         return ContainerClient(
-            url, store.container_name, credential(), retry_total=0, max_block_size=_BLOCK, max_single_put_size=_BLOCK
+            url,
+            store.container_name,
+            credential(answer_s),
+            retry_total=0,
+            max_block_size=_BLOCK,
+            max_single_put_size=_BLOCK,
+            **timeouts(answer_s),
         )
-
-    def _again(self, where: str, do: Callable[[], object]) -> None:
-        """Do what may be done twice until it is done."""
-        last = ServiceUnavailable("Azure does not answer", where=where)
-        for _ in self._client.pace.tries(self._client.pace.answers):
-            try:
-                with explaining(where):
-                    do()
-                return
-            except ServiceUnavailable as error:
-                last = error
-        raise last

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onnx_ops.adapters.azure import ENDPOINT_NAME, Scalar, Workspace, workspace_of
+from onnx_ops.adapters.azure import ANSWER_S, ENDPOINT_NAME, Scalar, Workspace, workspace_of
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.options import options_of
 
 _DATASTORE = re.compile(r"azureml://datastores/(?P<datastore>\w+)/paths/(?P<folder>[\w./-]+?)/?", re.ASCII)
 _IMAGE = re.compile(r"[\w.-]+(:\d+)?(/[\w.-]+)+(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
 _SIZE = re.compile(r"[A-Z][A-Za-z]+_\w+", re.ASCII)
+_REGISTRY = re.compile(r"[A-Za-z0-9][\w-]{2,32}", re.ASCII)
 _AUTH = ("key", "aml_token", "aad_token")
 _UNUSED = frozenset({"access_log", "admin_socket", "endpoint"})
 """Options of the server that a container decides itself."""
@@ -23,22 +24,25 @@ class AzureSettings:
     """What an endpoint's settings say.
 
     `image` is the serving image in a registry that the endpoint's identity may pull from, best with its digest.
-    `instance_type` and `instances` are what every deployment runs on. `models` is the folder of a datastore that gets
-    the models. `auth` is how clients show who they are, `identity` the resource id of a user-assigned identity (a
-    system-assigned one without it), `name` the endpoint's name in Azure, `request_timeout` in seconds. `blob_url` is
-    the address of the datastore's storage account where it has another one than usual. `server` are options of the
-    endpoint server.
+    `instance_type` and `instances` are what every deployment runs on. `models` is the folder of a datastore that
+    gets the models, `registry` the Azure ML registry that they are copied into and read from. `auth` is how clients
+    show who they are, `identity` the resource id of a user-assigned identity (a system-assigned one without it),
+    `name` the endpoint's name in Azure, `request_timeout` in seconds. `blob_url` is the address of the datastore's
+    storage account where it has another one than usual, `answer_s` how many seconds Azure may take to answer one
+    request. `server` are options of the endpoint server.
     """
 
     place: Workspace
     image: str
     instance_type: str
     instances: int = 1
+    registry: str = ""
     models: str = "azureml://datastores/workspaceblobstore/paths/onnx-ops"
     auth: str = "key"
     identity: str = ""
     request_timeout: float = 60.0
     blob_url: str = ""
+    answer_s: float = ANSWER_S
     server: Mapping[str, Scalar]
 
     @property
@@ -60,11 +64,13 @@ _KNOWN = (
     "image",
     "instance_type",
     "instances",
+    "registry",
     "models",
     "auth",
     "identity",
     "request_timeout",
     "blob_url",
+    "answer_s",
 )
 
 
@@ -92,11 +98,15 @@ def _check(given: Mapping[str, Scalar], where: str) -> None:
     for key, (pattern, told) in texts.items():
         if not (isinstance(given[key], str) and pattern.fullmatch(str(given[key]))):
             raise _wrong(key, given[key], told, where)
-    instances, timeout = given.get("instances", 1), given.get("request_timeout", 1.0)
+    instances = given.get("instances", 1)
     if type(instances) is not int or not 1 <= instances <= 500:
         raise _wrong("instances", instances, "a number from 1 to 500", where)
-    if type(timeout) not in (int, float) or not 0.001 <= float(timeout) <= 180:
-        raise _wrong("request_timeout", timeout, "seconds, at most 180", where)
+    for key, (low, high) in {"request_timeout": (0.001, 180.0), "answer_s": (0.1, 600.0)}.items():
+        if type(seconds := given.get(key, high)) not in (int, float) or not low <= float(seconds) <= high:
+            raise _wrong(key, seconds, f"seconds, from {low:g} to {high:g}", where)
+    registry = given.get("registry", "")
+    if registry and not (isinstance(registry, str) and _REGISTRY.fullmatch(registry)):
+        raise _wrong("registry", registry, "the name of an Azure ML registry", where)
     if "models" in given and not _DATASTORE.fullmatch(str(given["models"])):
         raise _wrong("models", given["models"], "azureml://datastores/NAME/paths/FOLDER", where)
     if given.get("auth", "key") not in _AUTH:

@@ -92,6 +92,11 @@ class LocalEndpoints:
             return None
         return None if found.failed else found.state
 
+    def unsupervised(self, config: EndpointConfig) -> bool:
+        server = self._server(config)
+        port = self._known_port(server, config)
+        return port is not None and server.orphaned() and server.ready(port, timeout_s=_OBSERVE_S)
+
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Start the server if it does not run, and publish the state; returns once requests are answered by it.
 

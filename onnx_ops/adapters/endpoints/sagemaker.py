@@ -47,7 +47,7 @@ class SageMakerEndpoints:
     def __init__(self, folder: Path | None = None, *, part_bytes: int = PART_BYTES) -> None:
         del folder
         self._part_bytes = part_bytes
-        self._known: dict[tuple[Scalar, Scalar], Clients] = {}
+        self._known: dict[tuple[str, str, float], Clients] = {}
 
     def capabilities(self, settings: Mapping[str, Scalar] | None = None) -> frozenset[str]:
         guarded = (settings or {}).get("strategy") == "guarded"
@@ -185,9 +185,9 @@ class SageMakerEndpoints:
 
     def _connect(self, config: EndpointConfig) -> tuple[SageMakerSettings, Clients]:
         settings = settings_of(config.settings, where=config.endpoint)
-        key = (settings.region, settings.profile)
+        key = (settings.region, settings.profile, settings.answer_s)
         if key not in self._known:
-            self._known[key] = clients(config.settings)
+            self._known[key] = clients(config.settings, where=config.endpoint)
         return settings, self._known[key]
 
 

@@ -13,11 +13,10 @@ import io
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from onnx_ops.adapters.aws import code_of, translated
+from onnx_ops.adapters.aws import code_of, create_once, translated
 from onnx_ops.adapters.endpoints.sagemaker_layout import document_of
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
@@ -26,7 +25,6 @@ from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 
 PART_BYTES = 64 << 20
 """Larger archives are sent in parts of this size; S3 takes at least 5 MiB."""
-_TAKEN = frozenset({"PreconditionFailed", "ConditionalRequestConflict", "412", "409"})
 _MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
 
 
@@ -111,8 +109,9 @@ class Archives:
         return True
 
     def _send(self, key: str, data: bytes) -> None:
-        with _unless_taken():
-            self._s3.put_object(
+        # Somebody else's archive under the same key has the same content.
+        create_once(
+            lambda: self._s3.put_object(
                 Bucket=self._bucket,
                 Key=key,
                 Body=data,
@@ -122,6 +121,7 @@ class Archives:
                 ContentType="application/gzip",
                 **self._sealed,
             )
+        )
 
     def _send_parts(self, key: str, packed: IO[bytes]) -> None:
         began = self._s3.create_multipart_upload(
@@ -134,22 +134,11 @@ class Archives:
                 checksum = _sha256(data)
                 sent = self._s3.upload_part(**named, PartNumber=number, Body=data, ChecksumSHA256=checksum)
                 parts.append({"PartNumber": number, "ETag": sent["ETag"], "ChecksumSHA256": checksum})
-            with _unless_taken():
-                self._s3.complete_multipart_upload(**named, MultipartUpload={"Parts": parts}, IfNoneMatch="*")
+            create_once(
+                lambda: self._s3.complete_multipart_upload(**named, MultipartUpload={"Parts": parts}, IfNoneMatch="*")
+            )
         except Exception:
             self._s3.abort_multipart_upload(**named)
-            raise
-
-
-@contextmanager
-def _unless_taken() -> Iterator[None]:
-    """Somebody else's archive under the same key has the same content."""
-    from botocore.exceptions import ClientError
-
-    try:
-        yield
-    except ClientError as error:
-        if code_of(error) not in _TAKEN:
             raise
 
 

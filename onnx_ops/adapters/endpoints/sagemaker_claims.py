@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.aws import code_of, translated
+from onnx_ops.adapters.aws import code_of, create_once, translated
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import Conflict
 
-_TAKEN = frozenset({"PreconditionFailed", "ConditionalRequestConflict", "412", "409"})
 _MISSING = frozenset({"404", "NoSuchKey", "NotFound", "NoSuchBucket"})
 
 
@@ -85,14 +84,8 @@ class Claims:
         self._delete(self._keys())
 
     def _create(self, key: str, data: bytes) -> None:
-        from botocore.exceptions import ClientError
-
         with translated(self._endpoint):
-            try:
-                self._s3.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*")
-            except ClientError as error:
-                if code_of(error) not in _TAKEN:
-                    raise
+            create_once(lambda: self._s3.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*"))
 
     def _keys(self, prefix: str = "") -> list[str]:
         with translated(self._endpoint):

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from onnx_ops.adapters.aws import Clients, Scalar, clients, code_of, translated
+from onnx_ops.adapters.endpoints.sagemaker_image import image_found, role_pulls
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed, settings_of
 from onnx_ops.domain.finding import Finding
 from onnx_ops.errors import OnnxOpsError, Refused
@@ -18,7 +19,7 @@ _DOCS = "docs/sagemaker.md"
 
 
 def findings(given: Mapping[str, Scalar]) -> Iterator[Finding]:
-    """Package, credentials, region; with an endpoint's settings also its role, bucket, alarms and quota."""
+    """Package, credentials, region; with an endpoint's settings also its role, bucket, image, alarms and quota."""
     try:
         yield Finding(check="boto3", ok=True, found=version("boto3"))
     except PackageNotFoundError:
@@ -28,7 +29,11 @@ def findings(given: Mapping[str, Scalar]) -> Iterator[Finding]:
     if isinstance(settings, Finding):
         yield settings
         return
-    connected = clients(given)
+    try:
+        connected = clients(given)
+    except OnnxOpsError as error:
+        yield Finding(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
+        return
     alive = _looked("credentials", lambda: _caller(connected))
     yield alive
     if not alive.ok:
@@ -37,6 +42,8 @@ def findings(given: Mapping[str, Scalar]) -> Iterator[Finding]:
         return
     yield _looked("role", lambda: _role(connected("iam"), settings.role))
     yield _looked("bucket", lambda: _bucket(connected("s3"), settings.bucket))
+    yield _looked("image", lambda: image_found(connected, settings.image))
+    yield _looked("pull", lambda: role_pulls(connected("iam"), settings.role, settings.image))
     if settings.alarms:
         yield _looked("alarms", lambda: _alarms(connected("cloudwatch"), listed(settings.alarms)))
     if not settings.serverless:

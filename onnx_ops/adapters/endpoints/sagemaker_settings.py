@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
+from onnx_ops.adapters.aws import ANSWER_S
 from onnx_ops.errors import UserError
 
 Scalar = str | int | float | bool
@@ -38,8 +39,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "startup_s": (60, 3600),
     "timeout_s": (1, 86400),
     "poll_s": (0, 600),
+    "answer_s": (0.1, 600),
 }
-"""Lowest and highest values that the service (or, for the last two, we) take."""
+"""Lowest and highest values that the service (or, for the last three, we) take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ class SageMakerSettings:
     startup_s: int = 600
     timeout_s: float = 3600.0
     poll_s: float = 10.0
+    answer_s: float = ANSWER_S
 
     @property
     def serverless(self) -> bool:

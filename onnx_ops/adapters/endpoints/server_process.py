@@ -23,6 +23,7 @@ from onnx_ops.protocol.options import ServerOptions, flags
 LOG_FILE = "server.log"
 
 _LOOPBACK = "127.0.0.1"
+_READY_PATH = "/v2/health/ready"
 APPLY_LOCK = "apply.lock"
 _START_S = 60.0
 _STOP_S = 30.0
@@ -74,6 +75,17 @@ class ServerProcess:
     def orphaned(self) -> bool:
         """Whether workers serve whose supervisor died. A new server takes over their port, and then from them."""
         return self._pid() is None and bool(processes.workers(self.folder))
+
+    def ready(self, port: int, *, timeout_s: float) -> bool:
+        """Whether whoever serves on this port says that every deployment with traffic is loaded."""
+        connection = http.client.HTTPConnection(_LOOPBACK, port, timeout=timeout_s)
+        try:
+            connection.request("GET", _READY_PATH)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
     def start(self, port: int, options: ServerOptions) -> ServerRecord:
         """Start the server and wait until it is ready.

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from onnx_ops.adapters.aws import Clients, Scalar, clients, translated, variant_of
+from onnx_ops.adapters.aws import ANSWER_S, Clients, Scalar, clients, translated, variant_of
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
 from onnx_ops.errors import ServiceUnavailable, UserError
@@ -48,7 +48,7 @@ class CloudWatchMetrics:
             raise UserError(f"delay_s must be a number of seconds, not {delay!r}")
         self._delay = timedelta(seconds=delay)
         self._settings = settings
-        self._connected: dict[tuple[Scalar, Scalar], Clients] = {}
+        self._connected: dict[tuple[Scalar, ...], Clients] = {}
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({"quantiles"})
@@ -85,9 +85,10 @@ class CloudWatchMetrics:
 
     def _connect(self, config: EndpointConfig) -> Clients:
         where = {name: self._settings.get(name, config.settings.get(name, "")) for name in ("region", "profile")}
-        key = (where["region"], where["profile"])
+        where["answer_s"] = config.settings.get("answer_s", ANSWER_S)
+        key = tuple(where.values())
         if key not in self._connected:
-            self._connected[key] = clients(where)
+            self._connected[key] = clients(where, where=config.endpoint)
         return self._connected[key]
 
     @staticmethod

@@ -64,6 +64,8 @@ class AzureCloud:
         """Method and path of every request to the control plane and the storage."""
         self.trouble: Callable[[int, Call], Trouble | None] = lambda *_: None
         """Asked with the number of the request, from 0; other requests go on meanwhile."""
+        self.token_faults: list[Fault] = []
+        """What happens to the next requests for a token, in order."""
         path = (
             f"/subscriptions/{SUBSCRIPTION}/resourceGroups/{GROUP}"
             f"/providers/Microsoft.MachineLearningServices/workspaces/{WORKSPACE}"
@@ -78,6 +80,7 @@ class AzureCloud:
     def environment(self) -> Mapping[str, str]:
         """What a process needs to take this for Azure, with a managed identity of its own."""
         return {
+            "REGISTRY_DISCOVERY_ENDPOINT_URL": f"{self._web.url}/",
             "ARM_CLOUD_METADATA_URL": f"{self._web.url}/metadata/endpoints?api-version=2019-05-01",
             "REQUESTS_CA_BUNDLE": str(self._web.certificate),
             "SSL_CERT_FILE": str(self._web.certificate),
@@ -111,6 +114,7 @@ class AzureCloud:
             state = {name: copy.copy(getattr(self.control, name)) for name in names}
             bodies = {path: copy.deepcopy(resource.body) for path, resource in self.control.resources.items()}
             routes = copy.deepcopy(self.control.routes)
+            shared = dict(self.control.registries.models)
             blobs = (dict(self.blobs.data), dict(self.blobs.md5))
         try:
             yield
@@ -121,6 +125,7 @@ class AzureCloud:
                 for path, resource in self.control.resources.items():
                     resource.body, resource.left, resource.stale = bodies[path], 0, 0
                 self.control.routes = routes
+                self.control.registries.models = shared
                 self.blobs.data, self.blobs.md5 = blobs
                 self.control.conditions = Conditions()
                 self.trouble = lambda *_: None
@@ -140,6 +145,8 @@ class AzureCloud:
         if call.path.startswith("/metadata/"):
             return reply(200, [self._described()])
         if call.path == "/identity":
+            if self.token_faults:
+                return FAULTS[self.token_faults.pop(0)]
             expires = str(int(SystemClock().now()) + 86_400)
             known = call.headers.get("x-identity-header") == "fake"
             token = {"access_token": TOKEN, "expires_on": expires, "resource": "azure", "token_type": "Bearer"}

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from onnx_ops.testing.clouds.azureml_around import told_around
 from onnx_ops.testing.clouds.azureml_blobs import Blobs
 from onnx_ops.testing.clouds.azureml_nodes import Node, Nodes
+from onnx_ops.testing.clouds.azureml_registry import Registries
 from onnx_ops.testing.clouds.azureml_resources import BUSY, Body, Operation, Resource, refuse, reply
 from onnx_ops.testing.clouds.azureml_web import Call, Reply
 
@@ -42,6 +44,8 @@ class Conditions:
     forbidden: bool = False
     roles: list[Body] = field(default_factory=lambda: [{"actions": ["*"], "notActions": []}])
     no_workspace: bool = False
+    container_registries: list[str] = field(default_factory=lambda: ["mlimages"])
+    pullers: list[str] = field(default_factory=lambda: ["serving"])
 
 
 class Control:
@@ -60,10 +64,16 @@ class Control:
         self._blobs = blobs
         self._pool = nodes
         self._operations: dict[str, tuple[Resource, Operation]] = {}
+        self.registries = Registries(url, workspace.split("/")[2], self._copied)
 
     def answer(self, call: Call) -> Reply:
+        if self.registries.concerns(call.path):
+            return self.registries.answer(call)
         if call.path.startswith("/operations/"):
             return self._operation(call.path)
+        conditions = self.conditions
+        if (told := told_around(call.path, conditions.container_registries, conditions.pullers)) is not None:
+            return told
         if (told := self._told_about_region(call.path)) is not None:
             return told
         if not call.path.lower().startswith(self._workspace.lower()) or self.conditions.no_workspace:
@@ -190,9 +200,9 @@ class Control:
     def _launched(self, resource: Resource, endpoint: str, name: str, before: Body | None) -> tuple[str, str] | None:
         """Mount the model and start the container; why not, if that fails."""
         properties = resource.body["properties"]
-        asset = self.resources.get(str(properties["model"]).partition(f"{self._workspace}/")[2])
-        mounted = _DATASTORE_PATH.fullmatch(str(asset.body["properties"]["modelUri"])) if asset else None
-        files = self._blobs.below(mounted["path"]) if mounted else {}
+        shared = self.registries.files(str(properties["model"]))
+        copied = self._copied(str(properties["model"]).partition(f"{self._workspace}/")[2])
+        files = shared or (copied[1] if copied else {})
         wanted = properties.get("environmentVariables") or {}
         started = "broken on order" if name in self.conditions.broken else self._pool.start(files, wanted)
         if isinstance(started, str):
@@ -202,6 +212,14 @@ class Control:
         self.nodes[endpoint, name] = started
         resource.lags(self.conditions.lag, before)
         return None
+
+    def _copied(self, path: str) -> tuple[Body, dict[str, bytes]] | None:
+        """The model at a path below the workspace, and its files."""
+        asset = self.resources.get(path)
+        if asset is None:
+            return None
+        mounted = _DATASTORE_PATH.fullmatch(str(asset.body["properties"]["modelUri"]))
+        return copy.deepcopy(asset.body), self._blobs.below(mounted["path"]) if mounted else {}
 
     def _asset(self, call: Call, path: str, found: re.Match[str]) -> Reply:
         if call.method == "GET":

@@ -24,8 +24,11 @@ from onnx_ops.adapters.host import SystemClock
 
 _DAY = datetime.timedelta(days=1)
 
-Fault = Literal["throttle", "error", "drop"]
-"""429, 500, or a connection that is closed without an answer."""
+Fault = Literal["throttle", "error", "drop", "hang", "conflict"]
+"""429, 500, a connection that is closed without an answer, an answer that never comes until the client gives up, or
+409: somebody else changes the same thing."""
+_MOST_PATIENT_S = 600.0
+"""No client waits longer for an answer that never comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +44,23 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """`body` is sent as it is."""
+    """`body` is sent as it is. `never`: nothing is sent, and the client has to give up."""
 
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
+    never: bool = False
 
 
 FAULTS: Mapping[Fault, Reply | None] = {
     "throttle": Reply(status=429, body=b'{"error":{"code":"TooManyRequests","message":"Rate limit is exceeded"}}'),
     "error": Reply(status=500, body=b'{"error":{"code":"InternalServerError","message":"Something went wrong"}}'),
     "drop": None,
+    "hang": Reply(status=0, never=True),
+    "conflict": Reply(
+        status=409,
+        body=b'{"error":{"code":"Conflict","message":"It cannot be changed while in Updating provisioning state"}}',
+    ),
 }
 
 
@@ -125,6 +134,13 @@ def _handler(answer: Callable[[Call], Reply | None]) -> type[BaseHTTPRequestHand
                 self.close_connection = True
                 with suppress(OSError):
                     self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            if reply.never:
+                self.close_connection = True
+                self.connection.settimeout(_MOST_PATIENT_S)
+                with suppress(OSError):
+                    while self.connection.recv(1 << 16):
+                        pass
                 return
             self.send_response(reply.status)
             headers = {"Content-Type": "application/json", "Content-Length": str(len(reply.body)), **reply.headers}

@@ -75,7 +75,8 @@ class Behaviour:
     """What tests may choose. `reads`: how many a change takes; `lag`: for how many the past is told.
 
     `taken_back`, `stuck`: the next updates are rolled back, or end as UpdateRollbackFailed, with this text as reason.
-    `quota` refuses new instances with that text; `limits` are what Service Quotas tells, by instance type.
+    `quota` refuses new instances with that text; `limits` are what Service Quotas tells, by instance type; `denied` are
+    actions that no role may take.
     """
 
     reads: int = 2
@@ -83,6 +84,7 @@ class Behaviour:
     taken_back: str = ""
     stuck: str = ""
     quota: str = ""
+    denied: list[str] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=lambda: {"ml.c6i.large": 4.0})
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.testing.clouds.sagemaker_containers import Answer, Containers
+from onnx_ops.testing.clouds.sagemaker_faults import Fault, Start, answer_json, fail
+from onnx_ops.testing.clouds.sagemaker_iam import policy_answer, policy_question
 from onnx_ops.testing.clouds.sagemaker_moto import Moto
 from onnx_ops.testing.clouds.sagemaker_parts import Fleet, Invalid, Variant
 from onnx_ops.testing.clouds.sagemaker_plane import Plane
@@ -27,22 +27,6 @@ from onnx_ops.testing.clouds.sagemaker_wire import Wire
 
 _LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 6_291_456
-Start = Callable[..., Any]
-
-
-@dataclass(slots=True, kw_only=True)
-class Fault:
-    """What happens at moment `at` (counted from 0, two a request) and the `times - 1` further ones of its kind.
-
-    `kind`: throttle, error, drop (the connection ends without an answer) or kill (SIGKILL to `pid`, then drop).
-    `only` limits it to requests whose name contains that text, and then `at` counts these alone.
-    """
-
-    at: int
-    kind: str
-    times: int = 1
-    pid: int = 0
-    only: str = ""
 
 
 @dataclass(slots=True)
@@ -90,7 +74,9 @@ class Fake:
         # A connection that goes on must not hold the rest of a request that a fault has cut short.
         environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         if path.startswith("/_fake/"):
-            return _json(start, 200, self._order(path.removeprefix("/_fake/"), json.loads(_body(environ) or b"{}")))
+            return answer_json(
+                start, 200, self._order(path.removeprefix("/_fake/"), json.loads(_body(environ) or b"{}"))
+            )
         runtime = path.endswith("/invocations") and path.startswith("/endpoints/")
         if runtime:
             return self._invoke(environ, start, path.split("/")[2])
@@ -103,10 +89,10 @@ class Fake:
         with self._log.lock:
             self._log.calls.append(name)
         if (fault := self._log.moment(name)) is not None:
-            return _fail(fault, environ, start)
+            return fail(fault, name, environ, start)
         answer = self._answer(environ, target)
         if (fault := self._log.moment(name)) is not None:
-            return _fail(fault, environ, start)
+            return fail(fault, name, environ, start)
         status, headers, body = answer
         start(status, headers)
         return [body]
@@ -120,6 +106,10 @@ class Fake:
             quotas = [{"QuotaName": f"{kind} for endpoint usage", "Value": value} for kind, value in limits.items()]
             headers = [("Content-Type", "application/x-amz-json-1.1")]
             return "200 OK", headers, json.dumps({"Quotas": quotas}).encode()
+        if (asked := policy_question(environ)) is not None:
+            with self.plane.lock:
+                denied = self.plane.behaviour.denied
+            return "200 OK", [("Content-Type", "text/xml")], policy_answer(asked, denied)
         return _whole(self._moto, environ)
 
     def _control(self, environ: dict[str, Any], target: str) -> tuple[str, list[tuple[str, str]], bytes]:
@@ -139,7 +129,7 @@ class Fake:
                 raise Invalid("Request size exceeded", code="ValidationError", status=413)
             variant = self._choose(endpoint, fleet, environ.get("HTTP_X_AMZN_SAGEMAKER_TARGET_VARIANT", ""))
         except Invalid as error:
-            return _json(start, error.status, {"message": str(error)}, {"x-amzn-ErrorType": error.code})
+            return answer_json(start, error.status, {"message": str(error)}, {"x-amzn-ErrorType": error.code})
         headers = {"content-type": environ.get("CONTENT_TYPE", "application/json")}
         answer = self._ask(endpoint, variant, body, headers)
         for shadow in fleet.shadow:
@@ -149,7 +139,7 @@ class Fake:
         if answer.status != 200:
             document = {"OriginalStatusCode": answer.status, "OriginalMessage": answer.body.decode(errors="replace")}
             message = f"Received server error ({answer.status}) from {variant.name} with the message above"
-            return _json(start, 424, {**document, "Message": message}, {**told, "x-amzn-ErrorType": "ModelError"})
+            return answer_json(start, 424, {**document, "Message": message}, {**told, "x-amzn-ErrorType": "ModelError"})
         length = ("Content-Length", str(len(answer.body)))
         start("200 OK", [("Content-Type", answer.content_type), length, *told.items()])
         return [answer.body]
@@ -214,32 +204,9 @@ def _whole(application: Any, environ: dict[str, Any]) -> tuple[str, list[tuple[s
     return head[0], head[1], body
 
 
-def _fail(fault: Fault, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
-    s3 = not environ.get("HTTP_X_AMZ_TARGET")
-    if fault.kind in ("drop", "kill"):
-        if fault.kind == "kill":
-            os.kill(fault.pid, signal.SIGKILL)
-        connection: socket.socket = environ["werkzeug.socket"]
-        connection.shutdown(socket.SHUT_RDWR)
-        raise ConnectionAbortedError
-    code = "ThrottlingException" if fault.kind == "throttle" else "InternalFailure"
-    if s3:
-        status, code = ("503 Slow Down", "SlowDown") if fault.kind == "throttle" else ("500 Error", "InternalError")
-        start(status, [("Content-Type", "application/xml")])
-        return [f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()]
-    return _json(start, 400 if fault.kind == "throttle" else 500, {"__type": code, "message": "Rate exceeded"})
-
-
 def _body(environ: dict[str, Any]) -> bytes:
     body: bytes = environ["wsgi.input"].read()
     return body
-
-
-def _json(start: Start, status: int, document: object, headers: Mapping[str, str] | None = None) -> Iterable[bytes]:
-    body = json.dumps(document).encode()
-    told = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *(headers or {}).items()]
-    start(f"{status} Said", told)
-    return [body]
 
 
 def serve(folder: Path) -> None:

@@ -1,0 +1,97 @@
+"""Faults of the fake SageMaker: how a request ends that does not end well."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Start = Callable[..., Any]
+
+_MOST_PATIENT_S = 600.0
+"""No client waits longer for an answer that never comes."""
+_CREATES = {"CreateModel": "model", "CreateEndpointConfig": "endpoint configuration", "CreateEndpoint": "endpoint"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Fault:
+    """What happens at moment `at` (counted from 0, two a request) and the `times - 1` further ones of its kind.
+
+    `kind`: throttle, error, drop (the connection ends without an answer), hang (no answer ever comes), conflict (what
+    the service says where somebody else was faster) or kill (SIGKILL to `pid`, then drop).
+    `only` limits it to requests whose name contains that text, and then `at` counts these alone.
+    """
+
+    at: int
+    kind: str
+    times: int = 1
+    pid: int = 0
+    only: str = ""
+
+
+def fail(fault: Fault, name: str, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
+    """The end of the request of that name.
+
+    Raises:
+        ConnectionAbortedError: it has no answer.
+    """
+    if fault.kind in ("drop", "hang", "kill"):
+        if fault.kind == "kill":
+            os.kill(fault.pid, signal.SIGKILL)
+        connection: socket.socket = environ["werkzeug.socket"]
+        if fault.kind == "hang":
+            _until_given_up(connection)
+        else:
+            connection.shutdown(socket.SHUT_RDWR)
+        raise ConnectionAbortedError
+    s3 = not environ.get("HTTP_X_AMZ_TARGET")
+    status, code, message = _said(fault.kind, name, s3=s3)
+    if s3:
+        start(status, [("Content-Type", "application/xml")])
+        return [f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()]
+    return answer_json(start, int(status.split()[0]), {"__type": code, "message": message})
+
+
+def can_conflict(name: str, *, after: bool) -> bool:
+    """Whether the service could say to a request of that name, before or after its effect, that somebody else was
+    faster: creations are told so although they were done where their first answer was lost."""
+    if name.startswith("SageMaker.Create"):
+        return after
+    return not after and name.startswith(("SageMaker.Update", "PUT /"))
+
+
+def answer_json(
+    start: Start, status: int, document: object, headers: Mapping[str, str] | None = None
+) -> Iterable[bytes]:
+    body = json.dumps(document).encode()
+    told = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *(headers or {}).items()]
+    start(f"{status} Said", told)
+    return [body]
+
+
+def _until_given_up(connection: socket.socket) -> None:
+    """Hold the connection until its client closes it."""
+    connection.settimeout(_MOST_PATIENT_S)
+    while connection.recv(1 << 16):
+        pass
+
+
+def _said(kind: str, name: str, *, s3: bool) -> tuple[str, str, str]:
+    """Status, code and message of an answer."""
+    match kind, s3:
+        case "throttle", True:
+            return "503 Slow Down", "SlowDown", "Please reduce your request rate."
+        case "throttle", False:
+            return "400 Said", "ThrottlingException", "Rate exceeded"
+        case "conflict", True:
+            return "409 Conflict", "ConditionalRequestConflict", "The conditional request cannot succeed now."
+        case "conflict", False:
+            made = _CREATES.get(name.removeprefix("SageMaker."))
+            what = f"create already existing {made}" if made else "update in-progress endpoint"
+            return "400 Said", "ValidationException", f'Cannot {what} "arn".'
+        case _:
+            return "500 Error", "InternalError" if s3 else "InternalFailure", "injected"

@@ -1,0 +1,134 @@
+"""Models in an Azure ML registry: one workspace puts them there, others read them, deployments name them by path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+
+from azureml_parts import PACE, World, config_of, inside
+
+from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
+from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, azure_name
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.errors import NotFound, Refused, UserError
+from onnx_ops.testing.clouds.azureml import AzureCloud, Trouble
+from onnx_ops.testing.clouds.azureml_nodes import Nodes
+from onnx_ops.testing.clouds.azureml_registry import REGISTRY
+from onnx_ops.testing.clouds.azureml_web import Call, Fault
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder, nodes = tmp_path_factory.mktemp("azure"), Nodes()
+    try:
+        with AzureCloud(folder / "cloud", nodes=nodes) as cloud, inside(cloud):
+            yield World(
+                cloud=cloud,
+                folder=folder / "endpoints",
+                blue=scaling_deployment(folder / "models" / "blue", name="blue", version="1", scale=2.0),
+                green=scaling_deployment(folder / "models" / "green", name="green", version="2", scale=3.0),
+            )
+    finally:
+        nodes.close()
+
+
+@pytest.fixture
+def world(shared: World, tmp_path: Path) -> Iterator[World]:
+    with shared.cloud.kept():
+        yield replace(shared, folder=tmp_path / "endpoints")
+
+
+def config(world: World, **settings: str | float) -> EndpointConfig:
+    return config_of(world.cloud, registry=REGISTRY, **settings)
+
+
+def scale(world: World, config: EndpointConfig) -> float:
+    answer = world.provider.invoke(config, {"inputs": {"x": [[1.0, 1.0]]}})
+    assert isinstance(answer, dict)
+    return float(answer["predictions"]["y"][0][0])
+
+
+def first(world: World) -> EndpointState:
+    return state_of(world.blue, blue=100)
+
+
+def test_a_deployment_names_the_model_in_the_registry(world: World) -> None:
+    world.provider.apply(config(world), first(world), generation=1)
+    assert scale(world, config(world)) == 2.0
+    name = azure_name(world.blue)
+    (asset,) = world.cloud.control.registries.models
+    assert asset == f"models/onnx-ops--{name}/versions/1"
+    made = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"]
+    assert made.body["properties"]["model"] == f"azureml://registries/{REGISTRY}/{asset}"
+    posts = [path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")]
+    world.provider.apply(config(world), first(world), generation=2)
+    assert [path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")] == posts
+
+
+def test_another_workspace_needs_no_files(world: World) -> None:
+    """What stands in the registry is read there: nothing is uploaded, and the files need not be on this machine."""
+    world.provider.apply(config(world), first(world), generation=1)
+    world.provider.remove(config(world))
+    world.cloud.blobs.data.clear()
+    for path in [path for path in world.cloud.control.resources if path.startswith("models/")]:
+        del world.cloud.control.resources[path]
+    elsewhere = AzureEndpoints(world.folder / "another-machine", pace=PACE)
+    elsewhere.apply(config(world), state_of(replace(world.blue, location=""), blue=100), generation=1)
+    assert scale(world, config(world)) == 2.0
+    assert world.cloud.blobs.data == {}
+
+
+def test_another_model_of_that_name_is_not_served(world: World) -> None:
+    world.provider.apply(config(world), first(world), generation=1)
+    world.provider.remove(config(world))
+    ((body, _),) = world.cloud.control.registries.models.values()
+    told = body["tags"] if MANIFEST in body.get("tags", {}) else body["properties"]["tags"]
+    told[MANIFEST] = "sha256:" + "0" * 64
+    with pytest.raises(Refused, match="another model"):
+        world.provider.apply(config(world), first(world), generation=1)
+
+
+def test_a_registry_that_is_not_there_is_said(world: World) -> None:
+    nowhere = config_of(world.cloud, registry="nowhere")
+    with pytest.raises(NotFound, match="no such registry") as told:
+        world.provider.apply(nowhere, first(world), generation=1)
+    assert "AzureML Registry User" in told.value.remedy
+    with pytest.raises(UserError, match="registry"):
+        world.provider.check(config_of(world.cloud, registry="no name!").settings)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_every_request_about_the_registry_may_fail(world: World, after: bool) -> None:
+    """Once each: the kinds of trouble take turns."""
+    faults: list[Fault] = ["drop", "hang", "error"]
+    concerns = world.cloud.control.registries.concerns
+    with world.cloud.kept():
+        begun = len(world.cloud.calls)
+        world.provider.apply(config(world), first(world), generation=1)
+        about = [at for at, (_, path) in enumerate(world.cloud.calls[begun:]) if concerns(path)]
+    assert len(about) >= 5
+    memory = world.folder / "scaling" / "azureml.generation"
+    for turn in range(len(about)):
+        memory.unlink(missing_ok=True)
+        with world.cloud.kept():
+            met: list[int] = []
+
+            def once(number: int, call: Call, turn: int = turn, met: list[int] = met) -> Trouble | None:
+                if not concerns(call.path):
+                    return None
+                met.append(number)
+                return Trouble(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
+
+            world.cloud.trouble = once
+            world.provider.apply(config(world, answer_s=0.7), first(world), generation=1)
+            assert len(met) > turn
+            assert scale(world, config(world)) == 2.0
+            assert len(world.cloud.control.registries.models) == 1

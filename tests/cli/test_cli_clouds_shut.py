@@ -1,0 +1,114 @@
+"""Every command that touches a cloud, by somebody whom the cloud does not know: what is said, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+
+from onnx_ops.adapters import azure
+from onnx_ops.adapters.endpoints.azureml_client import _ml_client
+from onnx_ops.cli.main import app
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.promote import configure
+from onnx_ops.testing.clouds.sagemaker import SETTINGS
+from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
+from onnx_ops.wiring.project import open_project
+
+AZURE: Mapping[str, str | int | float | bool] = {
+    "subscription": "00000000-0000-0000-0000-000000000001",
+    "resource_group": "group",
+    "workspace": "workspace",
+    "image": "registry.example/onnx-ops:1",
+    "instance_type": "Standard_DS3_v2",
+}
+REMEDIES = {"sagemaker": "AWS_PROFILE", "region": "AWS_DEFAULT_REGION", "azureml": "az login"}
+COMMANDS = {
+    "status": ["status", "digits"],
+    "orphans": ["status", "--orphans"],
+    "rollback": ["rollback", "digits", "--reason", "test"],
+    "reconcile": ["reconcile"],
+    "prune": ["prune", "m"],
+    "delete": ["delete", "digits", "--yes"],
+    "doctor": ["doctor", "--provider"],
+}
+
+
+def deployment(version: str) -> Deployment:
+    digest = digest_bytes(version.encode())
+    return Deployment(
+        name=f"v{version}", model="m", version=version, variant="fp32", release=digest, manifest=digest, location=""
+    )
+
+
+@pytest.fixture(params=REMEDIES)
+def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A project whose endpoint has gone from version 1 to 2, on a machine that has lost its credentials or region."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")
+    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")  # the SDK would set it, and nobody would take it back
+    azure.credential.cache_clear()
+    _ml_client.cache_clear()
+    settings = AZURE if request.param == "azureml" else SETTINGS
+    if request.param == "region":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        settings = {**SETTINGS, "region": ""}
+    provider = FakeProvider()
+    ports = replace(open_project(tmp_path).ports, provider=lambda _: provider)
+    config = EndpointConfig(
+        endpoint="digits",
+        provider="azureml" if request.param == "azureml" else "sagemaker",
+        model="m",
+        target="cpu",
+        target_digest=digest_bytes(b"cpu"),
+        pipeline="p",
+        settings=settings,
+    )
+    configure(ports, config, RolloutPolicy())
+    one, two = deployment("1"), deployment("2")
+    for kind, roles in ((ActionKind.FIRST, Roles(stable=one)), (ActionKind.FINISH, Roles(stable=two, previous=one))):
+        assert roles.stable is not None
+        state = split_state(None, roles.stable, 100)
+        Journal.open(ports, "digits").perform(Action(kind=kind, state=state, roles=roles, why="test"))
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_what_to_do(
+    name: str, stranger: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "prune":  # the one that asks the registry before any cloud
+        here = open_project()
+        there = replace(here, ports=replace(here.ports, registry=FakeRegistry))
+        monkeypatch.setattr("onnx_ops.wiring.project.open_project", lambda: there)
+    command = [*COMMANDS[name]]
+    if name == "doctor":
+        command.append("azureml" if stranger == "azureml" else "sagemaker")
+    result = CliRunner().invoke(app, command)
+    out, err = capfd.readouterr()
+    said = result.output + out + err
+    assert result.exit_code in (1, 2, 4, 5), said
+    assert result.exception is None or isinstance(result.exception, SystemExit), said
+    assert "Traceback" not in said
+    assert REMEDIES[stranger] in " ".join(said.split()), said
+    assert name == "doctor" or "digits" in said
+
+
+def test_as_json_it_is_one_document(stranger: str, capfd: pytest.CaptureFixture[str]) -> None:
+    CliRunner().invoke(app, ["status", "digits", "--json"])
+    json.loads(capfd.readouterr().out)
