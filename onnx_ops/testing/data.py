@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops.domain.pipeline import DataSection, PluginData
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import DataSource
+from onnx_ops.ports.data import DataSource
 
 
 class DataSourceSuite:

@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
 from onnx_ops.errors import NotFound, Refused, UserError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 
 
 class FileSource:
@@ -19,28 +19,37 @@ class FileSource:
         return digest_file(_path(section, root))
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
-        import numpy as np
-
         path = _path(section, root)
-        try:
-            with path.open("rb") as stream:
-                archive = np.load(stream, allow_pickle=False)
-                if isinstance(archive, np.ndarray):
-                    raise ValueError("it is a single array")
-                arrays = {name: archive[name] for name in archive.files}
-                if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
-                    raise ValueError(f"{strange[0]} in it is no array")
-        except Exception as error:  # a damaged archive makes the libraries below raise almost anything
-            raise UserError(
-                "not an .npz file of plain arrays",
-                where=str(path),
-                why=f"{type(error).__name__}: {str(error)[:300]}",
-                remedy="Write it with numpy.savez; arrays of objects are refused, since reading them runs code.",
-            ) from error
-        lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
-        if len(set(lengths.values())) != 1 or 0 in lengths.values():
-            raise UserError(f"its arrays must have the same number of rows, at least one: {lengths}", where=str(path))
-        return arrays
+        return read_arrays(path, where=str(path))
+
+
+def read_arrays(path: Path, *, where: str) -> Mapping[str, Array]:
+    """All arrays of a `.npz` file, of equal length along axis 0; nothing is unpickled.
+
+    Raises:
+        UserError: it is no such file.
+    """
+    import numpy as np
+
+    try:
+        with path.open("rb") as stream:
+            archive = np.load(stream, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise ValueError("it is a single array")
+            arrays = {name: archive[name] for name in archive.files}
+            if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+                raise ValueError(f"{strange[0]} in it is no array")
+    except Exception as error:  # a damaged archive makes the libraries below raise almost anything
+        raise UserError(
+            "not an .npz file of plain arrays",
+            where=where,
+            why=f"{type(error).__name__}: {str(error)[:300]}",
+            remedy="Write it with numpy.savez; arrays of objects are refused, since reading them runs code.",
+        ) from error
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+        raise UserError(f"its arrays must have the same number of rows, at least one: {lengths}", where=where)
+    return arrays
 
 
 def _path(section: DataSection, root: Path) -> Path:

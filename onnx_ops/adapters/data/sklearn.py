@@ -9,7 +9,7 @@ from typing import Any
 
 from onnx_ops.domain.pipeline import DataSection, SklearnData
 from onnx_ops.errors import MissingPackage, UserError
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 
 DIGIT_LEVELS = 16.0
 """Grey levels of a pixel of the digits; images are scaled to [0, 1]."""

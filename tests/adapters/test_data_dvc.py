@@ -1,0 +1,209 @@
+"""Data in DVC: found in git by path and revision, and read. No DVC is needed here."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.data.dvc.config import read_config
+from onnx_ops.adapters.data.dvc.source import DvcSource
+from onnx_ops.domain.pipeline import DataSection, FileData
+from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, UserError
+from onnx_ops.testing.data import DataSourceSuite
+from tests.adapters.dvc_parts import (
+    Repository,
+    archive,
+    expected,
+    first,
+    make_repository,
+    md5,
+    section,
+    source,
+)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    return make_repository(tmp_path / "project")
+
+
+@pytest.fixture
+def reads(tmp_path: Path) -> DvcSource:
+    return source(tmp_path / "state")
+
+
+class TestDvc(DataSourceSuite):
+    @pytest.fixture
+    def source(self, reads: DvcSource) -> DvcSource:
+        return reads
+
+    @pytest.fixture
+    def section(self) -> DataSection:
+        return section(rev="v1")
+
+    @pytest.fixture
+    def root(self, repository: Repository) -> Path:
+        return repository.root
+
+
+@pytest.mark.parametrize(("rev", "seed"), [("v1", 0), ("v2", 1), ("", 1), ("main~1", 0)])
+def test_a_revision_has_its_own_data(repository: Repository, reads: DvcSource, rev: str, seed: int) -> None:
+    assert first(reads.load(section(rev=rev), repository.root)) == expected(seed)
+    told = reads.origin(section(rev=rev), repository.root)
+    assert told["md5"] == md5(archive(seed))
+    assert told["commit"] == repository.git("rev-parse", rev or "HEAD")
+    assert (told["kind"], told["repo"], told["path"], told["rev"]) == ("dvc", ".", "data/train.npz", rev or "HEAD")
+
+
+def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, reads: DvcSource) -> None:
+    repository.add_folder("data/many", {"a.npz": archive(3), "deep/b.npz": archive(4)})
+    repository.commit("v3")
+    assert first(reads.load(section("data/many/deep/b.npz"), repository.root)) == expected(4)
+    with pytest.raises(NotFound, match=r"data/many is a folder.*Name one file, such as data/many/a\.npz"):
+        reads.load(section("data/many"), repository.root)
+    with pytest.raises(NotFound, match=r"no file c\.npz.*it holds a\.npz, deep/b\.npz"):
+        reads.load(section("data/many/c.npz"), repository.root)
+
+
+def test_outputs_of_stages_are_found_in_the_lock(repository: Repository, reads: DvcSource) -> None:
+    oid = repository.put(archive(3))
+    repository.write(
+        "dvc.yaml", "stages:\n  make:\n    foreach: [a]\n    do: {wdir: made, cmd: x, outs: ['${item}.npz']}\n"
+    )
+    lock = "stages:\n  make@a:\n    cmd: x\n    outs:\n\n    - {path: a.npz, md5: '%s', size: %d, hash: md5}\n"
+    repository.write("dvc.lock", lock % (oid, len(archive(3))))
+    repository.commit()
+    assert first(reads.load(section("made/a.npz"), repository.root)) == expected(3)
+    repository.write("dvc.lock", lock % (repository.put(archive(4)), len(archive(4))))
+    with pytest.raises(DigestMismatch, match=r"pointer of made/a\.npz was changed") as caught:
+        reads.load(section("made/a.npz"), repository.root)
+    assert caught.value.where == "dvc.lock:6"
+
+
+def test_pointers_of_older_releases_lead_to_their_own_cache(repository: Repository, reads: DvcSource) -> None:
+    oid = md5(archive(3))
+    repository.write(f".dvc/cache/{oid[:2]}/{oid[2:]}", archive(3))
+    repository.write("data/old.npz.dvc", f"outs:\n- md5: {oid}\n  path: old.npz\n")
+    repository.commit()
+    assert first(reads.load(section("data/old.npz"), repository.root)) == expected(3)
+
+
+def test_other_commits_with_the_same_data_have_one_fingerprint(repository: Repository, reads: DvcSource) -> None:
+    before = reads.fingerprint(section(), repository.root)
+    repository.write("README", "more")
+    commit = repository.commit()
+    assert reads.fingerprint(section(), repository.root) == before
+    assert reads.origin(section(), repository.root)["commit"] == commit
+    assert reads.fingerprint(section(rev="v1"), repository.root) != before
+
+
+def test_a_project_may_lie_below_the_top_and_a_repository_beside_it(repository: Repository, reads: DvcSource) -> None:
+    below = repository.root / "data"
+    assert first(reads.load(section("train.npz"), below)) == expected(1)
+    other = repository.root.parent / "elsewhere"
+    other.mkdir()
+    assert first(reads.load(section(repo="../project", rev="v1"), other)) == expected(0)
+
+
+def test_a_repository_of_objects_alone_is_copied_first(repository: Repository, reads: DvcSource) -> None:
+    bare = repository.root.parent / "bare.git"
+    repository.git("clone", "--quiet", "--bare", str(repository.root), str(bare))
+    before = reads.fingerprint(section(repo=bare.as_uri()), repository.root)
+    assert before == reads.fingerprint(section(), repository.root)
+    assert before == reads.fingerprint(section(repo=str(bare)), repository.root)
+    repository.add("data/train.npz", archive(5))
+    repository.commit("v3")
+    repository.git("push", "--quiet", "--tags", str(bare), "main")
+    assert reads.origin(section(repo=bare.as_uri(), rev="v3"), repository.root)["md5"] == md5(archive(5))
+    assert reads.origin(section(repo=bare.as_uri()), repository.root)["md5"] == md5(archive(5))
+
+
+def test_a_full_commit_is_read_without_asking_anybody(repository: Repository, reads: DvcSource) -> None:
+    url, commit = repository.root.as_uri(), repository.git("rev-parse", "v1")
+    before = reads.fingerprint(section(repo=url, rev=commit), repository.root)
+    repository.root.rename(repository.root.with_name("gone"))
+    assert reads.fingerprint(section(repo=url, rev=commit), repository.root.parent) == before
+    with pytest.raises(OnnxOpsError, match="cannot be reached"):
+        reads.fingerprint(section(repo=url, rev="v1"), repository.root.parent)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"path": "../secret.npz"}, Refused, "leads out"),
+        ({"path": "/etc/passwd"}, Refused, "leads out"),
+        ({"paht": "x"}, UserError, "Did you mean 'path'"),
+        ({"rev": 2}, UserError, "must be a text"),
+        ({"md5": "abc"}, UserError, "is no MD5"),
+        ({"requirements": "dvc"}, UserError, "list of texts"),
+        ({"repo": "https://me:secret@example.org/r.git"}, Refused, "password"),
+        ({"repo": "nowhere"}, NotFound, "no such folder"),
+        ({"rev": "v9"}, NotFound, "no revision 'v9'"),
+        ({"rev": "--all"}, NotFound, "no revision"),
+        ({"path": "data/nothing.npz"}, NotFound, "DVC knows no data/nothing.npz"),
+    ],
+)
+def test_wrong_settings_are_told(
+    repository: Repository, reads: DvcSource, given: dict[str, object], kind: type[OnnxOpsError], said: str
+) -> None:
+    with pytest.raises(kind, match=said) as caught:
+        reads.fingerprint(section(**{"path": "data/train.npz", **given}), repository.root)  # type: ignore[arg-type]
+    assert "secret@" not in str(caught.value)
+
+
+def test_what_is_no_repository_is_told(tmp_path: Path, reads: DvcSource, repository: Repository) -> None:
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(NotFound, match="no git repository"):
+        reads.fingerprint(section(), tmp_path / "plain")
+    with pytest.raises(UserError):
+        reads.fingerprint(FileData(file="x", inputs={"x": "x"}), repository.root)
+
+
+def test_the_last_word_of_the_configuration_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    (tmp_path / "home/dvc").mkdir(parents=True)
+    (tmp_path / "home/dvc/config").write_text("[core]\n    remote = mine\n['remote \"mine\"']\n    url = azure://c/x\n")
+    folder = tmp_path / ".dvc"
+    folder.mkdir()
+    (folder / "config").write_text(
+        "['remote \"base\"']\n    url = s3://b\n['remote \"up\"']\n    url = remote://base/x\n"
+    )
+    (folder / "config.local").write_text('[core]\n    remote = "up"\n[cache]\n    dir = ../shared\n')
+    config = read_config(folder)
+    assert config.remote() == "up"
+    assert config.remote("", "base") == "base"
+    assert [config.packages(name)[0].partition("=")[0] for name in ("up", "base", "mine")] == [
+        "dvc-s3",
+        "dvc-s3",
+        "dvc-azure",
+    ]
+    assert config.packages("other") == ()
+    assert [cache.resolve() for cache in config.caches] == [tmp_path / "shared"]
+    (folder / "config").write_text("nonsense")
+    with pytest.raises(UserError, match="configuration cannot be read"):
+        read_config(folder)
+
+
+def test_only_what_is_checked_out_rests_on_pointers(reads: DvcSource) -> None:
+    assert list(reads.rests_on(section(rev="v1"))) == []
+    assert list(reads.rests_on(section(repo="https://example.org/r.git"))) == []
+    assert list(reads.rests_on(section())) == ["data/train.npz.dvc", "data/dvc.lock", "data.dvc", "dvc.lock"]
+
+
+def test_many_read_one_repository_at_once(repository: Repository, reads: DvcSource) -> None:
+    found: list[float] = []
+
+    def work(seed: int) -> None:
+        wanted = section(rev=f"v{seed + 1}", repo=repository.root.as_uri() if seed else ".")
+        assert reads.fingerprint(wanted, repository.root)
+        found.append(first(reads.load(section(rev=f"v{seed + 1}"), repository.root)))
+
+    threads = [threading.Thread(target=work, args=(index % 2,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted([expected(0)] * 4 + [expected(1)] * 4)

@@ -1,0 +1,230 @@
+"""What DVC itself wrote and pushed, fetched from its remotes, and refused by name where it was changed there."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.data.dvc.source import DvcSource
+from onnx_ops.adapters.isolation.npm import NpmPackages
+from onnx_ops.errors import DigestMismatch, MissingPackage, NotFound, OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.testing.postgres import free_port
+from tests.adapters.dvc_parts import Repository, archive, dvc, expected, first, md5, section, source
+from tests.adapters.registry_services import BUCKET, s3
+from tests.adapters.runtime_places import require
+
+PATH = "data/train.npz"
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dvc-state")
+
+
+@pytest.fixture(scope="module")
+def reads(state: Path) -> DvcSource:
+    return source(state)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, reads: DvcSource) -> Repository:
+    """Added, committed and pushed by DVC to a folder; nothing is left in the cache."""
+    folder = tmp_path_factory.mktemp("dvc-template")
+    return push(folder, reads, ("remote", "add", "-d", "store", str(folder / "project-remote")))
+
+
+@pytest.fixture
+def pushed(tmp_path: Path, template: Repository) -> Repository:
+    """A copy of the repository and its remote."""
+    repository = Repository(tmp_path / "project")
+    for old, new in ((template.root, repository.root), (template.remote, repository.remote)):
+        shutil.copytree(old, new)
+    config = (repository.root / ".dvc/config").read_text()
+    repository.write(".dvc/config", config.replace(str(template.remote), str(repository.remote)))
+    repository.commit("here")
+    return repository
+
+
+def push(folder: Path, reads: DvcSource, *setup: tuple[str, ...], packages: tuple[str, ...] = ()) -> Repository:
+    repository = Repository(folder / "project")
+    repository.root.mkdir()
+    repository.git("init", "--quiet", "--initial-branch", "main")
+    repository.write(PATH, archive(1))
+    repository.write("data/many/a.npz", archive(2))
+    repository.write("data/many/deep/b.npz", archive(3))
+    repository.write(
+        "dvc.yaml", f"stages:\n  copy:\n    wdir: data\n    cmd: cp {Path(PATH).name} made.npz\n    outs: [made.npz]\n"
+    )
+    commands = (("init", "-q"), *setup, ("add", "-q", PATH, "data/many"), ("repro", "-q"), ("push", "-q"))
+    dvc(repository, reads.environments, *commands, packages=packages)
+    repository.commit("v1")
+    empty_cache(repository)
+    return repository
+
+
+def empty_cache(repository: Repository) -> None:
+    for path in sorted((repository.root / ".dvc/cache").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("path", "seed"), [(PATH, 1), ("data/many/a.npz", 2), ("data/many/deep/b.npz", 3), ("data/made.npz", 1)]
+)
+def test_what_dvc_pushed_is_fetched_and_its_cache_left_alone(
+    pushed: Repository, reads: DvcSource, path: str, seed: int
+) -> None:
+    for place in (".", pushed.root.as_uri()):
+        assert first(reads.load(section(path, rev="v1", repo=place), pushed.root)) == expected(seed)
+    assert not [path for path in (pushed.root / ".dvc/cache").rglob("*") if path.is_file()]
+    assert pushed.git("status", "--porcelain") == ""
+
+
+def test_what_dvc_wrote_into_its_cache_is_read(pushed: Repository, reads: DvcSource) -> None:
+    dvc(pushed, reads.environments, ("fetch", "-q"))
+    pushed.remote.rename(pushed.remote.with_name("away"))
+    for path, seed in ((PATH, 1), ("data/many/deep/b.npz", 3)):
+        assert first(reads.load(section(path), pushed.root)) == expected(seed)
+    oid = md5(archive(1))
+    pushed.cached(oid).chmod(0o644)
+    pushed.cached(oid).write_bytes(archive(7))
+    with pytest.raises(DigestMismatch, match="DVC cache file") as caught:
+        reads.load(section(PATH), pushed.root)
+    assert caught.value.where == str(pushed.cached(oid))
+
+
+def test_a_tampered_remote_object_is_refused_by_name(pushed: Repository, reads: DvcSource) -> None:
+    oid = md5(archive(1))
+    pushed.stored(oid).chmod(0o644)
+    pushed.stored(oid).write_bytes(archive(7))
+    with pytest.raises(DigestMismatch) as caught:
+        reads.load(section(PATH), pushed.root)
+    error = caught.value
+    assert "object in the DVC remote" in error.what
+    assert error.where.endswith(str(pushed.stored(oid)))
+    assert md5(archive(7)) in error.why
+    assert f"data/train.npz.dvc:2 wants {oid}" in error.why
+    assert "dvc push" in error.remedy
+
+
+def test_a_pointer_to_what_nobody_has_is_told(pushed: Repository, reads: DvcSource) -> None:
+    text = (pushed.root / "data/train.npz.dvc").read_text()
+    pushed.write("data/train.npz.dvc", text.replace(md5(archive(1)), md5(archive(8))))
+    with pytest.raises(DigestMismatch, match="changed and not committed"):
+        reads.load(section(PATH), pushed.root)
+    pushed.commit()
+    with pytest.raises(NotFound, match=r"DVC has lost data/train\.npz") as caught:
+        reads.load(section(PATH), pushed.root)
+    assert caught.value.where == "data/train.npz.dvc:2"
+    assert md5(archive(8)) in caught.value.why
+
+
+def test_remotes_that_cannot_be_used_are_told(pushed: Repository, reads: DvcSource) -> None:
+    with pytest.raises(UserError, match="remote cannot be used") as caught:
+        reads.load(section(PATH, remote="stroe"), pushed.root)
+    assert caught.value.where == "DVC remote stroe"
+    with (pushed.root / ".dvc/config").open("a") as stream:
+        stream.write("['remote \"far\"']\n    url = s3://bucket/x\n")
+        stream.write("['remote \"kept\"']\n    url = /nowhere\n    version_aware = true\n")
+    with pytest.raises(UserError, match="does not store by content"):
+        reads.load(section(PATH, remote="kept"), pushed.root)
+    with pytest.raises(MissingPackage, match="lacks a package"):
+        reads.load(section(PATH, remote="far", requirements=list(reads.requirements)), pushed.root)
+
+
+def test_runs_and_dvc_itself_work_on_one_repository_at_once(pushed: Repository, reads: DvcSource) -> None:
+    """DVC's own fetch takes a lock, and refuses whoever comes second."""
+    found: list[float] = []
+    errors: list[OnnxOpsError] = []
+
+    def work() -> None:
+        try:
+            found.append(first(reads.load(section(PATH), pushed.root)))
+        except OnnxOpsError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    dvc(pushed, reads.environments, ("fetch", "-q"))
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert found == [expected(1)] * 3
+
+
+@pytest.mark.nightly
+def test_s3_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
+    import boto3
+
+    with s3() as endpoint:
+        setup = (
+            ("remote", "add", "-d", "cloud", f"s3://{BUCKET}/dvc"),
+            ("remote", "modify", "cloud", "endpointurl", endpoint),
+        )
+        repository = push(tmp_path, reads, *setup, packages=("dvc-s3==3.3.0",))
+        assert first(reads.load(section(PATH), repository.root)) == expected(1)
+        assert first(reads.load(section("data/many/a.npz"), repository.root)) == expected(2)
+        oid = md5(archive(1))
+        key = f"dvc/files/md5/{oid[:2]}/{oid[2:]}"
+        client = boto3.client("s3", endpoint_url=endpoint)
+        client.put_object(Bucket=BUCKET, Key=key, Body=archive(7))
+        with pytest.raises(DigestMismatch, match="object in the DVC remote") as caught:
+            reads.load(section(PATH), repository.root)
+        assert caught.value.where == f"s3://{BUCKET}/{key}"
+        assert md5(archive(7)) in caught.value.why
+        client.delete_object(Bucket=BUCKET, Key=key)
+        with pytest.raises(NotFound, match="DVC has lost"):
+            reads.load(section(PATH), repository.root)
+        repository.write(".dvc/config.local", "['remote \"cloud\"']\n    endpointurl = http://127.0.0.1:9\n")
+        with pytest.raises(ServiceUnavailable, match="remote cannot be read"):
+            reads.load(section(PATH), repository.root)
+
+
+@pytest.fixture
+def azure(reads: DvcSource, tmp_path: Path) -> Iterator[str]:
+    """Connection string of an Azurite with one empty container, `data`."""
+    from azure.storage.blob import BlobServiceClient
+
+    require("node", "npm")
+    program = NpmPackages(folder=reads.environments).installed(("azurite@3.37.0",)) / "node_modules/.bin/azurite-blob"
+    key, port = base64.b64encode(b"a key of the tests").decode(), free_port()
+    command = [str(program), "--silent", "--skipApiVersionCheck", "--blobPort", str(port), "--location", str(tmp_path)]
+    server = subprocess.Popen(command, env={**os.environ, "AZURITE_ACCOUNTS": f"tests:{key}"})
+    connection = (
+        f"DefaultEndpointsProtocol=http;AccountName=tests;AccountKey={key};BlobEndpoint=http://127.0.0.1:{port}/tests;"
+    )
+    try:
+        client = BlobServiceClient.from_connection_string(connection, retry_total=20, retry_backoff_factor=0.1)
+        client.create_container("data")
+        client.close()
+        yield connection
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.mark.nightly
+def test_azure_is_a_remote(azure: str, reads: DvcSource, tmp_path: Path) -> None:
+    from azure.storage.blob import BlobServiceClient
+
+    setup = (
+        ("remote", "add", "-d", "cloud", "azure://data/dvc"),
+        ("remote", "modify", "--local", "cloud", "connection_string", azure),
+    )
+    repository = push(tmp_path, reads, *setup, packages=("dvc-azure==3.1.1",))
+    assert first(reads.load(section(PATH), repository.root)) == expected(1)
+    oid = md5(archive(1))
+    key = f"dvc/files/md5/{oid[:2]}/{oid[2:]}"
+    with BlobServiceClient.from_connection_string(azure) as client:
+        client.get_blob_client("data", key).upload_blob(archive(7), overwrite=True)
+    with pytest.raises(DigestMismatch, match="object in the DVC remote") as caught:
+        reads.load(section(PATH), repository.root)
+    assert caught.value.where.endswith(f"data/{key}")
+    assert "AccountKey" not in str(caught.value)

@@ -1,0 +1,179 @@
+"""Data in DVC that was tampered with: refused by name. No DVC is needed here."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onnx_ops.adapters.data.dvc.pointers import parse_pointer
+from onnx_ops.adapters.data.dvc.source import DvcSource
+from onnx_ops.errors import DigestMismatch, EnvironmentFailure, OnnxOpsError, Refused
+from tests.adapters.dvc_parts import (
+    Repository,
+    archive,
+    expected,
+    first,
+    make_repository,
+    md5,
+    pointer,
+    section,
+    source,
+)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    return make_repository(tmp_path / "project")
+
+
+@pytest.fixture
+def reads(tmp_path: Path) -> DvcSource:
+    return source(tmp_path / "state")
+
+
+def test_a_tampered_cache_file_is_refused_by_name(repository: Repository, reads: DvcSource) -> None:
+    oid = md5(archive(0))
+    repository.cached(oid).write_bytes(archive(7))
+    with pytest.raises(DigestMismatch) as caught:
+        reads.load(section(rev="v1"), repository.root)
+    error = caught.value
+    assert "DVC cache file" in error.what
+    assert error.where == str(repository.cached(oid))
+    assert md5(archive(7)) in error.why
+    assert f"data/train.npz.dvc:2 wants {oid}" in error.why
+    assert "Delete that file" in error.remedy
+    assert error.exit_code == 5
+
+
+@settings(derandomize=True, deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, len(archive(1)) - 1), flip=st.integers(1, 255))
+def test_no_changed_byte_gets_through(repository: Repository, reads: DvcSource, position: int, flip: int) -> None:
+    content = bytearray(archive(1))
+    content[position] ^= flip
+    repository.cached(md5(archive(1))).write_bytes(bytes(content))
+    with pytest.raises(DigestMismatch, match="DVC cache file"):
+        reads.load(section(), repository.root)
+
+
+def test_a_cache_that_cannot_be_read_is_told(repository: Repository, reads: DvcSource) -> None:
+    place = repository.cached(md5(archive(1)))
+    place.unlink()
+    place.mkdir()
+    with pytest.raises(EnvironmentFailure, match="cache file cannot be read") as caught:
+        reads.load(section(), repository.root)
+    assert caught.value.where == str(place)
+
+
+def test_a_tampered_list_of_files_is_refused_by_name(repository: Repository, reads: DvcSource) -> None:
+    oid = repository.add_folder("data/many", {"a.npz": archive(3)})
+    repository.commit("v3")
+    other = repository.put(archive(9))
+    listed = repository.cached(oid)
+    listed.write_bytes(listed.read_bytes().replace(md5(archive(3)).encode(), other.encode()))
+    with pytest.raises(DigestMismatch, match=r"DVC cache file") as caught:
+        reads.load(section("data/many/a.npz"), repository.root)
+    assert caught.value.where == str(listed)
+
+
+def test_a_pointer_that_was_changed_and_not_committed_is_refused_by_name(
+    repository: Repository, reads: DvcSource
+) -> None:
+    repository.add("data/train.npz", archive(5))
+    for rev in ("", "v2"):
+        with pytest.raises(DigestMismatch) as caught:
+            reads.load(section(rev=rev), repository.root)
+        assert "pointer of data/train.npz was changed" in caught.value.what
+        assert caught.value.where == "data/train.npz.dvc:2"
+        assert md5(archive(5)) in caught.value.why
+        assert md5(archive(1)) in caught.value.why
+        assert "git checkout" in caught.value.remedy
+    assert first(reads.load(section(rev="v1"), repository.root)) == expected(0), "another commit is not what one sees"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("outs: [", "not YAML"),
+        ("- 1", "no mapping"),
+        (pointer("../../../etc/passwd", 8, "train.npz"), "no MD5"),
+        (pointer("g" * 32, 8, "train.npz"), "no MD5"),
+        (pointer(md5(archive(1)), 8, "train.npz"), r"says 8 bytes; .* has \d+"),
+        (pointer(md5(archive(1)), -5, "train.npz"), "its size is -5"),
+    ],
+)
+def test_a_committed_pointer_that_cannot_be_true_is_refused_by_name(
+    repository: Repository, reads: DvcSource, text: str, why: str
+) -> None:
+    repository.write("data/train.npz.dvc", text)
+    repository.commit()
+    with pytest.raises(OnnxOpsError, match=why) as caught:
+        reads.load(section(), repository.root)
+    assert caught.value.where.startswith("data/train.npz.dvc")
+    assert caught.value.remedy
+
+
+def test_a_swapped_md5_of_a_known_object_is_caught_by_its_size_or_the_pin(
+    repository: Repository, reads: DvcSource
+) -> None:
+    known = repository.put(archive(6, rows=40))
+    size = len(archive(1))
+    repository.write("data/train.npz.dvc", pointer(known, size, "train.npz"))
+    repository.commit()
+    with pytest.raises(DigestMismatch, match=f"pointer is not what DVC wrote.*says {size} bytes"):
+        reads.load(section(), repository.root)
+    repository.write("data/train.npz.dvc", pointer(known, len(archive(6, rows=40)), "train.npz"))
+    repository.commit()
+    reads.load(section(), repository.root)
+    with pytest.raises(DigestMismatch, match="not the one that the pipeline pins"):
+        reads.fingerprint(section(md5=md5(archive(1))), repository.root)
+
+
+def test_two_pointers_for_one_path_are_refused(repository: Repository, reads: DvcSource) -> None:
+    repository.write("data/other.dvc", pointer(md5(archive(0)), len(archive(0)), "train.npz"))
+    repository.commit()
+    with pytest.raises(Refused, match=r"several DVC pointers claim data/train\.npz") as caught:
+        reads.fingerprint(section(), repository.root)
+    assert caught.value.where == "data/other.dvc:2 and data/train.npz.dvc:2"
+
+
+def test_a_changed_object_of_git_is_refused_by_name(repository: Repository, reads: DvcSource) -> None:
+    blob = repository.git("rev-parse", "v2:data/train.npz.dvc")
+    evil = pointer(repository.put(archive(9)), len(archive(9)), "train.npz").encode()
+    place = repository.root / ".git/objects" / blob[:2] / blob[2:]
+    place.chmod(0o644)
+    place.write_bytes(zlib.compress(b"blob %d\0" % len(evil) + evil))
+    with pytest.raises(DigestMismatch, match=f"git object {blob} is not what its name says"):
+        reads.fingerprint(section(rev="v2"), repository.root)
+    place.write_bytes(b"nothing that git can read")
+    with pytest.raises(DigestMismatch, match=f"git cannot read the blob {blob}"):
+        reads.fingerprint(section(rev="v2"), repository.root)
+
+
+def test_a_replaced_object_of_git_is_not_looked_at(repository: Repository, reads: DvcSource) -> None:
+    before = reads.fingerprint(section(rev="v2"), repository.root)
+    evil = pointer(repository.put(archive(9)), len(archive(9)), "train.npz").encode()
+    other = repository.git("hash-object", "-w", "--stdin", stdin=evil)
+    repository.git("replace", repository.git("rev-parse", "v2:data/train.npz.dvc"), other)
+    assert reads.fingerprint(section(rev="v2"), repository.root) == before
+
+
+def test_a_list_of_cloud_versions_has_nothing_to_check(repository: Repository, reads: DvcSource) -> None:
+    repository.write("data/train.npz.dvc", "outs:\n- path: train.npz\n  size: 4\n  cloud: {store: {version_id: a}}\n")
+    repository.commit()
+    with pytest.raises(Refused, match=r"has no MD5 for data/train\.npz"):
+        reads.load(section(), repository.root)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.binary(max_size=80) | st.text("outs:-md5 pathsiz\n{}[]'\".0123\t", max_size=120).map(str.encode))
+def test_no_pointer_breaks_the_reader(content: bytes) -> None:
+    for file in ("data/train.npz.dvc", "dvc.lock"):
+        with contextlib.suppress(DigestMismatch, Refused):
+            found = parse_pointer(content, file, "data/train.npz", wdirs={})
+            assert all(one.file == file and one.line > 0 for one in found)
