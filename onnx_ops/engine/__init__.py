@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onnx_ops.engine.crew import in_order
 from onnx_ops.engine.parts import Probe
 from onnx_ops.engine.planning import plan
 from onnx_ops.engine.run import Handler, InlineExecutor, RunResult, Silent, preview, run
@@ -15,6 +16,7 @@ __all__ = [
     "Silent",
     "code_digest",
     "code_files",
+    "in_order",
     "plan",
     "preview",
     "run",

@@ -10,7 +10,7 @@ from typing import Protocol
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.environment import Environment
-from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Stage, StageKind
+from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
@@ -34,6 +34,10 @@ class Probe(Protocol):
         """Fingerprint of a data set."""
         ...
 
+    def origin(self, section: DataSection) -> Mapping[str, str]:
+        """Where a data set comes from, if its source knows."""
+        ...
+
     def code(self, reference: str, depends: tuple[str, ...]) -> Digest: ...
 
     def model(self, path: str) -> Digest:
@@ -44,7 +48,11 @@ class Probe(Protocol):
         """Versions of the distributions that shape what a plugin produces."""
         ...
 
-    def is_quantizer(self, name: str) -> bool: ...
+    def settled(self, entry: Quantize) -> Quantize:
+        """The entry with the content of files that its options name."""
+        ...
+
+    def is_quantizer(self, entry: Quantize) -> bool: ...
 
     def hardware(self, target: Target) -> Digest: ...
 

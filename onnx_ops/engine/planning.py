@@ -94,6 +94,9 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
     env, hints = env_of(pipeline.export.env)
     operators, libraries = operators_of(pipeline, targets)
     hints |= libraries
+    origins = {name: dict(probe.origin(section)) for name, section in pipeline.data.items()}
+    if known := {name: told for name, told in origins.items() if told}:
+        hints["origins"] = known
     export: dict[str, Json] = {
         "section": section_of(pipeline.export),
         "limit": samples.limit,

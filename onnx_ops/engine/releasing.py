@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from onnx_ops import codec
@@ -83,10 +84,16 @@ def _parameters(pipeline: Pipeline) -> dict[str, Json]:
         "export.framework": pipeline.export.framework,
         "export.opset": str(pipeline.export.opset),
     }
+    recorded |= {f"params.{_recordable(name)}": plain(value) for name, value in pipeline.parameters.items()}
     if pipeline.train is None:
         return recorded | {"model": pipeline.model}
     values = {f"train.{name}": value for name, value in pipeline.train.with_.items()}
     return {**recorded, "train.run": pipeline.train.run, **{name: plain(value) for name, value in values.items()}}
+
+
+def _recordable(path: str) -> str:
+    """A path of `params.yaml` as registries take names: `rates[1]` is `rates.1`."""
+    return re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
 
 
 def _endpoints(pipeline: Pipeline, target: str) -> list[Json]:

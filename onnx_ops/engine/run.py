@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.engine.crew import Crew
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError
 from onnx_ops.ports import Clock, Executor, Observer, Work
+
+Ended = tuple[StageOutcome, OnnxOpsError | None]
+"""What became of a stage, and the error behind a failure."""
+
+Step = Callable[[Stage], Ended]
 
 
 class Handler(Protocol):
@@ -22,6 +31,10 @@ class Handler(Protocol):
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
         """Why the stage has nothing to do (no variant passed); empty if it has."""
+        ...
+
+    def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
+        """Holds back other runs that would do the same work; they find its result when they come in."""
         ...
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
@@ -88,6 +101,7 @@ def run(
     observer: Observer,
     clock: Clock,
     fresh: Collection[StageKind] = (),
+    jobs: int = 1,
 ) -> RunResult:
     """Run every stage of a plan that can run; a failure stops what depends on it and nothing else.
 
@@ -98,27 +112,47 @@ def run(
         observer: is told what happens.
         clock: measures durations.
         fresh: kinds of stages whose known results are not used.
+        jobs: stages that run side by side at most. One: all of them in the caller's thread, in the plan's order.
     """
     observer.planned(plan)
     outcomes: dict[str, StageOutcome] = {}
     errors: dict[str, OnnxOpsError] = {}
-    for stage in plan.stages:
-        error: OnnxOpsError | None = None
-        try:
-            outcome = _ready(stage, outcomes, handler, fresh)
-        except OnnxOpsError as unreadable:
-            error = unreadable
-            outcome = StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(error))
-        if outcome is None:
-            observer.started(stage)
-            outcome, error = _execute(stage, outcomes, handler, executor, clock)
-        else:
+
+    def step(stage: Stage) -> Ended:
+        outcome, error = _look(stage, outcomes, handler, fresh)
+        if outcome is not None:
             executor.show(stage, outcome, handler.decision)
+            return outcome, error
+        observer.started(stage)
+        return _work(stage, outcomes, handler, executor, clock, fresh)
+
+    for stage, (outcome, error) in _side_by_side(plan, step, jobs) if jobs > 1 else _one_by_one(plan, step):
         if error is not None:
             errors[stage.id] = error
         outcomes[stage.id] = outcome
         observer.finished(stage, outcome)
     return RunResult(plan=plan, outcomes=outcomes, errors=errors)
+
+
+def _one_by_one(plan: Plan, step: Step) -> Iterator[tuple[Stage, Ended]]:
+    for stage in plan.stages:
+        yield stage, step(stage)
+
+
+def _side_by_side(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage, Ended]]:
+    """Each stage begins when all that it waits for have been taken by whoever iterates."""
+    planned = {stage.id for stage in plan.stages}
+    waiting, running, taken = list(plan.stages), dict[Future[Ended], Stage](), set[str]()
+    with Crew[Ended](jobs) as crew:
+        while waiting or running:
+            ready = [stage for stage in waiting if planned.intersection((*stage.needs, *stage.tolerates)) <= taken]
+            begun = {stage.id for stage in ready}
+            waiting = [stage for stage in waiting if stage.id not in begun]
+            running |= {crew.give(partial(step, stage)): stage for stage in ready}
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                stage = running.pop(future)
+                yield stage, future.result()
+                taken.add(stage.id)
 
 
 def preview(plan: Plan, *, handler: Handler, fresh: Collection[StageKind] = ()) -> Mapping[str, StageOutcome | None]:
@@ -142,6 +176,16 @@ def inputs_of(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[str, M
     return {name: manifest for name, manifest in found.items() if manifest is not None}
 
 
+def _look(
+    stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
+) -> tuple[StageOutcome | None, OnnxOpsError | None]:
+    """What can be had without work, or None; what is known but cannot be read is a failure."""
+    try:
+        return _ready(stage, outcomes, handler, fresh), None
+    except OnnxOpsError as unreadable:
+        return StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(unreadable)), unreadable
+
+
 def _ready(
     stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
 ) -> StageOutcome | None:
@@ -161,11 +205,28 @@ def _ready(
     return StageOutcome(stage=stage.id, status=StageStatus.CACHED, key=key, manifest=manifest)
 
 
-def _execute(
-    stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, executor: Executor, clock: Clock
-) -> tuple[StageOutcome, OnnxOpsError | None]:
+def _work(
+    stage: Stage,
+    outcomes: Mapping[str, StageOutcome],
+    handler: Handler,
+    executor: Executor,
+    clock: Clock,
+    fresh: Collection[StageKind],
+) -> Ended:
+    """Do the stage, unless another run does so meanwhile."""
     inputs = inputs_of(stage, outcomes)
     key = stage.key(inputs)
+    with handler.claim(stage, key):
+        outcome, error = _look(stage, outcomes, handler, fresh)
+        if outcome is None:
+            return _execute(stage, key, inputs, handler, executor, clock)
+    executor.show(stage, outcome, handler.decision)
+    return outcome, error
+
+
+def _execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], handler: Handler, executor: Executor, clock: Clock
+) -> Ended:
     begun = clock.monotonic()
     try:
         manifest = executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)

@@ -15,6 +15,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.engine.parts import (
     Probe,
     data_id,
+    env_of,
     make_stage,
     measured_target,
     operators_of,
@@ -51,19 +52,22 @@ def _machines(names: Iterable[str], targets: Mapping[str, Target], probe: Probe)
 
 def _quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
     calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
+    env, hints = env_of(entry.env)
     return make_stage(
         StageKind.QUANTIZE,
         variant_id(entry.name),
         entry,
         {
-            "section": section_of(entry),
-            "quantized": probe.is_quantizer(entry.method),
+            "section": section_of(probe.settled(entry)),
+            "quantized": probe.is_quantizer(entry),
             "machines": list(machines),
+            **env,
         },
         needs=["export", *calibration],
         tools=probe.tools("optimizers", entry.method),
         variant=entry.name,
         own_process=True,
+        hints=hints,
     )
 
 
@@ -132,4 +136,4 @@ def _metric(pipeline: Pipeline, probe: Probe) -> Json:
 def is_quantized(pipeline: Pipeline, variant: str, probe: Probe) -> bool:
     """Whether a variant differs from the export by design."""
     entry = next((one for one in pipeline.quantize if variant in one.variants()), None)
-    return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry.method))
+    return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, Watching
 
+from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.gate import SizeGate
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.engine import InlineExecutor, RunResult, Silent, plan, preview, run
@@ -156,3 +157,16 @@ def test_only_failures_of_the_environment_are_tried_again() -> None:
     assert attempt(stage, UserError("a")) == (1, UserError)
     assert attempt(stage, Conflict("a")) == (1, Conflict)
     assert attempt(replace(stage, retries=0), StageFailure("a")) == (1, StageFailure)
+
+
+def test_what_another_run_does_meanwhile_is_taken_and_not_done_again() -> None:
+    made = Manifest(files={"result": digest_bytes(b"made by another run")})
+    handler = CountingHandler(elsewhere={"train": made})
+    watching = Watching()
+    result = run(PLAN, handler=handler, executor=watching, observer=watching, clock=FakeClock())
+    assert "train" not in handler.calls
+    assert result.outcomes["train"].status is StageStatus.CACHED
+    assert result.outcomes["train"].manifest == made
+    assert "train cached" in watching.shown
+    assert "train" not in result.executed()
+    assert result.outcomes["export"].status is StageStatus.DONE

@@ -1,0 +1,143 @@
+"""A framework, an optimizer and a runtime that cost next to nothing: what a run takes with them is the house's own.
+
+Installed by putting this folder on the path. The model is one matrix product, computed by numpy; times follow a script.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.adapters.runtimes.onnxruntime_session import machine
+from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.ports import (
+    ExportRequest,
+    LoadSamples,
+    LoadSchedule,
+    OptimizeRequest,
+    RaceSamples,
+    RaceSchedule,
+    RunSamples,
+    StartSamples,
+    StartSchedule,
+)
+from onnx_ops.ports.data import Array, Tensors
+
+FEATURES, CLASSES = 8, 3
+
+
+def train(data: Mapping[str, Any], seed: int = 0) -> Any:
+    """A model: weights (FEATURES, CLASSES), float32."""
+    del data
+    return np.random.default_rng(seed).standard_normal((FEATURES, CLASSES)).astype(np.float32)
+
+
+class SyntheticExporter:
+    tools = ("onnx",)
+
+    def save(self, model: Any, folder: Path) -> None:
+        np.save(folder / "weights.npy", model)
+
+    def load(self, folder: Path) -> object:
+        return np.load(folder / "weights.npy")
+
+    def export(self, model: Any, request: ExportRequest) -> None:
+        graph = helper.make_graph(
+            [helper.make_node("MatMul", ["x", "weight"], ["scores"], name="product")],
+            "synthetic",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", FEATURES])],
+            [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])],
+            [numpy_helper.from_array(model, "weight")],
+        )
+        section = request.section
+        opset = [helper.make_opsetid("", section.opset)]
+        proto = helper.make_model(graph, ir_version=section.ir_version, opset_imports=opset)
+        request.path.write_bytes(proto.SerializeToString())
+
+    def reference(
+        self, model: Any, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        return {"scores": _product(inputs["x"].astype(precision), model.astype(precision))}
+
+
+class SyntheticOptimizer:
+    """A copy under another name."""
+
+    tools = ("onnx",)
+    quantized = False
+    needs_calibration = False
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        shutil.copyfile(request.source, request.path)
+        return ("A copy.",)
+
+
+class SyntheticRuntime:
+    """Variants take nine tenths of the time of what they are compared with, with a little noise that is always the
+    same."""
+
+    tools = ("numpy",)
+
+    def fingerprint(self, target: Target) -> HardwareFingerprint:
+        return machine(target)
+
+    def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        asked = tuple(provider.name for provider in target.providers)
+        return RuntimeFacts(
+            runtime=target.runtime,
+            version="1.0",
+            asked=asked,
+            used=asked,
+            nodes={asked[0]: 1},
+            clock_resolution_ns=50.0,
+        )
+
+    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        del target
+        try:
+            weight = numpy_helper.to_array(onnx.load(model).graph.initializer[0])
+            return tuple({"scores": _product(batch["x"], weight)} for batch in batches)
+        except (KeyError, IndexError, ValueError) as error:
+            raise MeasurementFailure("it does not run", where=str(model), why=str(error)) from error
+
+    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        del model, target, feed, warmup
+        return RunSamples(nanoseconds=_times((runs,), 0), preempted=np.zeros(runs, dtype=bool))
+
+    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+        del target, feed
+        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
+        cost = np.ones((1, 1, len(models), 1))
+        cost[:, :, -1] = 0.9
+        times = (_times(shape, schedule.seed) * cost).astype(np.int64)
+        return RaceSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
+
+    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        del target, feed
+        shape = (schedule.heats, schedule.windows, len(models))
+        return LoadSamples(nanoseconds=_times(shape, schedule.seed), requests=schedule.requests)
+
+    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        del target, feed
+        load, first, peak = (_times((schedule.heats, len(models)), schedule.seed + part) for part in range(3))
+        return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak)
+
+
+def _product(rows: Array, weight: Array) -> Array:
+    """Row by row, so that a row's answer does not depend on the rows beside it."""
+    with np.errstate(all="ignore"):
+        return np.einsum("bf,fc->bc", rows, weight)
+
+
+def _times(shape: tuple[int, ...], seed: int) -> Array:
+    draw = np.random.default_rng(seed % (1 << 32))
+    return (1e5 * np.exp(0.002 * draw.standard_normal(shape))).astype(np.int64)

@@ -1,0 +1,73 @@
+"""`onnx-ops run` of several pipeline files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from onnx_ops import codec
+from onnx_ops.cli.common import print_json
+from onnx_ops.cli.progress import Lines
+from onnx_ops.cli.tables import choice_lines, console, error_console
+from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.wiring.batch import Ended, run_files, worst
+from onnx_ops.wiring.project import Project
+
+
+def run_several(
+    project: Project,
+    files: Sequence[Path],
+    *,
+    jobs: int,
+    overrides: Sequence[str],
+    until: StageKind | None,
+    fresh: Collection[StageKind],
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Run them and tell what came of each, in the order of the files; the worst of their exit codes."""
+    out, talk = console(), None if as_json or quiet else functools.partial(Lines, error_console())
+    codes: list[int] = []
+    documents: list[dict[str, object]] = []
+    for ended in run_files(
+        project,
+        files,
+        jobs=jobs,
+        overrides=overrides,
+        until=until,
+        fresh=fresh,
+        observe=talk or (lambda: None),
+    ):
+        codes.append(ended.exit_code)
+        if as_json:
+            documents.append(_document(ended))
+        else:
+            _tell(out, ended)
+    if as_json:
+        print_json({"pipelines": documents, "exit_code": worst(codes)})
+    else:
+        out.print(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not")
+    return worst(codes)
+
+
+def _document(ended: Ended) -> dict[str, object]:
+    about: dict[str, object] = {"file": str(ended.file), "exit_code": ended.exit_code}
+    if ended.refused is not None or ended.summary is None:
+        return about | {"error": None if ended.refused is None else ended.refused.as_document()}
+    errors = {stage: error.as_document() for stage, error in ended.errors.items()}
+    return {**about, **codec.to_json(ended.summary), "errors": errors}
+
+
+def _tell(out: Console, ended: Ended) -> None:
+    if ended.summary is None:
+        out.print(f"[bold]{escape(str(ended.file))}[/bold]\n[red]not run[/red]: {escape(str(ended.refused))}")
+        return
+    done, known = len(ended.summary.executed), len(ended.summary.outcomes)
+    out.print(f"[bold]{escape(str(ended.file))}[/bold] ({done} of {known} stages executed)")
+    choice_lines(out, ended.summary.choices)
+    for stage, error in ended.errors.items():
+        out.print(f"[red]{escape(stage)} failed[/red]: {escape(str(error))}")

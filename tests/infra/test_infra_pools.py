@@ -1,0 +1,172 @@
+"""Templates of work pools, and the manifests of the services in a cluster: valid, closed, and without secrets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from infra_tools import INFRA
+
+MANIFESTS = INFRA / "kubernetes" / "onnx-ops.yaml"
+POOLS = {path.stem: path for path in sorted((INFRA / "pools").glob("*.json"))}
+VERSIONS = ("1.29", "1.31", "1.33")
+"""Oldest and newest of Kubernetes that the manifests are held against."""
+
+PLACE = re.compile(r"{{ ?(\w+) ?}}")
+WORKLOADS = ("StatefulSet", "Deployment", "DaemonSet", "Job")
+
+
+def manifests() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(MANIFESTS.read_text(encoding="utf-8")))
+
+
+def template(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(POOLS[kind].read_text(encoding="utf-8"))
+    return found
+
+
+def filled(value: Any, values: dict[str, Any]) -> Any:
+    """As Prefect fills a template: a placeholder alone becomes its value, and nothing at all if it has none."""
+    if isinstance(value, str):
+        if alone := PLACE.fullmatch(value):
+            return values.get(alone.group(1))
+        return PLACE.sub(lambda match: str(values.get(match.group(1), "")), value)
+    if isinstance(value, list):
+        return [filled(one, values) for one in value]
+    if isinstance(value, dict):
+        made = {name: filled(one, values) for name, one in value.items()}
+        return {name: one for name, one in made.items() if one is not None}
+    return value
+
+
+def job() -> dict[str, Any]:
+    """What the Kubernetes worker makes of its template for a run."""
+    found = template("kubernetes")
+    properties = found["variables"]["properties"]
+    values = {name: one["default"] for name, one in properties.items() if "default" in one}
+    values |= {"name": "brave-run", "command": ["prefect", "flow-run", "execute"], "labels": {"a": "b"}}
+    values["env"] = [{"name": name, "value": value} for name, value in values["env"].items()]
+    made: dict[str, Any] = filled(found["job_configuration"]["job_manifest"], values)
+    return made
+
+
+def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+    for manifest in [*manifests(), job()]:
+        if manifest["kind"] in WORKLOADS:
+            yield manifest["metadata"].get("name", "run"), manifest["spec"]["template"]["spec"]
+
+
+def containers() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, pod in pods():
+        for container in [*pod["containers"], *pod.get("initContainers", ())]:
+            yield f"{name}/{container['name']}", container
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_one_of_kubernetes(version: str) -> None:
+    for manifest in [*manifests(), job()]:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_manifest_that_is_none_is_found() -> None:
+    wrong = job()
+    wrong["spec"]["template"]["spec"]["contianers"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+def test_everything_stands_in_the_namespace_which_takes_restricted_pods_only() -> None:
+    first, *others = manifests()
+    assert first["kind"] == "Namespace"
+    assert first["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    assert {one["metadata"]["namespace"] for one in others} == {first["metadata"]["name"]}
+    names = [(one["kind"], one["metadata"]["name"]) for one in others]
+    assert len(names) == len(set(names))
+
+
+def test_no_pod_has_rights_that_it_does_not_need() -> None:
+    for name, pod in pods():
+        closed = pod["securityContext"]
+        assert closed["runAsNonRoot"] is True, name
+        assert closed["runAsUser"] > 0
+        assert closed["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod.get("automountServiceAccountToken", True) is (name == "worker"), name
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert all("hostPath" not in volume for volume in pod["volumes"])
+    for name, container in containers():
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }, name
+        for bound in ("requests", "limits"):
+            assert {"cpu", "memory"} <= set(container["resources"][bound]), name
+
+
+def test_the_worker_may_make_jobs_in_its_namespace_and_no_more() -> None:
+    (role,) = [one for one in manifests() if one["kind"].endswith("Role")]
+    assert role["kind"] == "Role"
+    may = {(verb, resource) for rule in role["rules"] for verb in rule["verbs"] for resource in rule["resources"]}
+    assert {resource for verb, resource in may if verb in ("create", "delete", "update", "patch")} == {"jobs"}
+    assert not any("*" in part for pair in may for part in pair)
+    assert "secrets" not in {resource for _, resource in may}
+
+
+def test_no_secret_stands_in_any_file() -> None:
+    assert not [one for one in manifests() if one["kind"] == "Secret"]
+    for name, container in containers():
+        for entry in container.get("env", ()):
+            secret = re.search("PASSWORD|AUTH|SECRET|TOKEN|ACCESS_KEY", entry["name"])
+            if secret and not entry["name"].endswith("_FILE"):
+                assert set(entry["valueFrom"]) == {"secretKeyRef"}, (name, entry["name"])
+        addresses = [entry.get("value", "") for entry in container.get("env", ()) if "://" in entry.get("value", "")]
+        assert all(re.fullmatch(r"[^:]+://([^@]*:\$\(\w+\)@)?[^@]+", address) for address in addresses)
+    for path in POOLS.values():
+        assert not re.search(r"(?i)password|secret_key|api_key|auth_string", path.read_text(encoding="utf-8"))
+
+
+def test_machines_that_measure_do_one_thing_at_once_and_hold_no_key() -> None:
+    (pod,) = [pod for name, pod in pods() if name == "measurer"]
+    (container,) = pod["containers"]
+    command = container["command"]
+    assert command[command.index("--limit") + 1] == "1"
+    assert command[command.index("--type") + 1] == "process"
+    assert container["resources"]["requests"] == container["resources"]["limits"], "cores of its own"
+    (source,) = container["envFrom"]
+    (settings,) = [one for one in manifests() if one["metadata"]["name"] == source["configMapRef"]["name"]]
+    assert settings["data"]["ONNX_OPS_SIGNING"] == "off"
+    shared = next(one for one in manifests() if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "onnx-ops")
+    assert settings["data"]["ONNX_OPS_STORE"] == shared["data"]["ONNX_OPS_STORE"]
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_a_template_names_only_variables_that_it_has_and_uses_all_of_them(kind: str) -> None:
+    found = template(kind)
+    assert set(found) == {"job_configuration", "variables"}
+    jsonschema.Draft202012Validator.check_schema(found["variables"])
+    properties = found["variables"]["properties"]
+    assert set(PLACE.findall(json.dumps(found["job_configuration"]))) == set(properties)
+    for name, one in properties.items():
+        if "default" in one:
+            jsonschema.validate(one["default"], one)
+        assert one["title"], name
+
+
+def test_the_pools_are_those_that_the_docs_tell_of() -> None:
+    assert set(POOLS) == {"process", "docker", "kubernetes"}
+
+
+def test_containers_of_docker_have_no_rights_on_a_root_that_cannot_be_written() -> None:
+    made = template("docker")["job_configuration"]
+    closed = made["container_create_kwargs"]
+    assert (closed["read_only"], closed["cap_drop"], made["privileged"]) == (True, ["ALL"], False)
+    assert closed["security_opt"] == ["no-new-privileges:true"]
+    assert closed["user"] == "10001:10001"
+    assert closed["pids_limit"] > 0
+    assert template("docker")["variables"]["properties"]["mem_limit"]["default"]
