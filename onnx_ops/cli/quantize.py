@@ -75,14 +75,13 @@ def quantize(
     from onnx_ops.cli.tools import telling
     from onnx_ops.domain.pipeline import Quantize
     from onnx_ops.domain.search import AUTO
-    from onnx_ops.settings import load_settings
     from onnx_ops.spec.builtin import find_target
     from onnx_ops.stages.derive import derive
-    from onnx_ops.wiring import connect
+    from onnx_ops.wiring.project import open_project
 
-    settings = load_settings()
-    ports = connect(settings)
-    chosen = [find_target(name, root=settings.root) for name in targets or ["cpu-1t"]]
+    project = open_project()
+    ports = project.ports
+    chosen = [find_target(name, project.targets) for name in targets or ["cpu-1t"]]
     section = Quantize(
         name=out.stem,
         method=method,

@@ -31,6 +31,9 @@ def _search(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Finding]:
         if value:
             message = f"method: auto finds its own '{key}'; leave it out, or name a method"
             yield Finding(loc=(*loc, key), message=message, on_key=True)
+    if entry.env is not None:
+        message = "method: auto tries what is installed here; leave 'env' out, or name a method"
+        yield Finding(loc=(*loc, "env"), message=message, on_key=True)
     if entry.tune is None:
         message = "method: auto needs 'tune', the rows that it decides by, e.g. tune: {data: tune}"
         yield Finding(loc=(*loc, "tune"), message=message, on_key=True)

@@ -9,8 +9,8 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
-from onnx_ops.errors import UserError
-from onnx_ops.ports import Dataset, Ports
+from onnx_ops.errors import Conflict, UserError
+from onnx_ops.ports import Dataset, Ports, TracedSource
 from onnx_ops.stages.files import put_dataset
 
 
@@ -28,7 +28,15 @@ def source_of(section: DataSection) -> str:
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     del key, inputs
     section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
-    arrays = ports.source(source_of(section)).load(section, ports.root)
+    source = ports.source(source_of(section))
+    arrays = source.load(section, ports.root)
+    if isinstance(source, TracedSource) and source.fingerprint(section, ports.root) != stage.settings["fingerprint"]:
+        raise Conflict(
+            "the data was changed after the run was planned",
+            where=stage.id,
+            why="its revision names other content now",
+            remedy="Run again; a tag or commit as `rev` does not move.",
+        )
     dataset = Dataset(
         inputs={name: _pick(arrays, array, stage.id) for name, array in section.inputs.items()},
         label=_pick(arrays, section.label, stage.id) if section.label else None,

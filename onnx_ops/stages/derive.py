@@ -14,7 +14,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.inspect import info
-from onnx_ops.ports import OptimizeRequest, Ports, Tensors
+from onnx_ops.ports import ConfiguredOptimizer, OptimizeRequest, Ports, Tensors
 from onnx_ops.stages.coverage import Examined, examine
 from onnx_ops.stages.effect import Effect, time_effect
 from onnx_ops.stages.files import scratch
@@ -60,13 +60,15 @@ def derive(
     machines = machines_of(ports, targets)
     with scratch() as folder:
         made = folder / MODEL_FILE
-        optimizer = ports.optimizer(section.method)
+        optimizer = ports.optimizer(section.method, section.env)
+        quantized = optimizer.quantized
+        if isinstance(optimizer, ConfiguredOptimizer):
+            section = optimizer.settle(section, ports.root)
+            quantized = optimizer.quantizes(section)
         recipe = optimizer.optimize(
             OptimizeRequest(section=section, source=source, path=made, calibration=calibration, machines=machines)
         )
-        effects = {
-            t.name: time_effect(ports.runtime(t.runtime), t, source, made) for t in targets if not optimizer.quantized
-        }
+        effects = {t.name: time_effect(ports.runtime(t.runtime), t, source, made) for t in targets if not quantized}
         found = delivered(ports, made, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
         return replace(found, effects=effects)
 

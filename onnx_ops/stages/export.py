@@ -8,7 +8,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Export, Stage
-from onnx_ops.domain.release import Lineage
+from onnx_ops.domain.release import Lineage, flat_origins
 from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
@@ -32,6 +32,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         release=key,
         git_sha=ports.git_sha(),
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
+        origins=codec.from_json(stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id),
     )
     with scratch() as folder, importable(ports.root):
         model = exporter.load(checkout(ports.store, inputs["train"], TRAINED, folder / "trained"))
@@ -60,4 +61,5 @@ def _properties(lineage: Lineage, limits: SourceLimits) -> dict[str, str]:
         properties["onnx-ops.git.sha"] = lineage.git_sha
     if limits.nan:
         properties[NAN_PROPERTY] = limits.nan
+    properties |= {f"onnx-ops.origin.{key}": value for key, value in flat_origins(lineage).items()}
     return properties | {f"onnx-ops.data.{name}": digest for name, digest in lineage.data.items()}

@@ -22,7 +22,7 @@ from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
 from onnx_ops.stages.activations import AS_WRITTEN, ROWS, measure_activations
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder, scratch
 from onnx_ops.stages.search import recipe_notes
-from onnx_ops.stages.source import operators_of
+from onnx_ops.stages.source import environment_of, operators_of
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -33,7 +33,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     with scratch() as folder:
         source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
         made = _chosen(settings, inputs, ports, folder) if "search" in settings else None
-        made = made or _derived(section, settings, dataset, source, folder, ports)
+        made = made or _derived(section, stage, dataset, source, folder, ports)
         write_lineage(made.path, {"onnx-ops.variant": stage.variant or section.name})
         carry_libraries(made.path, operators_of(stage))
         files = put_folder(ports.store, made.path.parent, MODEL)
@@ -65,7 +65,7 @@ class _Made:
 
 def _derived(
     section: Quantize,
-    settings: Mapping[str, Any],
+    stage: Stage,
     dataset: Dataset | None,
     source: Path,
     folder: Path,
@@ -73,12 +73,13 @@ def _derived(
 ) -> _Made:
     derived = folder / "onnx"
     derived.mkdir()
-    machines = tuple(codec.from_json(one, Arithmetic) for one in settings["machines"])
+    told: Any = stage.settings["machines"]
+    machines = tuple(codec.from_json(one, Arithmetic) for one in told)
     calibration = dataset.head(section.calibrate.samples).inputs if dataset and section.calibrate else None
     request = OptimizeRequest(
         section=section, source=source, path=derived / MODEL_FILE, calibration=calibration, machines=machines
     )
-    recipe = ports.optimizer(section.method).optimize(request)
+    recipe = ports.optimizer(section.method, environment_of(stage)).optimize(request)
     return _Made(path=request.path, excluded=section.exclude, recipe=recipe)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.analysis.choice import choose
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.evidence import Evidence, Starts
+from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
@@ -21,6 +19,7 @@ from onnx_ops.domain.standing import Policy
 from onnx_ops.ports import Ports
 from onnx_ops.reporting.description import version_description
 from onnx_ops.reporting.html import release_report
+from onnx_ops.reporting.plain import plain_figures
 from onnx_ops.stages.example import request_example
 from onnx_ops.stages.files import MODEL, PACKAGE, put_document
 
@@ -139,7 +138,7 @@ def _variant(
         evidence[f"evidence/{target}.npz"] = store.path(benchmark["raw.npz"])
         for file, digest in benchmark.subset(PACKAGE).files.items():
             evidence[f"packages/{target}/{file}"] = store.path(digest)
-        metrics |= _figures(target, codec.loads(store.read(benchmark["evidence.json"]), Evidence))
+        metrics |= plain_figures(target, codec.loads(store.read(benchmark["evidence.json"]), Evidence))
     return VariantRecord(
         variant=name,
         files={file: store.path(digest) for file, digest in model.files.items()},
@@ -150,38 +149,3 @@ def _variant(
         signed=signed,
         description=version_description(name, judged, lineage),
     )
-
-
-def _figures(target: str, evidence: Evidence) -> dict[str, float]:
-    """The plain figures that a registry's tables can show and search."""
-    figures = {f"{target}/size_bytes": float(evidence.size_bytes)}
-    if evidence.latency is not None:
-        figures |= {f"{target}/{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
-    for throughput in evidence.throughput:
-        if throughput.per_second:
-            figures[f"{target}/requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
-    figures |= _starts(target, evidence.starts) if evidence.starts is not None else {}
-    for counts in evidence.metrics:
-        if not counts.against and counts.n:
-            figures[f"{target}/{_name(counts.metric)}"] = (counts.both + counts.only_candidate) / counts.n
-    alone = {score.metric for score in evidence.scores if not score.against}
-    for score in evidence.scores:
-        if score.candidate is not None and not (score.against and score.metric in alone):
-            against = f" vs {score.against}" if score.against else ""
-            figures[f"{target}/{_name(score.metric)}{against}"] = score.candidate.estimate
-    return figures
-
-
-def _starts(target: str, starts: Starts) -> dict[str, float]:
-    """Medians over fresh processes."""
-    samples = {
-        "load_ms": [1e3 * seconds for seconds in starts.load_s],
-        "first_ms": [1e3 * seconds for seconds in starts.first_s],
-        "peak_bytes": [float(size) for size in starts.peak_bytes],
-    }
-    return {f"{target}/{name}": median(values) for name, values in samples.items() if values}
-
-
-def _name(metric: str) -> str:
-    """What every registry takes as part of a name: labels of classes and names of outputs may hold anything."""
-    return re.sub(r"[^\w\-. :]", "_", metric, flags=re.ASCII)

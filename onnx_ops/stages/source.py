@@ -13,10 +13,15 @@ from onnx_ops.ports import Exporter, Ports, SessionExporter
 
 def exporter_of(stage: Stage, ports: Ports, framework: str) -> Exporter:
     """The exporter, where the stage's hints say that it runs."""
-    env = stage.hints.get("env")
-    found = ports.exporter(framework, codec.from_json(env, Environment, where=stage.id) if env else None)
+    found = ports.exporter(framework, environment_of(stage))
     here = operators_here(stage)
     return found.with_custom_ops(here) if here and isinstance(found, SessionExporter) else found
+
+
+def environment_of(stage: Stage) -> Environment | None:
+    """The environment that the pipeline asks for."""
+    env = stage.hints.get("env")
+    return codec.from_json(env, Environment, where=stage.id) if env else None
 
 
 def operators_of(stage: Stage) -> Mapping[str, tuple[CustomOps, ...]]:

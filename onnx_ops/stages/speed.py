@@ -13,7 +13,7 @@ from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.stages.load import throughput_against, throughput_alone
 from onnx_ops.stages.starts import starts_against, starts_alone
 from onnx_ops.stages.timing import Race, Raw, time_against, time_alone

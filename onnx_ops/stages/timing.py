@@ -16,7 +16,7 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
 from onnx_ops.domain.target import Target
 from onnx_ops.ports import RaceSamples, RaceSchedule, Runtime, Tensors
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 
 RUNS_ALONE = 800
 """Enough for a 99th percentile to pass with up to three runs above its limit."""

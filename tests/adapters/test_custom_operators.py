@@ -16,7 +16,7 @@ from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatch, MeasurementFailure, NotFound, SpecError, UserError
 from onnx_ops.graph.check import foreign, lacking, refusal
 from onnx_ops.graph.files import read_structure
-from onnx_ops.spec.targets import load_target
+from onnx_ops.spec.targets import TargetFiles
 from onnx_ops.stages.bench import facts_of
 from onnx_ops.stages.compare import compare
 from onnx_ops.stages.probing import made_up, shared_inputs
@@ -92,7 +92,7 @@ def test_a_target_file_names_its_libraries(tmp_path: Path) -> None:
     text = "name: own\nproviders: [CPUExecutionProvider]\ncustom_ops: {path: lib/a.so, digest: %s, domains: [acme]}\n"
     digest = f"sha256:{'0' * 64}"
     (folder / "own.yaml").write_text(text % digest)
-    found = load_target("own", root=tmp_path)
+    found = TargetFiles(tmp_path).load("own")
     expected = CustomOps(path=str(tmp_path / "lib/a.so"), digest=Digest(digest), domains=("acme",))
     assert found.custom_ops == (expected,)
     plain = replace(found, custom_ops=())
@@ -101,4 +101,4 @@ def test_a_target_file_names_its_libraries(tmp_path: Path) -> None:
     assert found.digest() == elsewhere.digest()
     (folder / "own.yaml").write_text(text % "abc")
     with pytest.raises(SpecError, match="digest"):
-        load_target("own", root=tmp_path)
+        TargetFiles(tmp_path).load("own")

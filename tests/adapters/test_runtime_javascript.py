@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from dataclasses import replace
@@ -280,6 +281,7 @@ def kill_chromium(runtime: BrowserRuntime, role: str) -> None:
     """Its main process, or that of its pages."""
     processes = psutil.Process(pid(runtime)).children(recursive=True)
     for process in processes:
-        command = " ".join(process.cmdline())
-        if "chrom" in process.name() and (f"--type={role}" in command if role else "--type=" not in command):
-            process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # one of its own helpers has ended meanwhile
+            command = " ".join(process.cmdline())
+            if "chrom" in process.name() and (f"--type={role}" in command if role else "--type=" not in command):
+                process.kill()

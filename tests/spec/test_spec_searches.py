@@ -86,6 +86,7 @@ def test_preferences_of_single_targets(root: Path) -> None:
         ("tune: {data: tune}", "tune: {data: bare}", "needs labels, but 'bare' names no 'label'"),
         ("method: auto,", "method: auto, exclude: [head],", "method: auto finds its own 'exclude'"),
         ("method: auto,", "method: auto, options: {bits: 4},", "method: auto finds its own 'options'"),
+        ("method: auto,", "method: auto, env: {timeout: 1 min},", "leave 'env' out"),
         ("method: auto,", "method: dynamic,", "'budget' is for method: auto"),
         ("method: auto,", "method: auto, keep: [best],", "keep"),
         ("method: auto,", "method: auto, keep: [],", "keep"),

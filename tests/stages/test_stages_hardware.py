@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.ports import Ports, Tensors
-from onnx_ops.ports.models import Array
+from onnx_ops.ports.data import Array
 from onnx_ops.stages.hardware import departure
 from onnx_ops.stages.parity import measure_parity
 from onnx_ops.stages.reference import ReferenceGroup

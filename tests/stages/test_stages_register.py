@@ -12,9 +12,10 @@ from onnx_ops.domain.gate import Decision, GateResult, ParityGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
+from onnx_ops.reporting.plain import plain_figures
 from onnx_ops.stages.files import put_document
 from onnx_ops.stages.reference import put_reference
-from onnx_ops.stages.register import _figures, execute
+from onnx_ops.stages.register import execute
 from onnx_ops.testing.fakes import FakeWorld
 
 RELEASE = digest_bytes(b"release")
@@ -112,7 +113,7 @@ def test_medians_of_load_and_of_fresh_processes_become_metrics_of_the_version() 
         throughput=(Throughput(concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)),),
         starts=Starts(batch=1, requests=2, load_s=(0.5, 0.25, 1.0), first_s=(0.5,) * 3, peak_bytes=()),
     )
-    assert _figures("cpu", evidence) == {
+    assert plain_figures("cpu", evidence) == {
         "cpu/size_bytes": 1000.0,
         "cpu/requests_per_second_4": 205.0,
         "cpu/load_ms": 500.0,
@@ -129,7 +130,7 @@ def test_each_metric_is_a_figure_of_its_name() -> None:
         ScoreComparison(metric="mae", against="", n=9, failed="NaN"),
     )
     counts = (PairedCounts(metric="top_5", against="", n=10, both=7, only_baseline=0, only_candidate=1),)
-    assert _figures("cpu", replace(evidence_of("fp32"), metrics=counts, scores=scores)) == {
+    assert plain_figures("cpu", replace(evidence_of("fp32"), metrics=counts, scores=scores)) == {
         "cpu/size_bytes": 1000.0,
         "cpu/top_5": 0.8,
         "cpu/f1 binary positive:a_b": 0.8,

@@ -31,7 +31,7 @@ from onnx_ops.ports import (
     StartSchedule,
 )
 from onnx_ops.spec.builtin import BUILTIN, find_target
-from onnx_ops.spec.targets import load_target, target_names
+from onnx_ops.spec.targets import TargetFiles
 from onnx_ops.stages.bench import bench
 from onnx_ops.stages.bench_pair import bench_pair, pair_gates
 from onnx_ops.stages.compare import Parity, compare
@@ -83,15 +83,16 @@ def compared(a: Path, b: Path, **keywords: Any) -> Parity:
 class TestTargets:
     def test_the_built_in_targets_are_those_of_the_files(self) -> None:
         for name, target in BUILTIN.items():
-            assert load_target(name, root=ROOT) == target
+            assert TargetFiles(ROOT).load(name) == target
 
     def test_a_projects_file_comes_first(self, tmp_path: Path) -> None:
         folder = tmp_path / "configs" / "targets"
         folder.mkdir(parents=True)
         (folder / "cpu-1t.yaml").write_text("name: cpu-1t\nsession: {intra_op_threads: 2}\n", encoding="utf-8")
-        assert target_names(tmp_path) == ("cpu-1t",)
-        assert find_target("cpu-1t", root=tmp_path).session.intra_op_threads == 2
-        assert find_target("cpu-all", root=tmp_path) == BUILTIN["cpu-all"]
+        files = TargetFiles(tmp_path)
+        assert files.names() == ("cpu-1t",)
+        assert find_target("cpu-1t", files).session.intra_op_threads == 2
+        assert find_target("cpu-all", files) == BUILTIN["cpu-all"]
 
 
 class TestProbing:

@@ -13,9 +13,11 @@ from typing import Any, Literal
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.interpreter import interpreter
 from onnx_ops.adapters.isolation.process import Limits, Process
+from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFound
-from onnx_ops.ports.models import Array, Dataset, ExportRequest, Tensors
+from onnx_ops.ports.data import Array, Dataset, Tensors
+from onnx_ops.ports.export import ExportRequest
 
 INSIDE = "onnx_ops.adapters.isolation.inside_exporter"
 
@@ -52,7 +54,9 @@ class IsolatedExporter:
     def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
         process = self._start("train")
         try:
-            files = {name: str(_put(_with_label(rows), process.folder / name)) for name, rows in data.items()}
+            files = {
+                name: str(put_arrays(_with_label(rows), process.folder / f"{name}.npz")) for name, rows in data.items()
+            }
             process.ask(
                 "train",
                 timeout=self.limits.timeout,
@@ -86,23 +90,20 @@ class IsolatedExporter:
                 "export",
                 timeout=self._timeout,
                 section=codec.to_json(request.section),
-                samples=str(_put(request.samples, folder / "samples")),
+                samples=str(put_arrays(request.samples, folder / "samples.npz")),
                 path=str(request.path.resolve()),
             )
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        import numpy as np
-
         remote = _remote(model)
         with _scratch(remote.process) as folder:
-            given, answers = _put(inputs, folder / "inputs"), folder / "answers.npz"
+            given, answers = put_arrays(inputs, folder / "inputs.npz"), folder / "answers.npz"
             asked = {"inputs": str(given), "precision": precision, "outputs": str(answers)}
             if not remote.process.ask("answer", timeout=self._timeout, **asked):
                 return None
-            with np.load(answers, allow_pickle=False) as archive:
-                return {name: archive[name] for name in archive.files}
+            return get_arrays(answers)
 
     @property
     def _timeout(self) -> float:
@@ -124,14 +125,6 @@ def _remote(model: object) -> Remote:
 def _with_label(rows: Dataset) -> dict[str, Any]:
     label = {} if rows.label is None else {"label": rows.label}
     return {**{f"input/{name}": array for name, array in rows.inputs.items()}, **label}
-
-
-def _put(arrays: Mapping[str, Any], stem: Path) -> Path:
-    import numpy as np
-
-    path = stem.with_name(stem.name + ".npz")
-    np.savez(path, **arrays)
-    return path
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.inside import serve
+from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.ports.models import Dataset, Exporter, ExportRequest
+from onnx_ops.ports.data import Dataset
+from onnx_ops.ports.export import Exporter, ExportRequest
 from onnx_ops.stages.usercode import call_training
 
 
@@ -45,12 +45,14 @@ class Inside:
 
     def export(self, section: Any, samples: str, path: str) -> None:
         asked = codec.from_json(section, Export, where="export")
-        self._exporter.export(self._model, ExportRequest(section=asked, samples=_arrays(samples), path=Path(path)))
+        self._exporter.export(
+            self._model, ExportRequest(section=asked, samples=get_arrays(Path(samples)), path=Path(path))
+        )
 
     def answer(self, inputs: str, precision: str, outputs: str) -> bool:
-        answers = self._exporter.reference(self._model, _arrays(inputs), precision)
+        answers = self._exporter.reference(self._model, get_arrays(Path(inputs)), precision)
         if answers is not None:
-            np.savez(outputs, **answers)
+            put_arrays(answers, Path(outputs))
         return answers is not None
 
 
@@ -58,12 +60,7 @@ def main() -> None:
     serve(Inside())
 
 
-def _arrays(path: str) -> dict[str, Any]:
-    with np.load(path, allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
-
-
 def _dataset(path: str) -> Dataset:
-    arrays = _arrays(path)
+    arrays = get_arrays(Path(path))
     inputs = {name.removeprefix("input/"): array for name, array in arrays.items() if name.startswith("input/")}
     return Dataset(inputs=inputs, label=arrays.get("label"))

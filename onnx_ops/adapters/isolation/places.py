@@ -27,7 +27,7 @@ def made_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
         needed: a file below it, without which it is not whole.
         make: fills it.
     """
-    with _locked(place.with_suffix(".lock")):
+    with locked(place.with_suffix(".lock")):
         if (place / MARKER).is_file() and needed.exists():
             return
         shutil.rmtree(place, ignore_errors=True)
@@ -63,7 +63,8 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock; the file is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

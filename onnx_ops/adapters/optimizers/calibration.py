@@ -9,7 +9,7 @@ from onnxruntime.quantization import CalibrationDataReader
 
 from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import Array, Tensors
+from onnx_ops.ports.data import Array, Tensors
 
 BATCH = 16
 """Rows of one calibration run of a model with a free batch axis; every activation of them is held in memory."""

@@ -16,7 +16,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import EXTERNAL_LIMIT, nodes, read_model, write_model
 from onnx_ops.graph.hygiene import like_source
-from onnx_ops.ports.models import OptimizeRequest
+from onnx_ops.ports.optimize import OptimizeRequest
 
 LEVELS = ("basic", "extended", "all")
 FAMILIES = ("bart", "bert", "clip", "gpt2", "phi", "t5", "unet", "vit")

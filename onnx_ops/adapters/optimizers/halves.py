@@ -11,7 +11,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import constants, read_model, write_model
 from onnx_ops.graph.hygiene import like_source
-from onnx_ops.ports.models import OptimizeRequest
+from onnx_ops.ports.optimize import OptimizeRequest
 
 _FLOAT, _HALF = 1, 10
 

@@ -7,8 +7,10 @@ import importlib
 import io
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 from onnx_ops.errors import OnnxOpsError, StageFailure
+from onnx_ops.graph.inspect import info
 
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
 
@@ -51,3 +53,20 @@ def told(what: str, variant: str, remedy: str) -> Iterator[None]:
 def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
+
+
+def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
+    """Clients and gates go by names, types and free dimensions.
+
+    Raises:
+        StageFailure: the tool changed one.
+    """
+    before, after = info(source), info(derived)
+    for side, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
+        if old != new:
+            raise StageFailure(
+                f"{tool} changed the model's {side}",
+                where=where,
+                why=f"they were {list(map(str, old))} and became {list(map(str, new))}"[:400],
+                remedy="Leave this variant out of `quantize`.",
+            )

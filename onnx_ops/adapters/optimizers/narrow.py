@@ -19,7 +19,7 @@ from onnx_ops.graph.gemm import split_gemms
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.plugins import install_hint
-from onnx_ops.ports.models import OptimizeRequest
+from onnx_ops.ports.optimize import OptimizeRequest
 
 ALGORITHMS = ("rtn", "hqq", "gptq")
 

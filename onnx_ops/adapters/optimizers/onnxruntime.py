@@ -18,7 +18,7 @@ from onnx_ops.graph.exclusion import follow, still_quantized
 from onnx_ops.graph.files import EXTERNAL_LIMIT, constants, read_model, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS, flatten_biases, like_source
 from onnx_ops.graph.inspect import info
-from onnx_ops.ports.models import OptimizeRequest
+from onnx_ops.ports.optimize import OptimizeRequest
 
 TOOLS = ("onnxruntime", "onnx", "numpy")
 

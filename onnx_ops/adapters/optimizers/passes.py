@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
+from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.optimizers.options import NAMES, read_options
-from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.errors import MissingPackage, StageFailure, UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import nodes, read_model, write_model
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.plugins import install_hint
-from onnx_ops.ports.models import OptimizeRequest
+from onnx_ops.ports.optimize import OptimizeRequest
 
 Clean = Callable[[Path, Path, Sequence[str]], None]
 """Writes to the second path what a tool makes of the model at the first."""
@@ -57,7 +57,7 @@ class _Passes:
             derived = read_model(result)
             like_source(derived, source)
             write_model(derived, request.path)
-        _check_interface(info(request.source), info(request.path), self.tool, where)
+        check_interface(request.source, request.path, self.tool, where)
         return (f"{self.tool} {version(self.tool)}: {_effect(request, source, derived)}",)
 
     def _run(self, source: Path, result: Path, chosen: tuple[str, ...], where: str) -> None:
@@ -132,22 +132,6 @@ def _known(names: Sequence[str], known: Sequence[str], option: str) -> None:
         raise UserError(
             f"no pass is called {unknown[0]!r}", where=f"options.{option}", remedy=f"There are {', '.join(known)}."
         )
-
-
-def _check_interface(before: ModelInfo, after: ModelInfo, tool: str, where: str) -> None:
-    """Clients and gates go by names, types and free dimensions.
-
-    Raises:
-        StageFailure: the tool changed one.
-    """
-    for side, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
-        if old != new:
-            raise StageFailure(
-                f"{tool} changed the model's {side}",
-                where=where,
-                why=f"they were {list(map(str, old))} and became {list(map(str, new))}"[:400],
-                remedy="Leave this variant out of `quantize`.",
-            )
 
 
 def _effect(request: OptimizeRequest, source: Any, derived: Any) -> str:

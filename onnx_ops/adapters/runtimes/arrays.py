@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.ports.models import Array, Tensors
+from onnx_ops.ports.data import Array, Tensors
 
 PREFIX = "input/"
 """Stands before each name in a file: a tensor may be called as savez calls an argument of its own."""

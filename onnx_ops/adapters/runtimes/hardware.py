@@ -13,8 +13,9 @@ from pathlib import Path
 from onnx_ops.domain.hardware import SPEED_FLAGS, HardwareFingerprint
 
 
+@functools.cache
 def installed(distribution: str) -> str:
-    """Version of a distribution of this installation; nothing is imported."""
+    """Version of a distribution of this installation; nothing is imported. Read once: a plan asks very often."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -15,7 +15,7 @@ from onnx_ops.adapters.isolation.inside import serve
 from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
-from onnx_ops.ports.models import LoadSchedule, RaceSchedule, StartSchedule
+from onnx_ops.ports.runtime import LoadSchedule, RaceSchedule, StartSchedule
 
 
 class Inside:

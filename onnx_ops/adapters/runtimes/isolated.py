@@ -21,8 +21,8 @@ from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import (
-    Array,
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
     RaceSamples,
@@ -30,7 +30,6 @@ from onnx_ops.ports.models import (
     RunSamples,
     StartSamples,
     StartSchedule,
-    Tensors,
 )
 
 INSIDE = "onnx_ops.adapters.runtimes.inside"

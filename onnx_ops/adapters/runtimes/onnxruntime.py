@@ -20,8 +20,8 @@ from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
-from onnx_ops.ports.models import (
-    Array,
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
     RaceSamples,
@@ -29,7 +29,6 @@ from onnx_ops.ports.models import (
     RunSamples,
     StartSamples,
     StartSchedule,
-    Tensors,
 )
 
 if TYPE_CHECKING:

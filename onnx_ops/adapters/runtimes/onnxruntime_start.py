@@ -18,7 +18,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_session import check_machine
 from onnx_ops.adapters.runtimes.ort_format import loaded_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, from_document
-from onnx_ops.ports.models import Tensors
+from onnx_ops.ports.data import Tensors
 
 CHILD = "onnx_ops.adapters.runtimes.onnxruntime_child"
 PATIENCE_S = 600.0

@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import Runtime
-from onnx_ops.ports.models import Array, Tensors
+from onnx_ops.ports.data import Array, Tensors
 
 _Answers = tuple[Mapping[str, Array], ...]
 

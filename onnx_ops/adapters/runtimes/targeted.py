@@ -13,8 +13,8 @@ from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.ports.models import (
-    Array,
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
     RaceSamples,
@@ -22,7 +22,6 @@ from onnx_ops.ports.models import (
     RunSamples,
     StartSamples,
     StartSchedule,
-    Tensors,
 )
 
 if TYPE_CHECKING:

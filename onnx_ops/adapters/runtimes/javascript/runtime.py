@@ -26,8 +26,8 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.files import external_names
-from onnx_ops.ports.models import (
-    Array,
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
     RaceSamples,
@@ -35,7 +35,6 @@ from onnx_ops.ports.models import (
     RunSamples,
     StartSamples,
     StartSchedule,
-    Tensors,
 )
 
 if TYPE_CHECKING:

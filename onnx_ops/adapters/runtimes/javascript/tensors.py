@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.ports.models import Array, Tensors
+from onnx_ops.ports.data import Array, Tensors
 
 _TYPES = {
     "bool": "bool",

@@ -1,0 +1,291 @@
+"""Olive: the passes of one of its workflow configurations, for teams that have such files."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.adapters.optimizers.library import check_interface
+from onnx_ops.adapters.optimizers.options import Kind, read_options
+from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.graph.exclusion import follow, still_quantized
+from onnx_ops.graph.files import read_model, write_model
+from onnx_ops.graph.hygiene import like_source
+from onnx_ops.ports.data import Tensors
+from onnx_ops.ports.optimize import OptimizeRequest
+
+CONFIG = "config"
+
+_OPTIONS = {
+    CONFIG: Kind(
+        "a file of the project, or the configuration itself: {passes: {...}}",
+        lambda value: bool(value) and isinstance(value, str | Mapping),
+    )
+}
+_KEPT = ("passes", "systems", "host", "target")
+"""What a configuration is used for. The rest says where models come from and go to, and how Olive judges them: that is
+the pipeline's."""
+
+_CODE = ("user_script", "script_dir", "model_script")
+_DEPRECATED_NEST = "engine"
+_ROWS = "calibration"
+_NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", re.IGNORECASE)
+"""Names of passes whose models differ from their source by design. Others are judged by their answers, strictly."""
+
+_EXCLUDING = ("OnnxDynamicQuantization", "OnnxStaticQuantization", "OnnxQuantization", "OnnxBlockWiseRtnQuantization")
+_GEMM_SUFFIX = "_MatMul"
+"""What ONNX Runtime's quantizers add to the name of a Gemm that they rewrite: they look for exclusions afterwards."""
+
+
+class OliveOptimizer:
+    """Runs the passes of an Olive configuration, in order, in an environment of its own.
+
+    Option `config`: a JSON or YAML file of the project, or its content. Its `passes` are used, and `systems`, `host`
+    and `target` where they are local; the model, the folders and the evaluation are the pipeline's. Its data sets are
+    replaced by the calibration rows.
+    """
+
+    requirements = (
+        "olive-ai==0.13.0",
+        "requests==2.34.2",  # olive-ai imports it and does not ask for it
+        "transformers==5.23.0",
+        "onnx==1.23.2",
+        "onnxruntime==1.31.1",
+        "torch==2.13.0",
+        "numpy==2.4.6",
+    )
+    tools: tuple[str, ...] = ()
+    quantized = True
+    needs_calibration = False
+
+    def files(self, section: Quantize) -> tuple[str, ...]:
+        config = section.options.get(CONFIG)
+        return (config,) if isinstance(config, str) else ()
+
+    def settle(self, section: Quantize, root: Path) -> Quantize:
+        """The section with the part of the configuration that decides the variant, in place of its file's name.
+
+        Raises:
+            NotFound, UserError, SpecError: there is no such file, or it is not of that kind.
+        """
+        where = f"variant {section.name}, options.config"
+        config = read_options(section, _OPTIONS).get(CONFIG)
+        if config is None:
+            raise UserError(
+                "olive needs a configuration",
+                where=f"variant {section.name}",
+                remedy="Set options: {config: configs/olive/int8.json}, or give it in place: {passes: {...}}.",
+            )
+        if isinstance(config, str):
+            config, where = _read(root, config, where), config
+        return replace(section, options={**section.options, CONFIG: _used(config, where)})
+
+    def quantizes(self, section: Quantize) -> bool:
+        """Whether a pass changes what is computed, told by the name of its type."""
+        config: Any = section.options[CONFIG]
+        return any(_NARROWING.search(str(one["type"])) for one in _passes(config["passes"]))
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        section = request.section
+        source = read_model(request.source)
+        follow(section.exclude, source, source)
+        config: Any = section.options[CONFIG]
+        if any(_names_data(one) for one in _passes(config["passes"])) and request.calibration is None:
+            raise UserError(
+                "a pass reads data, and there are no calibration rows",
+                where=f"variant {section.name}",
+                remedy="Add calibrate: {data: train, samples: 256}. They stand for the data sets of the configuration.",
+            )
+        with tempfile.TemporaryDirectory(prefix="onnx-ops-olive-") as scratch:
+            made = _run(_workflow(request, config, Path(scratch)), section.name)
+            derived = read_model(made)
+            like_source(derived, source)
+            write_model(derived, request.path)
+        check_interface(request.source, request.path, "Olive", f"variant {section.name}")
+        _check_excluded(section, derived)
+        names = ", ".join(str(one["type"]) for one in _passes(config["passes"]))
+        return (f"Olive {version('olive-ai')}: {names}",)
+
+
+def _read(root: Path, name: str, where: str) -> Any:
+    from onnx_ops.spec.text import read_file  # not to be had where passes run
+
+    path = (root / name).resolve()
+    if not path.is_relative_to(root.resolve()):
+        raise UserError(f"{name} is not in the project", where=where, remedy="Copy it to configs/olive/.")
+    if not path.is_file():
+        raise NotFound(f"there is no file {name}", where=where, remedy="Paths are relative to the project's folder.")
+    return read_file(path).value
+
+
+def _used(config: Any, where: str) -> Mapping[str, Json]:
+    """The part of a configuration that decides a variant.
+
+    Raises:
+        UserError: it is no configuration, searches, runs code, or runs somewhere else.
+    """
+    if not isinstance(config, Mapping) or not isinstance(config.get("passes"), Mapping) or not config["passes"]:
+        raise UserError("there are no passes in it", where=where, remedy="An Olive configuration has `passes: {...}`.")
+    flat = {**config.get(_DEPRECATED_NEST, {}), **config}
+    if flat.get("search_strategy"):
+        raise UserError(
+            "it searches, and Olive's search keeps what it measured best on a machine that happened to be there",
+            where=where,
+            remedy="Leave out search_strategy. `method: auto` searches under a budget.",
+        )
+    kept = {key: flat[key] for key in _KEPT if flat.get(key) is not None}
+    for path, value in _walk(kept):
+        if path[-1] in _CODE and value:
+            raise UserError(
+                f"{'.'.join(path)} names code, which would not be part of the stage's key",
+                where=where,
+                remedy="Leave it out; rows come from `calibrate`.",
+            )
+    for name, system in kept.get("systems", {}).items():
+        if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
+            raise UserError(
+                f"systems.{name} is no LocalSystem",
+                where=where,
+                remedy="Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out.",
+            )
+    for one in _passes(kept["passes"]):
+        if not isinstance(one, Mapping) or not isinstance(one.get("type"), str):
+            raise UserError("a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}.")
+    return kept
+
+
+def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
+    """Each pass; a name may stand for one or for a list of alternatives, of which there must be one."""
+    for name, given in passes.items():
+        if isinstance(given, list | tuple) and len(given) != 1:
+            raise UserError(f"passes.{name} lists alternatives", remedy="Keep one; `method: auto` searches.")
+        yield given[0] if isinstance(given, list | tuple) else given
+
+
+def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, str(key)), inner
+        yield from _walk(inner, (*path, str(key)))
+
+
+def _names_data(one: Any) -> bool:
+    return any(path[-1] == "data_config" and value for path, value in _walk(one))
+
+
+def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """A configuration of Olive's for one model and these rows."""
+    passes = {}
+    for name, one in zip(config["passes"], _passes(config["passes"]), strict=True):
+        options = {key: value for key, value in one.items() if key != "evaluator"}
+        if _names_data(one):
+            options = _with_rows(options)
+        if request.section.exclude and one["type"] in _EXCLUDING:
+            wanted = request.section.exclude
+            rewritten = [name + _GEMM_SUFFIX for name in wanted]
+            options["nodes_to_exclude"] = sorted({*options.get("nodes_to_exclude", ()), *wanted, *rewritten})
+        passes[name] = options
+    rows = [] if request.calibration is None else [_data(request.calibration, scratch / "rows")]
+    return {
+        **{key: config[key] for key in _KEPT if key in config},
+        "passes": passes,
+        "input_model": {"type": "ONNXModel", "model_path": str(request.source)},
+        "data_configs": rows,
+        "output_dir": str(scratch / "result"),
+        "cache_dir": str(scratch / "cache"),
+        "evaluate_input_model": False,
+    }
+
+
+def _with_rows(value: Any) -> Any:
+    """The options of a pass with our rows wherever they name data."""
+    if isinstance(value, Mapping):
+        return {key: _ROWS if key == "data_config" and inner else _with_rows(inner) for key, inner in value.items()}
+    return value
+
+
+def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
+    """Rows as Olive's raw data set: a folder for each input, a file for each row."""
+    import numpy as np
+
+    names = list(calibration)
+    for place, name in enumerate(names):
+        inner = folder / str(place)
+        inner.mkdir(parents=True)
+        for number, row in enumerate(calibration[name]):
+            np.ascontiguousarray(row).tofile(inner / f"{number:08}.bin")
+    return {
+        "name": _ROWS,
+        "load_dataset_config": {
+            "type": "raw_dataset",
+            "params": {
+                "data_dir": str(folder),
+                "input_names": names,
+                "input_dirs": [str(place) for place in range(len(names))],
+                "input_suffix": ".bin",
+                "input_shapes": [list(calibration[name].shape[1:]) for name in names],
+                "input_types": [str(calibration[name].dtype) for name in names],
+            },
+        },
+    }
+
+
+def _run(workflow: Mapping[str, Any], variant: str) -> Path:
+    """The model that Olive made of it.
+
+    Raises:
+        StageFailure: it failed, or made none: Olive calls both done.
+    """
+    where = f"variant {variant}"
+    remedy = "Try the configuration with `olive run`, or name the packages of its passes in `env.requirements`."
+    with _warnings() as said:
+        try:
+            done = importlib.import_module("olive.workflows").run(dict(workflow))
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error)[:400]}"
+            raise StageFailure("Olive failed", where=where, why=why, remedy=remedy) from error
+    best = done.get_best_candidate() if done is not None and done.has_output_model() else None
+    if best is None or not best.model_path:
+        why = "; ".join(said)[:600] or "it does not say why"
+        raise StageFailure("Olive made no model", where=where, why=why, remedy=remedy)
+    found = Path(best.model_path)
+    return next(iter(sorted(found.glob("*.onnx")))) if found.is_dir() else found
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What Olive warns of meanwhile, in order: it goes on after most of its errors."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            error = record.exc_info[1] if record.exc_info else None
+            while error is not None and error.__cause__ is not None:
+                error = error.__cause__
+            said.append(f"{record.getMessage()}{f' {type(error).__name__}: {error}' if error else ''}")
+
+    logger, listener = logging.getLogger("olive"), Listener(logging.WARNING)
+    logger.addHandler(listener)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+
+
+def _check_excluded(section: Quantize, derived: Any) -> None:
+    if kept := still_quantized(section.exclude, derived, _GEMM_SUFFIX):
+        raise UserError(
+            f"Olive quantized {', '.join(kept)}, which `exclude` names",
+            where=f"variant {section.name}",
+            remedy="Its preparation joins and renames nodes: set quant_preprocess: false, or leave them out.",
+        )

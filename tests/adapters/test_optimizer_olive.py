@@ -1,0 +1,226 @@
+"""Configurations of Olive: what is taken from them, what is refused, and an optimizer in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnx_ops.adapters.isolation.optimizer import IsolatedOptimizer
+from onnx_ops.adapters.optimizers.olive import OliveOptimizer
+from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.errors import NotFound, OnnxOpsError, Refused, SpecError, StageFailure, UserError
+from onnx_ops.ports import OptimizeRequest
+from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.wiring.affected import affected
+from onnx_ops.wiring.project import open_project, prepare
+
+STATIC: dict[str, Any] = {"type": "OnnxStaticQuantization", "data_config": "their_rows"}
+CONFIG: dict[str, Any] = {
+    "input_model": {"type": "HfModel", "model_path": "somebody/something"},
+    "data_configs": [{"name": "their_rows", "type": "HuggingfaceContainer"}],
+    "evaluators": {"theirs": {"metrics": []}},
+    "engine": {"evaluator": "theirs", "output_dir": "/somewhere", "target": "here"},
+    "systems": {"here": {"type": "LocalSystem", "accelerators": [{"device": "cpu"}]}},
+    "passes": {"prepare": [{"type": "OnnxQuantizationPreprocess"}], "narrow": STATIC},
+}
+
+STRANGE = """
+import os
+from onnx_ops.errors import Refused
+
+class Strange:
+    requirements = ("nothing",)
+    tools = ()
+    quantized = False
+    needs_calibration = True
+
+    def optimize(self, request):
+        print("about to", request.section.name, flush=True)
+        if request.section.name == "abort":
+            os.abort()
+        if request.section.name == "refuse":
+            raise Refused("not today", where="the moon", remedy="Wait.")
+        request.path.write_bytes(request.source.read_bytes())
+        return (f"{request.calibration['file'].shape}", request.machines[0].family, str(request.section.exclude))
+"""
+
+
+def settled(config: Any, root: Path = Path(), **rest: Any) -> Quantize:
+    return OliveOptimizer().settle(Quantize(name="narrow", method="olive", options={"config": config}, **rest), root)
+
+
+def test_what_decides_a_variant_is_kept_and_the_rest_is_the_pipeline_s() -> None:
+    section = settled(CONFIG)
+    assert section.options["config"] == {
+        "passes": CONFIG["passes"],
+        "systems": CONFIG["systems"],
+        "target": "here",
+    }
+    assert OliveOptimizer().quantizes(section)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantizes"),
+    [
+        ("OnnxDynamicQuantization", True),
+        ("OnnxFloatToFloat16", True),
+        ("OrtMixedPrecision", True),
+        ("OnnxBlockWiseRtnQuantization", True),
+        ("OnnxPeepholeOptimizer", False),
+        ("OrtTransformersOptimization", False),
+        ("SomethingNew", False),
+    ],
+)
+def test_only_a_pass_that_changes_what_is_computed_is_spared_the_judgement_of_answers(
+    kind: str, quantizes: bool
+) -> None:
+    assert OliveOptimizer().quantizes(settled({"passes": {"one": {"type": kind}}})) is quantizes
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"passes": {}}, "there are no passes"),
+        ({"passes": ["OnnxDynamicQuantization"]}, "there are no passes"),
+        ({"passes": {"a": {"precision": "int8"}}}, "a pass has no type"),
+        ({"passes": {"a": [STATIC, STATIC]}}, "passes.a lists alternatives"),
+        ({"search_strategy": {"execution_order": "joint"}}, "it searches"),
+        ({"engine": {"search_strategy": True}}, "it searches"),
+        ({"systems": {"there": {"type": "Docker"}}}, "systems.there is no LocalSystem"),
+        ({"host": {"type": "LocalSystem", "user_script": "x.py"}}, "host.user_script names code"),
+        ({"passes": {"a": {**STATIC, "nested": {"script_dir": "."}}}}, "passes.a.nested.script_dir names code"),
+    ],
+)
+def test_what_would_search_run_code_or_run_elsewhere_is_refused(change: Mapping[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told) as refused:
+        settled({**CONFIG, **change})
+    assert refused.value.remedy
+
+
+def test_a_configuration_is_a_file_of_the_project(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "int8.json").write_text(json.dumps(CONFIG))
+    assert settled("int8.json", root) == settled(CONFIG)
+    (tmp_path / "outside.json").write_text(json.dumps(CONFIG))
+    (root / "link.json").symlink_to(tmp_path / "outside.json")
+    for name in ("../outside.json", str(tmp_path / "outside.json"), "link.json"):
+        with pytest.raises(UserError, match="is not in the project"):
+            settled(name, root)
+    with pytest.raises(NotFound, match=r"there is no file int4\.json"):
+        settled("int4.json", root)
+    (root / "torn.json").write_text(json.dumps(CONFIG)[:-9])
+    with pytest.raises(SpecError, match=r"torn\.json:1"):
+        settled("torn.json", root)
+    with pytest.raises(UserError, match="olive needs a configuration"):
+        OliveOptimizer().settle(Quantize(name="narrow", method="olive"), root)
+    with pytest.raises(UserError, match=r"no option is called 'confg'.*Did you mean 'config'"):
+        OliveOptimizer().settle(Quantize(name="narrow", method="olive", options={"confg": CONFIG}), root)
+
+
+def test_a_pass_that_reads_data_asks_for_calibration_rows(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "source.onnx")
+    request = OptimizeRequest(
+        section=settled(CONFIG), source=tmp_path / "source.onnx", path=tmp_path / "made.onnx", calibration=None
+    )
+    with pytest.raises(UserError, match=r"there are no calibration rows.*Add calibrate"):
+        OliveOptimizer().optimize(request)
+
+
+PIPELINE = """\
+pipeline: narrow
+data: {train: {sklearn: iris}, test: {sklearn: digits}}
+model: model.onnx
+export: {framework: onnx}
+quantize:
+  - {name: narrow, method: olive, options: {config: configs/olive/int8.json}, calibrate: {samples: 64}}
+benchmark: {targets: [cpu-1t]}
+"""
+
+
+def test_the_content_of_the_file_is_part_of_the_stage_s_key_and_the_file_is_what_a_commit_touches(
+    tmp_path: Path,
+) -> None:
+    for folder in ("configs/targets", "configs/olive", "configs/pipelines"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
+    write_perceptron(tmp_path / "model.onnx")
+    file, pipeline = tmp_path / "configs/olive/int8.json", tmp_path / "configs/pipelines/narrow.yaml"
+    pipeline.write_text(PIPELINE)
+    project = open_project(tmp_path)
+
+    def key(config: Mapping[str, Any], text: str = PIPELINE) -> str:
+        file.write_text(json.dumps(config))
+        pipeline.write_text(text)
+        planned = prepare(project, pipeline).plan
+        assert planned["quantize/narrow"].settings["quantized"] is True
+        assert "olive-ai==" in planned["quantize/narrow"].tools["requirements"]
+        return planned["quantize/narrow"].key({})
+
+    first = key(CONFIG)
+    assert key({**CONFIG, "input_model": "another", "evaluators": {}}) == first  # decides nothing
+    assert key({**CONFIG, "passes": {"narrow": STATIC}}) != first
+    pinned = PIPELINE.replace("method: olive", "method: olive, env: {requirements: [olive-ai==0.12.0]}")
+    assert key(CONFIG, pinned) != first
+    (found,) = affected(project, {"configs/olive/int8.json"})
+    assert found.file == "configs/pipelines/narrow.yaml"
+    assert affected(project, {"configs/olive/int4.json"}) == ()
+
+
+def test_an_environment_for_a_method_that_brings_none_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "configs/targets").mkdir(parents=True)
+    (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
+    write_perceptron(tmp_path / "model.onnx")
+    entry = "{name: narrow, method: dynamic, env: {timeout: 1 min}}"
+    text = PIPELINE.partition("quantize:")[0] + f"quantize: [{entry}]\nbenchmark: {{targets: [cpu-1t]}}\n"
+    (tmp_path / "narrow.yaml").write_text(text)
+    with pytest.raises(UserError, match="the environment has no requirements"):
+        prepare(open_project(tmp_path), tmp_path / "narrow.yaml")
+
+
+@pytest.fixture
+def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IsolatedOptimizer]:
+    (tmp_path / "strange_of_mine.py").write_text(STRANGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    from strange_of_mine import Strange
+
+    yield IsolatedOptimizer(here=Strange(), place="strange_of_mine:Strange", python=lambda: Path(sys.executable))
+    sys.modules.pop("strange_of_mine", None)
+
+
+def ask(optimizer: IsolatedOptimizer, folder: Path, name: str) -> OptimizeRequest:
+    write_perceptron(folder / "source.onnx")
+    return OptimizeRequest(
+        section=Quantize(name=name, method="strange", calibrate=Calibrate(), exclude=("first",)),
+        source=folder / "source.onnx",
+        path=folder / "made.onnx",
+        calibration={"file": np.ones((3, 2), np.float32), **rows(3)},
+        machines=(Arithmetic(family="arm"),),
+    )
+
+
+def test_an_optimizer_elsewhere_gets_the_whole_request(strange: IsolatedOptimizer, tmp_path: Path) -> None:
+    request = ask(strange, tmp_path, "copy")
+    assert strange.optimize(request) == ("(3, 2)", "arm", "('first',)")
+    assert request.path.read_bytes() == request.source.read_bytes()
+    assert (strange.quantized, strange.needs_calibration, strange.tools) == (False, True, ())
+    assert strange.settle(request.section, tmp_path) is request.section
+    assert strange.quantizes(request.section) is False
+    assert strange.files(request.section) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "told"), [("abort", StageFailure, "SIGABRT"), ("refuse", Refused, "the moon")]
+)
+def test_an_optimizer_elsewhere_that_fails_is_told(
+    strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], told: str
+) -> None:
+    with pytest.raises(kind, match=told):
+        strange.optimize(ask(strange, tmp_path, name))

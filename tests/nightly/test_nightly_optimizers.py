@@ -1,0 +1,103 @@
+"""Olive in an environment of its own: the suite for what it quantizes, and what it does where a pass fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from onnx_ops import plugins
+from onnx_ops.adapters.isolation.environments import Environments
+from onnx_ops.adapters.isolation.optimizer import IsolatedOptimizer
+from onnx_ops.adapters.isolation.process import Limits
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.graph.weights import quantized_weights
+from onnx_ops.ports import Optimizer, OptimizeRequest
+from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.optimizers import OptimizerSuite
+
+pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture(scope="session")
+def olive(environments: Environments) -> IsolatedOptimizer:
+    here = plugins.load("optimizers", "olive")
+    return IsolatedOptimizer(
+        here=here,
+        place=plugins.find("optimizers", "olive").value,
+        python=lambda: environments.python(Environment(requirements=here.requirements)),
+        limits=Limits(timeout=300.0),
+    )
+
+
+def section_of(one: dict[str, Any]) -> Quantize:
+    config = {"passes": {"only": one}}
+    return Quantize(name="narrow", method="olive", calibrate=Calibrate(samples=40), options={"config": config})
+
+
+class TestOliveDynamic(OptimizerSuite):
+    one: ClassVar[dict[str, Any]] = {
+        "type": "OnnxDynamicQuantization",
+        "reduce_range": True,  # without VNNI, eight bits saturate
+        "quant_preprocess": False,
+    }
+
+    @pytest.fixture
+    def optimizer(self, olive: IsolatedOptimizer) -> IsolatedOptimizer:
+        return olive
+
+    @pytest.fixture
+    def section(self) -> Quantize:
+        return section_of(self.one)
+
+
+class TestOliveStatic(TestOliveDynamic):
+    one: ClassVar[dict[str, Any]] = {
+        "type": "OnnxStaticQuantization",
+        "data_config": "theirs",
+        "quant_preprocess": False,
+    }
+
+    def test_calibration_that_is_needed_is_asked_for(self, optimizer: Optimizer, request_: OptimizeRequest) -> None:
+        with pytest.raises(UserError, match="calibration rows"):
+            optimizer.optimize(replace(request_, calibration=None))
+
+
+def request_for(folder: Path, one: dict[str, Any]) -> OptimizeRequest:
+    write_perceptron(folder / "source.onnx")
+    return OptimizeRequest(
+        section=section_of(one), source=folder / "source.onnx", path=folder / "made.onnx", calibration=rows(37)
+    )
+
+
+def test_a_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path) -> None:
+    request = request_for(tmp_path, {"type": "OnnxPeepholeOptimizer"})
+    olive.optimize(request)
+    assert quantized_weights(request.source, request.path) == ()
+
+
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        ({"type": "Nonsense"}, "'nonsense' not found"),
+        ({"type": "OnnxDynamicQuantization", "precision": "int3"}, "precision"),
+        # of a bias that is one row of a matrix, ONNX Runtime's quantizer asks whether it is true
+        ({"type": "OnnxStaticQuantization", "data_config": "x", "per_channel": True}, "The truth value of an array"),
+        ({"type": "DynamicToFixedShape", "dim_param": ["batch"], "dim_value": [5]}, "changed the model's inputs"),
+    ],
+)
+def test_a_pass_that_fails_or_changes_the_interface_fails_the_variant(
+    olive: IsolatedOptimizer, tmp_path: Path, one: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(StageFailure, match=told):
+        olive.optimize(request_for(tmp_path, one))
+
+
+def test_an_exclusion_that_olive_loses_on_the_way_is_told(olive: IsolatedOptimizer, tmp_path: Path) -> None:
+    request = request_for(tmp_path, {"type": "OnnxDynamicQuantization"})  # prepares, which joins product and sum
+    with pytest.raises(UserError, match="Olive quantized first, which `exclude` names"):
+        olive.optimize(replace(request, section=replace(request.section, exclude=("first",))))
