@@ -6,9 +6,9 @@ from prefect import State, flow
 from prefect.states import Completed
 
 from onnx_ops.orchestration.flows import concluding
+from onnx_ops.orchestration.surroundings import project_of
 from onnx_ops.orchestration.tasks import failed
 from onnx_ops.wiring.child import Performer
-from onnx_ops.wiring.project import open_project
 from onnx_ops.wiring.remote import answer
 
 
@@ -20,7 +20,7 @@ def measure(request: dict[str, Any]) -> State[Any]:
     Args:
         request: What onnx-ops asks; not written by hand.
     """
-    project = open_project()
-    performer = Performer(settings=project.settings, ports=project.ports)
-    error = answer(performer.here, project.ports.store, request)
+    with project_of(()) as project:
+        performer = Performer(settings=project.settings, ports=project.ports)
+        error = answer(performer.here, project.ports.store, request)
     return Completed(message=f"measured: {request['attempt']}") if error is None else failed(error)

@@ -8,20 +8,22 @@ from onnx_ops.operations.glance import Glance, ask
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.operations.notify import notify_each
 from onnx_ops.orchestration.flows import actor, concluding, reconcile_as_task, together
-from onnx_ops.wiring.project import open_project
+from onnx_ops.orchestration.surroundings import project_of
 
 
 @flow(name="reconcile", persist_result=False)
 @concluding
-def reconcile(endpoints: tuple[str, ...] = ()) -> State[Any]:
+def reconcile(endpoints: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
     """Settle every endpoint, each on its own; the run fails if one of them could not be settled.
 
     Args:
         endpoints: Names of endpoints; all by default.
+        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
     """
-    ports = open_project().ports
-    names = endpoints or bound_endpoints(ports)
-    glance = Glance(ports, lambda: ask(ports))
-    states = {name: reconcile_as_task(glance, name, actor(ports)) for name in names}
-    notify_each(ports, names)
-    return together(states)
+    with project_of(blocks) as project:
+        ports = project.ports
+        names = endpoints or bound_endpoints(ports)
+        glance = Glance(ports, lambda: ask(ports))
+        states = {name: reconcile_as_task(glance, name, actor(ports)) for name in names}
+        notify_each(ports, names)
+        return together(states)

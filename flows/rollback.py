@@ -6,7 +6,7 @@ from prefect import State, flow
 
 from onnx_ops.operations.rollback import chosen
 from onnx_ops.orchestration.flows import actor, back_as_tasks, concluding, together
-from onnx_ops.wiring.project import open_project
+from onnx_ops.orchestration.surroundings import project_of
 
 
 @flow(name="rollback", persist_result=False)
@@ -19,6 +19,7 @@ def rollback(
     all: bool = False,  # noqa: A002 (it is what the command calls it)
     model: str = "",
     target: str = "",
+    blocks: tuple[str, ...] = (),
 ) -> State[Any]:
     """Back to the previous version, or to `to`. Needs no MLflow; the aliases follow when the registry answers.
 
@@ -30,7 +31,9 @@ def rollback(
         all: Instead of names: every endpoint of the model, and of the target if given.
         model: With all: a registered model.
         target: With all: a target.
+        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
     """
-    ports = open_project().ports
-    names = chosen(ports, endpoints, every=all, model=model, target=target)
-    return together(back_as_tasks(ports, names, to=to, reason=reason, by=actor(ports), force=force, pin=not all))
+    with project_of(blocks) as project:
+        ports = project.ports
+        names = chosen(ports, endpoints, every=all, model=model, target=target)
+        return together(back_as_tasks(ports, names, to=to, reason=reason, by=actor(ports), force=force, pin=not all))

@@ -6,18 +6,19 @@ from prefect import State, flow
 
 from onnx_ops.orchestration.flows import actor, concluding
 from onnx_ops.orchestration.rollouts import drive
-from onnx_ops.wiring.project import open_project
+from onnx_ops.orchestration.surroundings import project_of
 
 
 @flow(name="rollout", flow_run_name="{endpoint}", persist_result=False)
 @concluding
-def rollout(endpoint: str, limit: str = "1 d", every: str = "10 s") -> State[Any]:
+def rollout(endpoint: str, limit: str = "1 d", every: str = "10 s", blocks: tuple[str, ...] = ()) -> State[Any]:
     """Move the endpoint's traffic step by step as the figures allow; the run fails if the candidate is rolled back.
 
     Args:
         endpoint: Name of the endpoint.
         limit: Longest time; then the rollout stays where it is, and the reconciler goes on with it.
         every: Time between two looks.
+        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
     """
-    ports = open_project().ports
-    return drive(ports, endpoint, by=actor(ports), limit=limit, every=every)
+    with project_of(blocks) as project:
+        return drive(project.ports, endpoint, by=actor(project.ports), limit=limit, every=every)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from scipy import special
-from scipy.optimize import brentq
 
 CONFIDENCE = 0.90
 """Of two-sided intervals: each bound has a one-sided error rate of 5 %."""
@@ -42,6 +41,8 @@ def tango_interval(
 
     def score(difference: float, level: float) -> float:
         return _tango_score(n, only_baseline, only_candidate, difference) - level
+
+    from scipy.optimize import brentq  # a stage in a process of its own starts sooner without it
 
     low, high = -1.0, 1.0
     if estimate - _EDGE > -1 + _EDGE:

@@ -36,6 +36,15 @@ class Intent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """Whoever holds the lease of the intent in entry `of` is still at it. Counts only while that intent is open."""
+
+    kind: Literal["renewed"] = "renewed"
+    of: int
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of the intent or the refusal in entry `of`."""
 
@@ -149,6 +158,7 @@ Body = (
     | Observed
     | Held
     | Notified
+    | Renewed
 )
 
 

@@ -22,6 +22,7 @@ from onnx_ops.domain.entries import (
     Outcome,
     Override,
     RefusedVersion,
+    Renewed,
     Spoken,
 )
 from onnx_ops.domain.release import VersionRecord
@@ -43,6 +44,7 @@ __all__ = [
     "Override",
     "RefusedVersion",
     "ReleaseState",
+    "Renewed",
     "Spoken",
     "fold",
     "follow",
@@ -149,7 +151,7 @@ def _by_hand(state: ReleaseState) -> bool:
 def _noted(
     state: ReleaseState,
     sequence: int,
-    body: Spoken | Mirrored | RefusedVersion | Frozen | Observed | Held | Notified,
+    body: Spoken | Mirrored | RefusedVersion | Frozen | Observed | Held | Notified | Renewed,
 ) -> ReleaseState:
     """What was said, read or counted, and changes nothing by itself."""
     match body:
@@ -159,6 +161,8 @@ def _noted(
             return replace(state, held=body)
         case Notified():
             return replace(state, notified_at={**state.notified_at, body.notifier: body.of})
+        case Renewed():
+            return _renew(state, body)
         case Mirrored():
             owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
             return replace(state, pending_aliases=owed, aliases={**state.aliases, **body.aliases})
@@ -170,6 +174,13 @@ def _noted(
             return replace(state, trial=_observed(state, body.reading))
         case _:
             assert_never(body)
+
+
+def _renew(state: ReleaseState, body: Renewed) -> ReleaseState:
+    opened = state.open_intent
+    if opened is None or state.generation != body.of:
+        return state
+    return replace(state, open_intent=replace(opened, expires_at=body.expires_at))
 
 
 def _override(state: ReleaseState, body: Override) -> ReleaseState:

@@ -7,17 +7,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import Held, Intent, LedgerEntry, Outcome, RefusedVersion, ReleaseState, follow
 from onnx_ops.domain.rollout import Action, ActionKind, WaitKind, Word
 
 QUIET_S = 3600.0
-"""Seconds within which the same news about an endpoint is told once. A rollback is news every time."""
+"""Seconds within which the same trouble, refusal or wait of an endpoint is told once."""
 
 _LONGEST = 400
 """Characters of a reason. Whoever needs all of it looks into the history."""
 
 
 class What(StrEnum):
+    STARTED = "started"
+    ADVANCED = "advanced"
     ROLLED_BACK = "rolled back"
     OPERATOR = "rolled back by an operator"
     WITHDRAWN = "withdrawn"
@@ -26,7 +29,15 @@ class What(StrEnum):
     FINISHED = "finished"
     REFUSED = "refused"
     TROUBLE = "trouble"
+    DRIFTED = "drifted"
     TEST = "test"
+
+
+PROGRESS = frozenset({What.STARTED, What.ADVANCED})
+"""Steps of a rollout that goes well: told to programs that ask for them, and to no person."""
+
+_REPEATS = frozenset({What.HELD, What.PAUSED, What.REFUSED, What.TROUBLE})
+"""What may come again and again by itself."""
 
 
 class Severity(StrEnum):
@@ -40,7 +51,9 @@ class Notification:
     """What a person needs at night: what happened, why in one line, where to look, and what to type.
 
     `commands` are commands by what they are for. `sequence` is the ledger entry that it is about, `at` its time in
-    seconds since the epoch, `actor` who wrote it. `link` is empty where there is no page.
+    seconds since the epoch, `actor` who wrote it; `sequence` is 0 for what is in no ledger. `version` is the one that
+    it is about, `serving` the one that has the traffic afterwards (most of it, during a rollout); empty where there is
+    none. `link` is empty where there is no page.
     """
 
     endpoint: str
@@ -53,6 +66,8 @@ class Notification:
     why: str
     commands: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
+    version: str = ""
+    serving: str = ""
     link: str = ""
 
     @property
@@ -66,7 +81,7 @@ class Notification:
         told = [f"Why: {self.why}"] if self.why else []
         told += [f"{purpose}: {command}" for purpose, command in self.commands.items()]
         told += [f"Look: {self.link}"] if self.link else []
-        return (*told, f"Entry {self.sequence} of the ledger, by {self.actor}")
+        return (*told, f"Entry {self.sequence} of the ledger, by {self.actor}" if self.sequence else f"By {self.actor}")
 
 
 def notices(before: ReleaseState, entry: LedgerEntry) -> tuple[Notification, ...]:
@@ -83,8 +98,10 @@ def notices(before: ReleaseState, entry: LedgerEntry) -> tuple[Notification, ...
     return () if found is None else (found.about(before, entry),)
 
 
-def news(endpoint: str, entries: Iterable[LedgerEntry], *, after: int = 0) -> tuple[Notification, ...]:
-    """What the entries after sequence `after` call for, oldest first.
+def news(
+    endpoint: str, entries: Iterable[LedgerEntry], *, after: int = 0, progress: bool = False
+) -> tuple[Notification, ...]:
+    """What the entries after sequence `after` call for, oldest first; with `progress`, good steps too.
 
     What was told within `QUIET_S` is not told again: an effect that fails in every pass, an alias that somebody sets
     again and again, an endpoint that keeps dying.
@@ -96,10 +113,10 @@ def news(endpoint: str, entries: Iterable[LedgerEntry], *, after: int = 0) -> tu
         for notice in notices(state, entry):
             key = notice.what, notice.headline
             again = notice.at - told[key] < QUIET_S if key in told else False
-            if again and notice.what not in (What.ROLLED_BACK, What.OPERATOR):
+            if again and notice.what in _REPEATS:
                 continue
             told[key] = notice.at
-            if entry.sequence > after:
+            if entry.sequence > after and (progress or notice.what not in PROGRESS):
                 found.append(notice)
         state = follow(state, entry)
     return tuple(found)
@@ -127,6 +144,8 @@ class _News:
     headline: str
     why: str
     commands: Mapping[str, str]
+    version: str = ""
+    serving: str = ""
 
     def about(self, state: ReleaseState, entry: LedgerEntry) -> Notification:
         return Notification(
@@ -140,38 +159,49 @@ class _News:
             why=textwrap.shorten(self.why, _LONGEST, placeholder=" …"),
             commands=self.commands,
             model=state.config.model if state.config is not None else "",
+            version=self.version,
+            serving=self.serving or _stable(state),
         )
 
 
 def _done(before: ReleaseState, intent: Intent) -> _News | None:
     action, name = intent.action, before.endpoint
+    serving = _serving(action)
+    what, severity, version = What.FINISHED, Severity.INFO, serving
     match action.kind:
         case ActionKind.ABORT:
             return _taken_back(before, intent)
+        case ActionKind.START | ActionKind.ADVANCE:
+            what = What.STARTED if action.kind is ActionKind.START else What.ADVANCED
+            version = _version(action.roles.candidate)
+            headline, commands = f"v{version} is at step {action.roles.step + 1}", {}
         case ActionKind.ROLLBACK:
-            left, serving = _stable(before), _serving(action)
-            back = {"Undo": f"onnx-ops rollback {name} --to {left} --force"} if left else {}
+            what, severity, version = What.OPERATOR, Severity.WARNING, _stable(before)
             headline = f"rolled back by an operator, v{serving} has all traffic"
-            return _News(
-                what=What.OPERATOR, severity=Severity.WARNING, headline=headline, why=action.why, commands=back
-            )
+            commands = {"Undo": f"onnx-ops rollback {name} --to {version} --force"} if version else {}
         case ActionKind.FINISH:
-            headline, undo = f"v{_serving(action)} has all traffic", {"Undo": f"onnx-ops rollback {name}"}
-            return _News(what=What.FINISHED, severity=Severity.INFO, headline=headline, why=action.why, commands=undo)
+            headline, commands = f"v{serving} has all traffic", {"Undo": f"onnx-ops rollback {name}"}
         case ActionKind.FIRST:
-            headline, look = f"first deployment: v{_serving(action)}", {"See": f"onnx-ops status {name}"}
-            return _News(what=What.FINISHED, severity=Severity.INFO, headline=headline, why=action.why, commands=look)
+            headline, commands = f"first deployment: v{serving}", {"See": f"onnx-ops status {name}"}
         case ActionKind.RESTORE:
-            headline, look = "was not what it should be, and was restored", {"See": f"onnx-ops history {name}"}
-            return _News(what=What.TROUBLE, severity=Severity.WARNING, headline=headline, why=action.why, commands=look)
+            what, severity = What.TROUBLE, Severity.WARNING
+            headline, commands = "was not what it should be, and was restored", {"See": f"onnx-ops history {name}"}
         case _:
             return None
+    return _News(
+        what=what,
+        severity=severity,
+        headline=headline,
+        why=action.why,
+        commands=commands,
+        version=version,
+        serving=serving,
+    )
 
 
 def _taken_back(before: ReleaseState, intent: Intent) -> _News:
     """A candidate that lost its traffic: by the figures, by an operator, or because nobody wants it any more."""
-    action, candidate = intent.action, before.roles.candidate
-    version = candidate.version if candidate is not None else "?"
+    action, version = intent.action, _version(before.roles.candidate)
     serving = f"v{_serving(action)} has all traffic"
     if not action.reject:
         what, severity, headline = What.WITHDRAWN, Severity.INFO, f"v{version} was withdrawn, {serving}"
@@ -182,7 +212,15 @@ def _taken_back(before: ReleaseState, intent: Intent) -> _News:
         severity = Severity.WARNING if by_hand else Severity.CRITICAL
         headline = f"v{version} was rolled back{' by an operator' if by_hand else ''}, {serving}"
         commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
-    return _News(what=what, severity=severity, headline=headline, why=action.why, commands=commands)
+    return _News(
+        what=what,
+        severity=severity,
+        headline=headline,
+        why=action.why,
+        commands=commands,
+        version=version,
+        serving=_serving(action),
+    )
 
 
 def _failed(before: ReleaseState, outcome: Outcome) -> _News:
@@ -213,6 +251,7 @@ def _refused(before: ReleaseState, body: RefusedVersion) -> _News:
         headline=f"refused {body.alias} on v{body.version}: {restored}",
         why=body.reason,
         commands=commands,
+        version=body.version,
     )
 
 
@@ -230,6 +269,7 @@ def _held(before: ReleaseState, body: Held) -> _News:
             "Go on": f"onnx-ops rollout resume {before.endpoint}",
             "Take it back": f"onnx-ops rollout abort {before.endpoint}",
         },
+        version=candidate.version if candidate is not None else "",
     )
 
 
@@ -240,7 +280,11 @@ def _promote(state: ReleaseState, version: str) -> str:
 
 
 def _serving(action: Action) -> str:
-    return action.roles.stable.version if action.roles.stable is not None else "?"
+    return _version(action.roles.stable)
+
+
+def _version(deployment: Deployment | None) -> str:
+    return deployment.version if deployment is not None else "?"
 
 
 def _stable(state: ReleaseState) -> str:

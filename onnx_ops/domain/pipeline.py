@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
-from onnx_ops.domain.quantities import Bytes, Fraction, Json, Seconds
+from onnx_ops.domain.quantities import FOUND, Bytes, Fraction, Json, Seconds
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.search import AUTO, ROLES, Budget, Role, Tune
 from onnx_ops.domain.standing import Prefer
@@ -117,13 +117,14 @@ class Quantize(Attempts):
         str,
         doc(
             "auto, or a plugin: dynamic, static, fp16, weight-only, graph, onnxslim, onnxsim, onnxoptimizer, fusion, "
-            "fixed-shapes."
+            "fixed-shapes, olive."
         ),
     ]
     calibrate: Annotated[Calibrate | None, doc("Calibration data; static quantization needs it.")] = None
     per_channel: Annotated[bool, doc("One scale per output channel of a weight.")] = True
     exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()
     options: Annotated[Mapping[str, Json], doc("Options of this optimizer.")] = field(default_factory=dict)
+    env: Annotated[Environment | None, doc("Environment of its own; the optimizer's default if left out.")] = None
     tune: Annotated[Tune | None, doc("auto: the rows that it decides by.")] = None
     budget: Annotated[Budget | None, doc("auto: what a variant may cost, and the search for it.")] = None
     keep: Annotated[tuple[Role, ...], MinLen(1), doc("auto: which of what it finds become variants NAME-fast …")] = (
@@ -186,6 +187,8 @@ class Pipeline:
     prefer: Annotated[Prefer, doc("Which variant a target gets of those that pass.")] = field(default_factory=Prefer)
     register: Annotated[Register | None, doc("Where versions go; without it the pipeline ends at the gates.")] = None
     deploy: tuple[Deploy, ...] = ()
+    parameters: Mapping[str, Json] = field(default_factory=dict, metadata=FOUND)
+    """What was taken from `params.yaml`, by its path there."""
 
     def variants(self) -> tuple[str, ...]:
         return (EXPORT, *(name for entry in self.quantize for name in entry.variants()))

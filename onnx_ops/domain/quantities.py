@@ -13,6 +13,9 @@ LATER: Mapping[str, bool] = {"later": True}
 """Metadata of a field that values got after they were first stored: while it has its default it is not written, so that
 older programs read what they know, and digests of documents stay."""
 
+FOUND: Mapping[str, bool] = {"found": True}
+"""Metadata of a field that is no key of a file: whoever reads the file fills it."""
+
 Seconds = Annotated[float, Unit("s"), Gt(0)]
 """Written with a unit in YAML: `5 ms`, `30 s`, `24h`."""
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
+from onnx_ops.domain.quantities import LATER
 from onnx_ops.domain.standing import Preference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """Where a release comes from. `data` maps a data set's name to its digest."""
+    """Where a release comes from. `data` maps a data set's name to its digest; `origins` tells of those whose source
+    knows where they came from, when the model was exported: repository, commit, path."""
 
     pipeline: str
     release: Digest
@@ -21,6 +23,16 @@ class Lineage:
     data: Mapping[str, Digest] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     run: str = ""
+    origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict, metadata=LATER)
+
+
+def flat_origins(lineage: Lineage) -> dict[str, str]:
+    """Every fact of `origins` as `<data set>.<fact>`."""
+    return {
+        f"{name}.{fact}": value
+        for name, told in sorted(lineage.origins.items())
+        for fact, value in sorted(told.items())
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,16 @@
-"""Tables of a run, where Prefect shows them and its API finds them."""
+"""Tables and pictures of a run, where Prefect shows them and its API finds them."""
 
 from __future__ import annotations
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+import base64
+from collections.abc import Collection
 
+from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
+
+from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.release import Choice
 from onnx_ops.reporting.description import ResultRow, result_table
+from onnx_ops.reporting.html import variants_picture
 from onnx_ops.wiring.summary import Summary, where_to_read
 
 
@@ -33,6 +38,19 @@ def publish_tables(summary: Summary) -> None:
             key=f"{summary.pipeline}-report",
             description=f"What was measured about the last release of {summary.pipeline}, and why it was decided so.",
         )
+
+
+def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
+    """`<pipeline>-<target>-variants`: size and latency of what was measured there. The image is in the artifact."""
+    for choice in summary.choices:
+        picture = variants_picture(choice.target, tuple(evidence), summary.decisions, choice.variant)
+        if picture is not None:
+            data = base64.b64encode(picture.encode("utf-8")).decode("ascii")
+            create_image_artifact(
+                f"data:image/svg+xml;base64,{data}",
+                key=f"{summary.pipeline}-{choice.target}-variants",
+                description=f"Variants of {summary.pipeline} on {choice.target}: size and latency.",
+            )
 
 
 def _gate_row(row: ResultRow) -> dict[str, str]:

@@ -46,16 +46,11 @@ class PrefectNotifier:
 
     def _block(self) -> Any:
         from prefect.blocks.abstract import NotificationBlock
-        from prefect.blocks.core import Block
         from prefect.blocks.notifications import AppriseNotificationBlock  # noqa: F401 (registers Prefect's own types)
 
-        try:
-            block = Block.load(self._place)
-        except ValueError as error:  # no such block, or none of that type
-            remedy = "See `prefect block ls`; a block of another package needs that package here."
-            raise UserError("there is no such block", where=self._where, remedy=remedy) from error
-        except Exception as error:  # of whatever kind Prefect's client raises
-            raise ServiceUnavailable("cannot be read", where=self._where, why=type(error).__name__) from None
+        from onnx_ops.orchestration.blocks import load_block
+
+        block = load_block(self._place)
         if not isinstance(block, NotificationBlock):
             raise UserError("is no notification block", where=self._where, remedy="See `prefect block ls`.")
         return block

@@ -34,6 +34,7 @@ class PrefectSite:
     home: Path
     api: str
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    password: str = ""
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -64,8 +65,10 @@ class PrefectSite:
             )
 
     def environment(self) -> dict[str, str]:
+        names = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING") if self.password else ()
         return self.project.environment(
             {
+                **dict.fromkeys(names, self.password),
                 "PREFECT_HOME": str(self.home),
                 "PREFECT_API_URL": self.api,
                 "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
@@ -80,7 +83,9 @@ class PrefectSite:
 
     def ask(self, path: str, **filters: Any) -> Any:
         """A question to the API, as any program may ask it."""
-        answer = httpx.post(f"{self.api}{path}", json=filters, timeout=60)
+        user, _, password = self.password.partition(":")
+        auth = (user, password) if user else None
+        answer = httpx.post(f"{self.api}{path}", json=filters, timeout=60, auth=auth)
         answer.raise_for_status()
         return answer.json()
 
@@ -147,10 +152,10 @@ def ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def served(project: Project, home: Path) -> Iterator[PrefectSite]:
+def served(project: Project, home: Path, password: str = "") -> Iterator[PrefectSite]:
     """A healthy server with its own database; what `made.started` lists ends before it."""
     port = free_port()
-    made = PrefectSite(project, home, f"http://127.0.0.1:{port}/api")
+    made = PrefectSite(project, home, f"http://127.0.0.1:{port}/api", password=password)
     made.started.append(made.start("server", "start", "--host", "127.0.0.1", "--port", str(port)))
     try:
         until(made.healthy, seconds=120, what="a healthy Prefect server")

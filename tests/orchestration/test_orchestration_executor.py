@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from uuid import UUID
 
@@ -59,6 +60,9 @@ class FakeHandler:
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
         return "no variant passed" if stage.kind is StageKind.PROMOTE else ""
+
+    def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         self.attempts[stage.id] = self.attempts.get(stage.id, 0) + 1

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
 from prefect import Flow, State, flow, runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.client.schemas.objects import StateType
 from prefect.flows import load_flow_from_entrypoint
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Completed, Failed
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
-from onnx_ops.domain.pipeline import StageOutcome, StageStatus
+from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.orchestration.artifacts import publish_tables
 from onnx_ops.orchestration.flows import conclusion, together
+from onnx_ops.orchestration.progress import Progress
+from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.wiring.summary import Summary
 
 PROJECT = Path(__file__).parents[2]
@@ -73,6 +78,16 @@ def summary(choice: Choice, exit_code: int, *, executed: tuple[str, ...] = ("tra
     return Summary(**{**values, **rest})
 
 
+BROUGHT = """\
+pipeline: brought
+data: {test: {file: rows.npz, inputs: {x: x}}}
+model: model.onnx
+export: {framework: onnx}
+benchmark: {targets: [cpu-1t]}
+gates: [{kind: parity}]
+"""
+
+
 def load(name: str) -> Flow[..., Any]:
     return cast("Flow[..., Any]", load_flow_from_entrypoint(f"{PROJECT / 'flows' / name}.py:{name}"))
 
@@ -92,10 +107,12 @@ def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "parameters", "required"),
     [
-        ("pipeline", {"file", "overrides", "until", "fresh"}, ["file"]),
-        ("rollback", {"endpoints", "to", "reason", "force", "all", "model", "target"}, []),
-        ("rollout", {"endpoint", "limit", "every"}, ["endpoint"]),
-        ("reconcile", {"endpoints"}, []),
+        ("pipeline", {"file", "overrides", "until", "fresh", "blocks"}, ["file"]),
+        ("model_commit", {"since", "until", "blocks"}, []),
+        ("rollback", {"endpoints", "to", "reason", "force", "all", "model", "target", "blocks"}, []),
+        ("rollout", {"endpoint", "limit", "every", "blocks"}, ["endpoint"]),
+        ("reconcile", {"endpoints", "blocks"}, []),
+        ("champions", {"pipelines", "blocks"}, []),
     ],
 )
 def test_flows_have_the_names_and_parameters_that_deployments_use(
@@ -122,6 +139,64 @@ def test_every_problem_of_a_wrong_file_ends_the_run(prefect_server: None, empty_
     assert "Traceback" not in state.message
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(UUID(str(state.state_details.flow_run_id))).name == "wrong"
+
+
+@pytest.fixture
+def repository(empty_project: Path) -> Path:
+    """Two commits: a pipeline whose gates pass, then a file that is none of its own."""
+    pipelines = empty_project / "configs" / "pipelines"
+    pipelines.mkdir()
+    (empty_project / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\n")
+    write_perceptron(empty_project / "model.onnx")
+    np.savez(empty_project / "rows.npz", **rows(64))
+    (empty_project / ".gitignore").write_text(".onnx-ops/\n")
+    (pipelines / "brought.yaml").write_text(BROUGHT)
+    commit(empty_project, "one")
+    (empty_project / "notes.md").write_text("nothing of a model\n")
+    commit(empty_project, "two")
+    return empty_project
+
+
+def commit(root: Path, message: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "--quiet"], ["add", "."], [*who, "commit", "--quiet", "--message", message]):
+        subprocess.run(["git", *words], cwd=root, check=True)
+
+
+def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repository: Path) -> None:
+    untouched = end("model_commit")
+    assert (untouched.name, untouched.message) == ("Completed", "no pipeline is touched by this change")
+    (repository / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\ndescription: changed\n")
+    (repository / "configs" / "pipelines" / "wrong.yaml").write_text("pipeline: wrong\n")
+    commit(repository, "three")
+    touched = end("model_commit", until="gate")
+    assert touched.name == "WrongInput"
+    assert "configs/pipelines/brought.yaml: cpu-1t: serves fp32" in str(touched.message)
+    assert "configs/pipelines/wrong.yaml:" in str(touched.message)
+    wanted = ArtifactFilter(key=ArtifactFilterKey(any_=["brought-progress", "brought-cpu-1t-variants"]))
+    with get_client(sync_client=True) as client:
+        found = {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=wanted)}
+    assert found["brought-progress"].data == 100.0
+    picture = base64.b64decode(str(found["brought-cpu-1t-variants"].data).removeprefix("data:image/svg+xml;base64,"))
+    assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 (ours)
+    assert b"fp32" in picture
+
+
+@pytest.mark.filterwarnings("ignore:Artifact creation outside:FutureWarning")
+def test_progress_that_no_server_takes_fails_no_run() -> None:
+    plan = Plan(pipeline="lonely", stages=())
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
+        progress = Progress()
+        progress.planned(plan)
+        progress.finished(
+            Stage(id="train", kind=StageKind.TRAIN, settings={}), StageOutcome(stage="train", status=StageStatus.DONE)
+        )
+
+
+def test_a_commit_that_git_does_not_know_is_told(prefect_server: None, repository: Path) -> None:
+    unknown = end("model_commit", since="no-such-branch")
+    assert unknown.name == "UserError"
+    assert "git knows no commit 'no-such-branch'" in str(unknown.message)
 
 
 def test_a_rollback_of_nothing_says_what_there_is(prefect_server: None, empty_project: Path) -> None:
@@ -205,15 +280,6 @@ def test_a_run_that_judged_nothing_leaves_no_tables(prefect_server: None) -> Non
         assert client.read_artifacts(artifact_filter=wanted) == []
 
 
-def test_the_server_and_workers_load_nothing_heavy() -> None:
-    code = (
-        "import sys, onnx_ops.orchestration; "
-        "print(sorted({'mlflow', 'torch', 'onnxruntime', 'onnx', 'numpy', 'prefect'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_deployments_lead_to_flows_and_pipelines_of_this_project() -> None:
     document = yaml.safe_load((PROJECT / "prefect.yaml").read_text(encoding="utf-8"))
     names = []
@@ -228,8 +294,10 @@ def test_deployments_lead_to_flows_and_pipelines_of_this_project() -> None:
     assert names == [
         "pipeline/digits-mlp",
         "pipeline/digits-cnn",
+        "model_commit/model_commit",
         "rollback/rollback",
         "rollout/rollout",
         "reconcile/reconcile",
+        "champions/champions",
         "measure/local",
     ]

@@ -1,0 +1,24 @@
+"""Measure the champions again, night after night: whether an upgrade or a new machine has changed what they are."""
+
+from typing import Any
+
+from prefect import State, flow
+
+from onnx_ops.orchestration.champions import look_after
+from onnx_ops.orchestration.flows import actor, concluding
+from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.wiring.child import Performer
+
+
+@flow(name="champions", persist_result=False)
+@concluding
+def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
+    """Do each champion's benchmark again and judge it by its own gates; the run fails as `Drifted` if one is worse.
+
+    Args:
+        pipelines: Names of pipelines or models; all that have a champion by default.
+        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
+    """
+    with project_of(blocks) as project:
+        performer = Performer(settings=project.settings, ports=project.ports)
+        return look_after(project.ports, performer, pipelines, by=actor(project.ports))

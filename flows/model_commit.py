@@ -1,0 +1,24 @@
+"""What a commit means for models: the pipelines that it touches are run."""
+
+from typing import Any
+
+from prefect import State, flow
+
+from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.orchestration.flows import concluding
+from onnx_ops.orchestration.pipelines import lead_touched
+from onnx_ops.orchestration.surroundings import project_of
+
+
+@flow(name="model_commit", persist_result=False)
+@concluding
+def model_commit(since: str = "HEAD~1", until: StageKind | None = None, blocks: tuple[str, ...] = ()) -> State[Any]:
+    """Run every pipeline that the change since a commit touches: its files, data, targets, or the code that it reaches.
+
+    Args:
+        since: The commit, tag or branch before the change.
+        until: Stop after this kind of stage; `gate` for what is not merged yet.
+        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
+    """
+    with project_of(blocks) as project:
+        return lead_touched(project, since, until)

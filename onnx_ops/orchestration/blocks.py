@@ -1,0 +1,246 @@
+"""Blocks of Prefect's that hold where a project's services are, and the secrets that open them.
+
+Prefect's server and workers import this module when they start (entry point `prefect.collections`), so it stays light.
+A block gives environment variables that `onnx_ops.settings`, MLflow and the clouds' SDKs read by themselves; nothing
+else has to know of blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from prefect.blocks.core import Block
+from prefect.blocks.fields import SecretDict
+from pydantic import Field, HttpUrl, SecretStr, field_validator
+
+from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.errors import ServiceUnavailable, SpecError, UserError
+
+_LOGO = HttpUrl(
+    "https://raw.githubusercontent.com/onnx/onnx/7c945e43f1d016474647ebdefbfd98ba952f9f79/docs/docsgen/source/"
+    "onnx-favicon.png"
+)
+_DOCUMENTATION = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
+
+_CREDENTIAL = re.compile(r"(AWS|AZURE)_[A-Z0-9_]+")
+"""Whoever may write a block may not thereby set PATH, PYTHONPATH or LD_PRELOAD on workers."""
+
+
+_DIFFERENT_CODE = ("env", "custom_ops", "package")
+_HARMLESS = re.compile(r"[\w ,:+=-]*|\d+\.\d+")
+"""Whoever may write a block may not make workers install a package or load a library either."""
+
+
+class EnvironmentBlock:
+    """What the blocks here have in common."""
+
+    def environ(self, folder: Path) -> Mapping[str, str]:
+        """Environment variables, secrets in plain text among them; fields that are empty give none.
+
+        Args:
+            folder: an empty one, for what variables name; it is there as long as they are.
+        """
+        raise NotImplementedError
+
+
+class ModelRegistry(Block, EnvironmentBlock):
+    """
+    The MLflow server of a project, and how to sign in there.
+
+    Example:
+        ```python
+        from onnx_ops.orchestration.blocks import ModelRegistry
+
+        registry = ModelRegistry.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name = "onnx-ops registry"
+    _block_type_slug = "onnx-ops-registry"
+    _logo_url = _LOGO
+    _documentation_url = _DOCUMENTATION
+
+    tracking_uri: str = Field(default=..., description="Address of MLflow, such as https://mlflow.example.org.")
+    mlflow_url: str = Field(default="", description="Where people open its pages, if that is another address.")
+    username: str = Field(default="", description="User name at MLflow.")
+    password: SecretStr | None = Field(default=None, description="Password of that user.")
+    token: SecretStr | None = Field(default=None, description="Bearer token, in place of user name and password.")
+
+    def environ(self, folder: Path) -> Mapping[str, str]:
+        return _filled(
+            ONNX_OPS_TRACKING_URI=self.tracking_uri,
+            ONNX_OPS_MLFLOW_URL=self.mlflow_url,
+            MLFLOW_TRACKING_USERNAME=self.username,
+            MLFLOW_TRACKING_PASSWORD=_plain(self.password),
+            MLFLOW_TRACKING_TOKEN=_plain(self.token),
+        )
+
+
+class EndpointAccess(Block, EnvironmentBlock):
+    """
+    Where releases are recorded and files are kept, and the credentials for these and for the endpoints' cloud.
+
+    Example:
+        ```python
+        from onnx_ops.orchestration.blocks import EndpointAccess
+
+        access = EndpointAccess.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name = "onnx-ops endpoints"
+    _block_type_slug = "onnx-ops-endpoints"
+    _logo_url = _LOGO
+    _documentation_url = _DOCUMENTATION
+
+    ledger: str = Field(default="", description="The ledger, a path or a URL such as s3://bucket/ledger.")
+    store: str = Field(default="", description="The store of files, a path or a URL such as s3://bucket/store.")
+    credentials: SecretDict = Field(
+        default_factory=lambda: SecretDict({}),
+        description="Variables of the clouds' own, named AWS_... or AZURE_..., such as AWS_SECRET_ACCESS_KEY.",
+    )
+
+    @field_validator("credentials")
+    @classmethod
+    def _are_credentials(cls, value: SecretDict) -> SecretDict:
+        wrong = sorted(name for name in value.get_secret_value() if not _CREDENTIAL.fullmatch(name))
+        if wrong:
+            raise ValueError(f"not a variable of AWS or Azure: {', '.join(wrong)}")
+        return value
+
+    def environ(self, folder: Path) -> Mapping[str, str]:
+        secrets = {name: str(value) for name, value in self.credentials.get_secret_value().items()}
+        return _filled(ONNX_OPS_LEDGER=self.ledger, ONNX_OPS_STORE=self.store, **secrets)
+
+
+class NotificationTarget(Block, EnvironmentBlock):
+    """
+    Who is told of a rollback, and the secrets of the services that carry the message.
+
+    Example:
+        ```python
+        from onnx_ops.orchestration.blocks import NotificationTarget
+
+        people = NotificationTarget.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name = "onnx-ops notifications"
+    _block_type_slug = "onnx-ops-notifications"
+    _logo_url = _LOGO
+    _documentation_url = _DOCUMENTATION
+
+    notify: str = Field(default=..., description="Notifiers, with commas between, such as webhook,github:acme/models.")
+    webhook: SecretStr | None = Field(default=None, description="Address of an incoming webhook in Slack's format.")
+    github_token: SecretStr | None = Field(default=None, description="Token of GitHub's that may write issues.")
+
+    def environ(self, folder: Path) -> Mapping[str, str]:
+        return _filled(
+            ONNX_OPS_NOTIFY=self.notify,
+            ONNX_OPS_NOTIFY_WEBHOOK=_plain(self.webhook),
+            ONNX_OPS_NOTIFY_GITHUB_TOKEN=_plain(self.github_token),
+        )
+
+
+class TargetDefinitions(Block, EnvironmentBlock):
+    """
+    Targets that several projects share: which provider on which machines, and the work pool whose workers measure them.
+
+    Example:
+        ```python
+        from onnx_ops.orchestration.blocks import TargetDefinitions
+
+        fleet = TargetDefinitions.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name = "onnx-ops targets"
+    _block_type_slug = "onnx-ops-targets"
+    _logo_url = _LOGO
+    _documentation_url = _DOCUMENTATION
+
+    targets: dict[str, dict[str, Any]] = Field(
+        default=...,
+        description='Targets by name, each as in a target file: {"t4": {"providers": [...], "pool": "t4"}}.',
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _are_targets(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        wrong = [f"{name}: {problem}" for name, target in value.items() for problem in _forbidden(target)]
+        if wrong:
+            raise ValueError(f"only a project's own files may say: {'; '.join(wrong)}")
+        with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
+            _check(_written(value, Path(folder)), value)
+        return value
+
+    def environ(self, folder: Path) -> Mapping[str, str]:
+        return {"ONNX_OPS_TARGETS": str(_written(self.targets, folder))}
+
+
+def _forbidden(value: object, key: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in _DIFFERENT_CODE:
+                yield str(name)
+            elif name != "description":
+                yield from _forbidden(inner, str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _forbidden(inner, key)
+    elif isinstance(value, str) and not _HARMLESS.fullmatch(value):
+        yield f"{key} {value!r}"
+
+
+def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
+    for name, target in targets.items():
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(f"{name!r} is no name of a target")
+        # JSON is YAML
+        (folder / f"{name}.yaml").write_text(json.dumps({"name": name, **target}), encoding="utf-8")
+    return folder
+
+
+def _check(folder: Path, names: Iterable[str]) -> None:
+    from onnx_ops.spec import TargetFiles
+
+    files = TargetFiles(folder, folder)
+    for name in names:
+        try:
+            files.load(name)
+        except SpecError as error:
+            told = "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
+            raise ValueError(f"{name}: {told}") from error
+        except UserError as error:
+            raise ValueError(f"{name}: {error.what}") from error
+
+
+def load_block(place: str) -> Block:
+    """The block of that type and name, such as `onnx-ops-registry/prod`.
+
+    Raises:
+        UserError: there is none.
+        ServiceUnavailable: Prefect's server does not answer.
+    """
+    where = f"prefect block {place}"
+    try:
+        found: Any = Block.load(place)
+    except ValueError as error:  # no such block, or none of that type
+        remedy = "See `prefect block ls`; a block of another package needs that package here."
+        raise UserError("there is no such block", where=where, remedy=remedy) from error
+    except Exception as error:  # of whatever kind Prefect's client raises; it may hold a secret
+        raise ServiceUnavailable("cannot be read", where=where, why=type(error).__name__) from None
+    return cast("Block", found)
+
+
+def _filled(**values: str) -> Mapping[str, str]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _plain(secret: SecretStr | None) -> str:
+    return secret.get_secret_value() if secret is not None else ""

@@ -1,0 +1,178 @@
+"""Events in Prefect: what automations wait for. A run is never failed by one, nor held up for long."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from onnx_ops.domain.artifact import hex_of
+from onnx_ops.domain.event import GATE_FAILED, PREFIX, REGISTERED, Event, event_of, model_id
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.notification import Notification
+from onnx_ops.domain.pipeline import Pipeline, StageStatus
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.ports import Ports
+from onnx_ops.wiring.summary import Summary
+
+if TYPE_CHECKING:
+    from prefect.events import Event as PrefectEvent
+
+NAME = "prefect-events"
+PATIENCE_S = 5.0
+"""Seconds that a server has to take an event."""
+
+_log = logging.getLogger(__name__)
+
+
+class PrefectEvents:
+    """Fulfils `ports.Notifier` and `ports.Following`: an event for every notification and every step.
+
+    Flows have it by themselves where a server is set; named in `notify`, the commands and the watch have it too. The
+    ledger remembers what it was told under its name, so that nobody tells it twice.
+
+    Raises:
+        UserError: it is given a place.
+    """
+
+    follows = True
+
+    def __init__(self, place: str = "", state: Path = Path()) -> None:
+        del state
+        if place:
+            raise UserError(f"{NAME} takes no place, not {place!r}", where="notify", remedy=f"Write {NAME} alone.")
+
+    def send(self, notification: Notification) -> None:
+        post([event_of(notification)])
+
+    def check(self) -> str:
+        return f"as events, to Prefect's server at {_server()}"
+
+
+def telling(ports: Ports) -> Ports:
+    """Ports whose notifiers also emit events, first of all; the same ports where no server is set."""
+    from prefect.settings import PREFECT_API_URL
+
+    if not PREFECT_API_URL.value():
+        return ports
+    return replace(ports, notifiers=lambda: {NAME: PrefectEvents(), **ports.notifiers()})
+
+
+def tell_run(ports: Ports, pipeline: Pipeline, summary: Summary) -> None:
+    """Emit what a pipeline's run decided and registered just now; what it found known was told before.
+
+    Trouble is logged. Nothing is emitted where no server is set.
+    """
+    found = tuple(run_events(pipeline, summary, ports.clock.now()))
+    if not found:
+        return
+    try:
+        post(found)
+    except OnnxOpsError as error:
+        _log.info("no events: %s", error)
+
+
+def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Event]:
+    """One event for each variant and target that failed just now, and one for the release if it is new."""
+    done = {outcome.stage for outcome in summary.outcomes if outcome.status is StageStatus.DONE}
+    registered = summary.registration
+    model = pipeline.register.model if pipeline.register is not None else summary.pipeline
+    served = {choice.target: choice.variant for choice in summary.choices}
+    link = registered.report if registered is not None else ""
+    common: dict[str, Any] = {"resource": model_id(model), "name": model, "at": now}
+    for decision in summary.decisions:
+        if decision.verdict is not Verdict.FAIL or f"gate/{decision.variant}@{decision.target}" not in done:
+            continue
+        chosen = served.get(decision.target)
+        yield Event(
+            event=GATE_FAILED,
+            **common,
+            labels={f"{PREFIX}target": decision.target, f"{PREFIX}served": "no" if chosen is None else "yes"},
+            payload={
+                "what": f"{decision.variant} failed on {decision.target}",
+                "why": decision.reason,
+                "pipeline": summary.pipeline,
+                "variant": decision.variant,
+                "target": decision.target,
+                "version": registered.versions.get(decision.variant, "") if registered is not None else "",
+                "chosen": chosen,
+                "gates": [gate for gate, verdict in decision.verdicts.items() if verdict is Verdict.FAIL],
+                "link": link,
+            },
+        )
+    if registered is not None and "register" in done:
+        yield Event(
+            event=REGISTERED,
+            **common,
+            payload={
+                "what": f"release {hex_of(registered.release)[:12]} of {model} is registered",
+                "why": "; ".join(f"{c.target}: {c.variant or 'no variant'} ({c.reason})" for c in summary.choices),
+                "pipeline": summary.pipeline,
+                "release": registered.release,
+                "versions": dict(registered.versions),
+                "chosen": dict(served),
+                "awaiting": list(summary.awaiting),
+                "link": link,
+            },
+        )
+
+
+def post(events: Sequence[Event]) -> None:
+    """Give events to the server and wait until it has taken them.
+
+    Prefect's own `emit_event` leaves them to a thread, which drops them where the server is down, and holds up the end
+    of the process for it; a ledger must not note as told what nobody took.
+
+    Raises:
+        ServiceUnavailable: the server does not answer, or does not take them.
+        UserError: no server is set.
+    """
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    where = _server()
+    documents = [_prefects(event).model_dump(mode="json") for event in events]
+    try:
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True, httpx_settings={"timeout": PATIENCE_S}) as client,
+        ):
+            client.request("POST", "/events", json=documents)
+    except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: it is of another version
+        raise ServiceUnavailable("Prefect's server takes no events", where=where, why=type(error).__name__) from None
+
+
+def _server() -> str:
+    from prefect.settings import PREFECT_API_URL
+
+    if url := PREFECT_API_URL.value():
+        return str(url)
+    raise UserError(
+        "events go to a Prefect server, and none is set",
+        where="PREFECT_API_URL",
+        remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api",
+    )
+
+
+def _prefects(event: Event) -> PrefectEvent:
+    from prefect import runtime
+    from prefect.events import Event as PrefectEvent
+
+    related = {**event.related}
+    if runtime.flow_run.id:
+        related["flow-run"] = f"prefect.flow-run.{runtime.flow_run.id}"
+    identity = {} if event.key is None else {"id": UUID(hex_of(event.key)[:32])}
+    return PrefectEvent.model_validate(
+        {
+            "occurred": event.at,
+            "event": event.event,
+            "resource": {"prefect.resource.id": event.resource, "prefect.resource.name": event.name, **event.labels},
+            "related": [{"prefect.resource.id": one, "prefect.resource.role": role} for role, one in related.items()],
+            "payload": dict(event.payload),
+            **identity,
+        }
+    )

@@ -1,0 +1,92 @@
+"""The project that a flow works on: where it is, and what Prefect's blocks say about its services."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from prefect.settings.base import PrefectBaseSettings, build_settings_config
+from pydantic import Field
+
+from onnx_ops.errors import UserError
+from onnx_ops.orchestration.blocks import EnvironmentBlock, load_block
+from onnx_ops.orchestration.events import telling
+from onnx_ops.wiring.project import Project, open_project
+
+
+class CollectionSettings(PrefectBaseSettings):
+    """Prefect's settings of this collection: `PREFECT_INTEGRATIONS_ONNX_OPS_ROOT` and `…_BLOCKS`."""
+
+    model_config = build_settings_config(("integrations", "onnx_ops"))
+
+    root: Path | None = Field(default=None, description="Folder of the project, where it is not the flow's own.")
+    blocks: str = Field(default="", description="Blocks for flows that name none, with commas between.")
+
+
+@contextlib.contextmanager
+def project_of(blocks: Sequence[str]) -> Iterator[Project]:
+    """The project, with what the blocks say as environment variables of this process and its children meanwhile.
+
+    What a block says outranks the environment and the settings file. Whatever moves traffic is told as events too.
+
+    Args:
+        blocks: types and names, such as `onnx-ops-registry/prod`; those of the settings if empty.
+
+    Raises:
+        UserError: a block is not there, is none of ours, or contradicts another.
+        ServiceUnavailable: Prefect's server does not answer.
+    """
+    settings = CollectionSettings()
+    named = tuple(blocks) or tuple(part for part in map(str.strip, settings.blocks.split(",")) if part)
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
+        found = dict(environment(named, Path(folder)))
+        if settings.root is not None and "ONNX_OPS_ROOT" not in os.environ:
+            found["ONNX_OPS_ROOT"] = str(settings.root)
+        with _surrounded(found):
+            project = open_project()
+            yield replace(project, ports=telling(project.ports))
+
+
+@contextlib.contextmanager
+def _surrounded(given: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
+    """What these blocks say together; `folder` is an empty one for what the variables name.
+
+    Raises:
+        UserError: a block is not there, is none of ours, or contradicts another.
+        ServiceUnavailable: Prefect's server does not answer.
+    """
+    found: dict[str, str] = {}
+    said_by: dict[str, str] = {}
+    for number, place in enumerate(dict.fromkeys(blocks)):
+        block = load_block(place)
+        if not isinstance(block, EnvironmentBlock):
+            ours = "onnx-ops-registry, onnx-ops-endpoints, onnx-ops-targets or onnx-ops-notifications"
+            raise UserError("is no block of onnx-ops", where=f"prefect block {place}", remedy=f"Its type is {ours}.")
+        own = folder / str(number)
+        own.mkdir(parents=True)
+        for name, value in block.environ(own).items():
+            if found.setdefault(name, value) != value:
+                raise UserError(
+                    f"{said_by[name]} and {place} say different things of {name}",
+                    where="blocks",
+                    remedy="Leave one of them out.",
+                )
+            said_by.setdefault(name, place)
+    return found

@@ -1,0 +1,92 @@
+"""What programs are told of a release, under which names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from test_domain_ledger import CONFIGURED, FINISH, START, intent, log, version
+from test_domain_notification import ALARM, ON_TRIAL, told
+
+from onnx_ops.domain.event import NAMES, event_of
+from onnx_ops.domain.ledger import Outcome
+from onnx_ops.domain.notification import Notification, Severity, What, news
+from onnx_ops.domain.rollout import ActionKind, rollback
+
+
+def followed(*bodies: object) -> list[Notification]:
+    return list(news("digits", log(*bodies), progress=True))  # type: ignore[arg-type]
+
+
+def test_a_whole_rollout_is_followed_step_by_step() -> None:
+    step = replace(START, kind=ActionKind.ADVANCE, roles=replace(START.roles, step=1))
+    bodies = (*ON_TRIAL, intent(step), Outcome(of=6, ok=True), intent(FINISH), Outcome(of=8, ok=True))
+    found = [event_of(notice) for notice in followed(*bodies)]
+    assert [event.event for event in found] == [
+        "onnx-ops.rollout.finished",
+        "onnx-ops.rollout.started",
+        "onnx-ops.rollout.advanced",
+        "onnx-ops.rollout.finished",
+    ]
+    assert {event.resource for event in found} == {"onnx-ops.endpoint.digits"}
+    assert [(e.payload["version"], e.payload["serving"]) for e in found] == [
+        ("1", "1"),
+        ("2", "1"),
+        ("2", "1"),
+        ("2", "2"),
+    ]
+    assert found[2].payload["what"] == "v2 is at step 2"
+    assert [notice.what for notice in told(*bodies)] == [What.FINISHED, What.FINISHED], "people are spared the steps"
+
+
+def test_what_is_taken_back_says_which_version_and_why() -> None:
+    *_, found = followed(*ON_TRIAL, intent(ALARM), Outcome(of=6, ok=True))
+    event = event_of(found)
+    assert event.event == "onnx-ops.rollout.rolled-back"
+    assert (event.payload["version"], event.payload["serving"]) == ("2", "1")
+    assert event.payload["why"] == ALARM.why
+    assert event.labels == {"onnx-ops.severity": "critical"}
+    back = rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens", now=5.0)
+    *_, found = followed(CONFIGURED, intent(FINISH), Outcome(of=2, ok=True), intent(back), Outcome(of=4, ok=True))
+    event = event_of(found)
+    assert event.event == "onnx-ops.rolled-back"
+    assert (event.payload["version"], event.payload["serving"]) == ("2", "1")
+
+
+def test_a_version_that_finishes_twice_within_the_hour_is_told_twice() -> None:
+    once = (intent(ALARM), Outcome(of=6, ok=True), intent(START), Outcome(of=8, ok=True))
+    bodies = (*ON_TRIAL, *once, intent(ALARM), Outcome(of=10, ok=True), intent(START), Outcome(of=12, ok=True))
+    found = [event_of(notice) for notice in followed(*bodies)]
+    assert [event.event.rpartition(".")[2] for event in found[1:]] == ["started", "rolled-back"] * 2 + ["started"]
+    assert len({event.key for event in found}) == len(found)
+
+
+notices = st.builds(
+    Notification,
+    endpoint=st.text(min_size=1),
+    sequence=st.integers(0, 9),
+    at=st.floats(0, 2e9),
+    actor=st.text(),
+    what=st.sampled_from(What),
+    severity=st.sampled_from(Severity),
+    headline=st.text(),
+    why=st.text(),
+    commands=st.dictionaries(st.text(), st.text()),
+    model=st.text(),
+)
+
+
+@given(notices)
+def test_every_notification_is_an_event_that_json_can_hold(notice: Notification) -> None:
+    event = event_of(notice)
+    assert event.event == NAMES[notice.what]
+    assert json.loads(json.dumps(event.payload)) == event.payload
+    assert event_of(notice).key == event.key
+    assert (event.key is None) == (notice.sequence == 0)
+
+
+def test_every_kind_of_news_has_a_name_of_its_own() -> None:
+    assert set(NAMES) == set(What)
+    assert len(set(NAMES.values())) == len(NAMES)

@@ -1,0 +1,75 @@
+"""Champions measured again by the command: as they were, under a runtime that computes otherwise, and unknown ones."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_project import Project
+
+OTHERWISE = """
+import numpy as np
+import onnxruntime
+
+run = onnxruntime.InferenceSession.run
+
+
+def otherwise(session, *arguments, **options):
+    return [np.roll(found, 1, axis=0) for found in run(session, *arguments, **options)]
+
+
+onnxruntime.InferenceSession.run = otherwise
+"""
+
+
+@pytest.fixture(scope="module")
+def released(project: Project) -> Project:
+    project.run()
+    return project
+
+
+def champion(released: Project, *names: str, code: int, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    found: list[dict[str, Any]] = released.document("champions", *names, code=code, environ=environ)
+    (drift,) = found
+    assert (drift["model"], drift["target"], drift["pipeline"]) == ("digits-mlp", "cpu-1t", "digits-mlp")
+    return drift
+
+
+def test_one_that_is_as_it_was(released: Project) -> None:
+    found = champion(released, "digits-mlp", code=0)
+    assert found["verdict"] in ("pass", "inconclusive"), found
+    assert found["changed"] == []
+    assert any(result["metric"] == "accuracy since" and result["estimate"] == 0 for result in found["results"])
+
+
+def test_nothing_is_changed_by_a_look(released: Project) -> None:
+    again = released.run()
+    assert again["executed"] == []
+
+
+def test_a_runtime_that_computes_otherwise_is_found(released: Project, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OTHERWISE, encoding="utf-8")
+    metadata = tmp_path / "onnxruntime-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: onnxruntime\nVersion: 99.0\n", encoding="utf-8")
+    inherited = released.environment().get("PYTHONPATH", "")
+    found = champion(released, code=1, environ={"PYTHONPATH": f"{tmp_path}:{inherited}"})
+    assert (found["verdict"], found["measured"]) == ("fail", 2)
+    assert any(change.startswith("runtime onnxruntime 99.0, was onnxruntime ") for change in found["changed"])
+    failed = {result["gate"] for result in found["results"] if result["verdict"] == "fail"}
+    assert "metric" in failed
+
+
+def test_a_name_without_a_champion(released: Project) -> None:
+    done = released.command("champions", "digits-cnn")
+    assert done.returncode == 2
+    assert "Pipelines and models that have one: digits-mlp." in done.stderr
+
+
+def test_a_store_that_has_forgotten_is_no_drift(released: Project) -> None:
+    shutil.rmtree(released.root / ".onnx-ops" / "store" / "records")
+    found = champion(released, code=4)
+    assert found["verdict"] == "error"
+    assert "--fresh benchmark" in found["why"]

@@ -1,0 +1,125 @@
+"""The automations of `infra/prefect`, made as they say themselves at a server with a password: a failed gate is told, a
+dead run is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from e2e_project import ROOT, Project, until
+from prefect import flow
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import Failed, Running
+from prefect_site import PREFECT, PrefectSite, served
+
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.domain.event import GATE_FAILED, Event, model_id
+from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.orchestration.events import post
+from onnx_ops.testing.inbox import Inbox
+
+pytestmark = pytest.mark.services
+
+FILE = ROOT / "infra" / "prefect" / "automations.yaml"
+GATE, DEAD = "onnx-ops gate failed", "onnx-ops dead runs are crashed"
+CLOCK = SystemClock()
+PASSWORD = "admin:of-the-tests"  # noqa: S105
+SILENCE_S = 10
+"""The shortest that a server takes for a trigger that waits for silence."""
+
+
+@pytest.fixture(scope="module")
+def site(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+    with (
+        served(project, tmp_path_factory.mktemp("prefect"), PASSWORD) as made,
+        temporary_settings({PREFECT_API_URL: made.api, PREFECT_API_AUTH_STRING: PASSWORD}),
+    ):
+        yield made
+
+
+@pytest.fixture(scope="module")
+def inbox(site: PrefectSite) -> Iterator[Inbox]:
+    with Inbox().open() as inbox:
+        block = CustomWebhookNotificationBlock(
+            name="ops", url=inbox.url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
+        )
+        block.save("ops")
+        yield inbox
+
+
+@pytest.fixture(scope="module")
+def automations(site: PrefectSite, inbox: Inbox) -> dict[str, dict[str, Any]]:
+    """Made by the commands that the file tells, with a shorter silence; by name."""
+    commands = [line.removeprefix("#   ") for line in FILE.read_text().splitlines() if line.startswith("#   ")]
+    shortened = f"sed -i 's/within: 90/within: {SILENCE_S}/' automations.yaml"
+    script = "\n".join(["set -e", *commands[:-1], shortened, commands[-1]])
+    (site.project.root / "infra" / "prefect").mkdir(parents=True)
+    (site.project.root / "infra" / "prefect" / FILE.name).write_text(FILE.read_text())
+    done = subprocess.run(
+        ["bash", "-c", script.replace("slack-webhook/ops", "custom-webhook/ops")],
+        cwd=site.project.root,
+        env=site.environment() | {"PATH": f"{PREFECT.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed: list[dict[str, Any]] = site.ask("/automations/filter")
+    return {automation["name"]: automation for automation in listed}
+
+
+def test_they_are_listed_and_enabled(automations: dict[str, dict[str, Any]], site: PrefectSite) -> None:
+    assert set(automations) == {GATE, DEAD} == {one["name"] for one in yaml.safe_load(FILE.read_text())["automations"]}
+    assert all(automation["enabled"] for automation in automations.values())
+    assert GATE in site.done("automation", "ls")
+
+
+def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
+    with temporary_settings({PREFECT_API_AUTH_STRING: "admin:wrong"}), pytest.raises(ServiceUnavailable) as caught:
+        post([beat("nobody")])
+    assert "of-the-tests" not in str(caught.value)
+
+
+def test_a_failed_gate_without_another_variant_is_told(automations: dict[str, dict[str, Any]], inbox: Inbox) -> None:
+    for served_by, variant in (("yes", "int8"), ("no", "fp32")):
+        event = Event(
+            event=GATE_FAILED,
+            resource=model_id("digits-mlp"),
+            name="digits-mlp",
+            at=CLOCK.now(),
+            labels={"onnx-ops.target": "cpu-1t", "onnx-ops.served": served_by},
+            payload={"what": f"{variant} failed on cpu-1t", "why": "latency: 21% slower", "link": "https://x.example"},
+        )
+        post([event])
+    until(lambda: inbox.letters, seconds=60, what="a message about the gate")
+    (letter,) = inbox.letters
+    assert letter.document["subject"] == "digits-mlp: fp32 failed on cpu-1t"
+    assert letter.document["body"] == "Why: latency: 21% slower\nhttps://x.example"
+
+
+def test_a_run_that_falls_silent_is_crashed_and_one_that_ended_is_not(
+    automations: dict[str, dict[str, Any]], site: PrefectSite
+) -> None:
+    with get_client(sync_client=True) as client:
+        silent, ended = [client.create_flow_run(flow(lambda: None, name="beating"), state=Running()) for _ in range(2)]
+        post([beat(str(run.id)) for run in (silent, ended)])
+        client.set_flow_run_state(ended.id, Failed(name="GateFailed"))
+        until(lambda: client.read_flow_run(silent.id).state_type == "CRASHED", seconds=120, what="a crashed run")
+        state = client.read_flow_run(silent.id).state
+        assert client.read_flow_run(ended.id).state_name == "GateFailed"
+    assert state is not None
+    assert "its process and its worker are gone" in (state.message or "")
+
+
+def beat(run: str) -> Event:
+    name = "prefect.flow-run.heartbeat"
+    return Event(event=name, resource=f"prefect.flow-run.{run}", name="beating", at=CLOCK.now(), payload={})

@@ -1,0 +1,204 @@
+"""Blocks: Prefect's own conformance suite, and what flows get of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from prefect.blocks.core import Block
+from prefect.blocks.system import Secret
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.testing.standard_test_suites import BlockStandardTestSuite, blocks
+from pydantic import SecretStr, ValidationError
+
+from onnx_ops.domain.notification import trial
+from onnx_ops.errors import ServiceUnavailable, SpecError, UserError
+from onnx_ops.orchestration.blocks import EndpointAccess, ModelRegistry, NotificationTarget, TargetDefinitions
+from onnx_ops.orchestration.events import NAME
+from onnx_ops.orchestration.surroundings import environment, project_of
+from onnx_ops.wiring.project import check
+
+
+@pytest.mark.parametrize("block", [ModelRegistry, EndpointAccess, NotificationTarget, TargetDefinitions])
+class TestConformance(BlockStandardTestSuite):
+    """The suite opens the logo's address; here is no network, and the picture is one of ours."""
+
+    @pytest.fixture
+    def block(self, request: pytest.FixtureRequest) -> type[Block]:
+        return request.param  # type: ignore[no-any-return]
+
+    @pytest.fixture(autouse=True)
+    def logo(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def opened(address: str) -> io.BytesIO:
+            assert address.startswith("https://")
+            picture = io.BytesIO()
+            Image.new("RGB", (256, 256)).save(picture, "PNG")
+            return io.BytesIO(picture.getvalue())
+
+        monkeypatch.setattr(blocks, "urlopen", opened)
+
+
+REGISTRY = ModelRegistry(tracking_uri="https://mlflow.example", username="me", password=SecretStr("hush"))
+ACCESS = EndpointAccess(ledger="memory://b/ledger", credentials={"AWS_SECRET_ACCESS_KEY": "hush"})  # type: ignore[arg-type]
+FLEET = TargetDefinitions(targets={"t4": {"providers": [{"name": "CUDAExecutionProvider"}], "pool": "t4"}})
+PEOPLE = NotificationTarget(notify="webhook", webhook=SecretStr("https://chat.example/hush"))
+
+
+def test_a_block_gives_the_variables_that_settings_read(tmp_path: Path) -> None:
+    assert REGISTRY.environ(tmp_path) == {
+        "ONNX_OPS_TRACKING_URI": "https://mlflow.example",
+        "MLFLOW_TRACKING_USERNAME": "me",
+        "MLFLOW_TRACKING_PASSWORD": "hush",
+    }
+    assert ACCESS.environ(tmp_path) == {"ONNX_OPS_LEDGER": "memory://b/ledger", "AWS_SECRET_ACCESS_KEY": "hush"}
+    told = {"ONNX_OPS_NOTIFY": "webhook", "ONNX_OPS_NOTIFY_WEBHOOK": "https://chat.example/hush"}
+    assert PEOPLE.environ(tmp_path) == told
+
+
+@pytest.mark.parametrize("name", ["PATH", "PYTHONPATH", "LD_PRELOAD", "AWS_X=1", "AWS_\nA", "ONNX_OPS_SIGNING_KEY"])
+def test_a_block_cannot_set_what_is_no_credential(name: str) -> None:
+    with pytest.raises(ValidationError, match="not a variable of AWS or Azure"):
+        EndpointAccess(credentials={name: "x"})  # type: ignore[arg-type]
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "hush" not in "".join(map(repr, (REGISTRY, ACCESS, PEOPLE)))
+
+
+@pytest.fixture
+def saved(prefect_server: None) -> None:
+    for block in (REGISTRY, ACCESS, PEOPLE, FLEET):
+        block.save("prod", overwrite=True)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "configs" / "targets").mkdir(parents=True)
+    for name in [name for name in os.environ if name.startswith(("ONNX_OPS_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+PROD = ("onnx-ops-registry/prod", "onnx-ops-endpoints/prod", "onnx-ops-notifications/prod", "onnx-ops-targets/prod")
+
+
+def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, here: Path) -> None:
+    before = dict(os.environ)
+    with project_of(PROD) as project:
+        assert project.settings.tracking_uri == "https://mlflow.example"
+        assert project.settings.ledger == "memory://b/ledger"
+        assert list(project.ports.notifiers()) == [NAME, "webhook"]
+        child = subprocess.run(["printenv", "AWS_SECRET_ACCESS_KEY"], capture_output=True, text=True, check=True)
+        assert child.stdout.strip() == "hush"
+        assert project.targets.names() == ("t4",)
+        assert project.targets.load("t4").pool == "t4"
+        shared = project.settings.shared_targets
+        assert shared is not None
+    assert not shared.exists()
+    assert dict(os.environ) == before
+
+
+def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> None:
+    (here / "data.npz").touch()
+    file = here / "configs" / "p.yaml"
+    file.write_text(
+        "schema: 1\nname: p\nmodel: m.onnx\nexport: {framework: onnx, inputs: []}\nbenchmark: {targets: [t4, t5]}\n",
+        encoding="utf-8",
+    )
+    with project_of(PROD[3:]) as project, pytest.raises(SpecError) as refused:
+        check(project, file)
+    told = [problem.message for problem in refused.value.problems if problem.path.startswith("benchmark")]
+    assert told == ["no target is called 't5'; targets here: 't4'"]
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ({"env": {"requirements": ["evil==1"]}}, "only a project's own files may say: t: env"),
+        ({"custom_ops": [{"path": "x.so", "digest": "sha256:" + "0" * 64}]}, "custom_ops"),
+        ({"providers": [{"name": "QNNExecutionProvider", "package": "evil"}]}, "package"),
+        (
+            {"providers": [{"name": "QNNExecutionProvider", "options": {"backend_path": "/srv/evil.so"}}]},
+            "backend_path",
+        ),
+        ({"session": {"config": {"x": "evil.dll"}}}, "x 'evil.dll'"),
+        ({"providers": []}, "providers"),
+        ({"pol": "t4"}, "pol"),
+        ({"schema": 99}, "newer"),
+        ({"providers": [{"name": "CPUExecutionProvider", "options": {"x": "${env:HOME}"}}]}, "x '"),
+        ({"name": "other"}, "is not the name"),
+    ],
+)
+def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        TargetDefinitions(targets={"t": target})
+    with pytest.raises(ValidationError, match="no name of a target"):
+        TargetDefinitions(targets={"../t": {}})
+
+
+def test_settings_of_the_collection_are_defaults(saved: None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = here / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_ONNX_OPS_BLOCKS", " onnx-ops-registry/prod, ")
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_ONNX_OPS_ROOT", str(elsewhere))
+    with project_of(()) as project:
+        assert (project.settings.root, project.settings.tracking_uri) == (elsewhere, "https://mlflow.example")
+    with project_of(PROD[1:2]) as project:
+        assert project.settings.tracking_uri.startswith("sqlite:")
+    monkeypatch.setenv("ONNX_OPS_ROOT", str(here))
+    with project_of(()) as project:
+        assert project.settings.root == here
+
+
+def test_blocks_that_contradict_each_other_are_refused(saved: None, tmp_path: Path) -> None:
+    ModelRegistry(tracking_uri="https://other.example").save("other", overwrite=True)
+    with pytest.raises(UserError, match="say different things of ONNX_OPS_TRACKING_URI"):
+        environment(("onnx-ops-registry/prod", "onnx-ops-registry/other"), tmp_path / "one")
+    assert environment(("onnx-ops-registry/prod",) * 2, tmp_path / "two") == dict(REGISTRY.environ(tmp_path))
+
+
+def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such block"):
+        environment(("onnx-ops-registry/nobody",), tmp_path)
+    with pytest.raises(UserError, match="no such block"):
+        environment(("nothing",), tmp_path)
+    Secret(value="x").save("some", overwrite=True)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="is no block of onnx-ops"):
+        environment(("secret/some",), tmp_path)
+
+
+def test_a_server_that_is_down_is_told(saved: None, tmp_path: Path) -> None:
+    settings: dict[Any, Any] = {PREFECT_API_URL: "http://127.0.0.1:9/api"}
+    with temporary_settings(settings), pytest.raises(ServiceUnavailable, match="onnx-ops-registry/prod"):
+        environment(("onnx-ops-registry/prod",), tmp_path)
+
+
+def test_the_server_keeps_secrets_sealed_unless_asked(saved: None) -> None:
+    wanted = {"block_types": {"slug": {"any_": ["onnx-ops-registry"]}}}
+    with get_client(sync_client=True) as client:
+        found = client.request("POST", "/block_documents/filter", json=wanted).json()
+    (password,) = [document["data"]["password"] for document in found if document["name"] == "prod"]
+    assert set(password) == {"*"}
+
+
+def test_a_server_and_a_worker_that_load_the_collection_load_nothing_heavy() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    module = pyproject["project"]["entry-points"]["prefect.collections"]["onnx_ops"]
+    assert module == ModelRegistry.__module__
+    heavy = "{'mlflow', 'torch', 'onnxruntime', 'onnx', 'numpy', 'cattrs', 'yaml.cyaml'}"
+    code = f"import sys, prefect.main; old = set(sys.modules); import {module}; print({heavy} & set(sys.modules) - old)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_trial_is_about_no_ledger_entry() -> None:
+    assert trial("onnx-ops", at=1.0, actor="me").lines[-1] == "By me"

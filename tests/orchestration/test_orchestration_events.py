@@ -1,0 +1,177 @@
+"""Events at a real server: what arrives, once, whoever tells it; and what happens without a server."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from test_orchestration_flows import SERVED, UNSERVED, summary
+
+from onnx_ops.domain.notification import Notification, What, trial
+from onnx_ops.domain.pipeline import StageOutcome, StageStatus
+from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.operations.notify import notify_due, notify_each, notify_test
+from onnx_ops.operations.rollback import roll_back
+from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, telling
+from onnx_ops.ports import Following, Notifier
+from onnx_ops.testing.fakes import FakeNotifier
+from tests.engine.engine_parts import PIPELINE
+from tests.operations.release_parts import CANARY, Scene
+
+assert PIPELINE.register is not None
+PIPE = replace(PIPELINE, register=replace(PIPELINE.register, model="digits-mlp"))
+DONE = tuple(
+    StageOutcome(stage=stage, status=StageStatus.DONE) for stage in ("gate/fp32@cpu-1t", "gate/int8@cpu-1t", "register")
+)
+
+
+def events(resource: str, *, sequel: Notification | None = None) -> list[dict[str, Any]]:
+    """Those of a resource, in the ledger's order; the server stores them a moment after it took them.
+
+    All that was sent before the sequel is there once that is.
+    """
+    if sequel is not None:
+        PrefectEvents().send(sequel)
+    since = {"since": "1970-01-01T00:00:00Z"}
+    wanted = {"filter": {"resource": {"id": [resource]}, "occurred": since}, "limit": 50}
+    with get_client(sync_client=True) as client:
+        for _ in range(300):
+            found = client.request("POST", "/events/filter", json=wanted).json()["events"]
+            if found and (sequel is None or any(event["event"] == "onnx-ops.test" for event in found)):
+                others = [event for event in found if sequel is None or event["event"] != "onnx-ops.test"]
+                return sorted(others, key=lambda event: int(event["payload"].get("sequence", 0)))
+            threading.Event().wait(0.1)
+    raise AssertionError(f"no events of {resource}")
+
+
+def rolled_out(endpoint: str) -> Scene:
+    """Version 2 went from its first step to the end at this endpoint."""
+    scene = Scene()
+    scene.bind(endpoint, policy=CANARY)
+    scene.serve(scene.publish("a"), endpoint)
+    scene.serve(scene.publish("b"), endpoint)
+    return scene
+
+
+def test_a_rollout_is_told_in_order_and_once(prefect_server: None) -> None:
+    scene = rolled_out("told")
+    ports = telling(scene.ports)
+    for _ in range(3):
+        assert all(not told.trouble for told in notify_each(ports, ("told",)))
+    roll_back(scene.ports, "told", reason="wrong on sevens")
+    scene.restart()
+    notify_each(telling(scene.ports), ("told",))
+    found = events("onnx-ops.endpoint.told", sequel=trial("told", at=1.0, actor="me"))
+    assert [event["event"] for event in found if not event["event"].endswith("held")] == [
+        "onnx-ops.rollout.finished",
+        "onnx-ops.rollout.started",
+        "onnx-ops.rollout.advanced",
+        "onnx-ops.rollout.finished",
+        "onnx-ops.rolled-back",
+    ]
+    last = found[-1]["payload"]
+    assert (last["version"], last["serving"], last["model"]) == ("2", "1", "digits")
+    assert last["why"].startswith("wrong on sevens")
+    assert {"prefect.resource.id": "onnx-ops.model.digits", "prefect.resource.role": "model"} in found[0]["related"]
+
+
+def test_what_is_sent_twice_is_stored_once(prefect_server: None) -> None:
+    scene = rolled_out("twice")
+    kept: list[Any] = []
+
+    class Copying(PrefectEvents):
+        def send(self, notification: Any) -> None:
+            kept.append(notification)
+            super().send(notification)
+
+    notify_due(replace(scene.ports, notifiers=lambda: {NAME: Copying()}), "twice")
+    for notice in kept:
+        PrefectEvents().send(notice)
+    found = events("onnx-ops.endpoint.twice", sequel=trial("twice", at=1.0, actor="me"))
+    assert len(found) == len(kept) > 3
+
+
+def test_events_of_a_flow_run_lead_to_it(prefect_server: None) -> None:
+    @flow(name="emitting", persist_result=False)
+    def story() -> str:
+        from prefect import runtime
+
+        notify_test(replace(Scene().ports, notifiers=lambda: {NAME: PrefectEvents()}))
+        return str(runtime.flow_run.id)
+
+    run = story()
+    (found,) = events("onnx-ops.endpoint.onnx-ops")
+    assert found["event"] == "onnx-ops.test"
+    assert found["related"] == [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
+
+
+def test_gates_that_failed_now_and_the_new_release() -> None:
+    found = {event.event: event for event in run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)}
+    gate = found["onnx-ops.gate.failed"]
+    assert gate.resource == "onnx-ops.model.digits-mlp"
+    assert gate.labels == {"onnx-ops.target": "cpu-1t", "onnx-ops.served": "no"}
+    assert gate.payload["why"] == "latency: 21% slower"
+    assert (gate.payload["variant"], gate.payload["version"], gate.payload["gates"]) == ("fp32", "4", ["latency"])
+    release = found["onnx-ops.release.registered"]
+    assert release.payload["versions"] == {"fp32": "4", "int8": "5"}
+
+
+def test_a_gate_that_failed_where_another_variant_serves_is_told_apart() -> None:
+    gate, _ = run_events(PIPE, summary(SERVED, 0, outcomes=DONE), 5.0)
+    assert gate.labels["onnx-ops.served"] == "yes"
+    assert gate.payload["chosen"] == "int8"
+
+
+def test_what_was_known_already_is_told_no_more() -> None:
+    known = tuple(replace(outcome, status=StageStatus.CACHED) for outcome in DONE)
+    assert list(run_events(PIPE, summary(UNSERVED, 1, outcomes=known), 5.0)) == []
+
+
+def test_a_run_tells_the_server(prefect_server: None) -> None:
+    tell_run(Scene().ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+    found = events("onnx-ops.model.digits-mlp")
+    assert {event["event"] for event in found} == {"onnx-ops.gate.failed", "onnx-ops.release.registered"}
+
+
+@pytest.fixture
+def unset() -> Any:
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        yield
+
+
+def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: None) -> None:
+    scene, chat = rolled_out("late"), FakeNotifier()
+    ports = replace(scene.ports, notifiers=lambda: {NAME: PrefectEvents(), "chat": chat})
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        told = {one.notifier: one for one in notify_each(ports, ("late",))}
+        assert "takes no events" in told[NAME].trouble
+        assert [notice.what for notice in chat.received if notice.what is not What.HELD] == [What.FINISHED] * 2
+        tell_run(scene.ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+        with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9"):
+            post(list(run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)))
+    later = {one.notifier: one for one in notify_each(ports, ("late",))}
+    assert not later["chat"].sent
+    assert len(later[NAME].sent) == len(chat.received) + 2, "a start and an advance beside"
+
+
+def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
+    ports = Scene().ports
+    assert telling(ports) is ports
+    tell_run(ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+    with pytest.raises(UserError, match="none is set"):
+        PrefectEvents().check()
+
+
+def test_it_is_a_notifier_without_a_place(prefect_server: None) -> None:
+    notifier: Notifier = PrefectEvents()
+    assert isinstance(notifier, Following)
+    assert notifier.follows
+    assert not isinstance(FakeNotifier(), Following)
+    assert notifier.check().startswith("as events, to Prefect's server at http")
+    with pytest.raises(UserError, match="takes no place"):
+        PrefectEvents("ops")
