@@ -15,6 +15,7 @@
     │   ├── SignatureInvalid         a decision that nobody trusted has signed
     │   └── DigestMismatch           content that is not what was recorded
     └── Conflict (4)                 somebody else acted first; try again
+        └── Overtaken                somebody else wrote the ledger's next entry; look at what it says
 
 Exit codes are those of the command line (0 done, 1 a gate failed, 2, 3 inconclusive, 4, 5, 130).
 """
@@ -135,6 +136,10 @@ class StateCorrupt(EnvironmentFailure):
 
 class Conflict(OnnxOpsError):
     exit_code = 4
+
+
+class Overtaken(Conflict):
+    pass
 
 
 class Refused(OnnxOpsError):

@@ -19,7 +19,8 @@ FILE = "onnx-ops.toml"
 class Settings:
     """Where state lives and how services are reached. Every default is below `state`.
 
-    `store` and `ledger` are paths or fsspec URLs; `tracking_uri` is MLflow's, and `mlflow_url` where people open its
+    `targets` is a folder of target files that several projects share, or empty. `store` and `ledger` are paths or
+    fsspec URLs; `tracking_uri` is MLflow's, and `mlflow_url` where people open its
     pages if that is another address. `signing` is `auto` (the key file is
     made on first use), `required` (it must exist) or `off` (runs stop at the gates). `trusted_keys` is a folder of
     public keys; the signer's own is always trusted where signing is on. `notify` names the ways to reach people, with
@@ -29,6 +30,7 @@ class Settings:
     root: Path
     profile: str
     state: Path
+    targets: str
     store: str
     ledger: str
     tracking_uri: str
@@ -56,16 +58,22 @@ class Settings:
         return self.state / "environments"
 
     @property
+    def claims(self) -> Path:
+        return self.state / "claims"
+
+    @property
     def webhook_secret(self) -> Path:
         return self.state / "webhook.secret"
 
     @property
-    def targets(self) -> Path:
-        return self.root / "configs" / "targets"
+    def shared_targets(self) -> Path | None:
+        """Folder of target files that several projects share, if there is one."""
+        return Path(self.targets) if self.targets else None
 
 
 _KEYS = (
     "state",
+    "targets",
     "store",
     "ledger",
     "tracking_uri",
@@ -150,6 +158,7 @@ def _complete(root: Path, profile: str, values: Mapping[str, str]) -> Settings:
         root=root,
         profile=profile,
         state=state,
+        targets=_place(root, values.get("targets"), ""),
         store=_place(root, values.get("store"), state / "store"),
         ledger=_place(root, values.get("ledger"), state / "ledger"),
         tracking_uri=values.get("tracking_uri") or f"sqlite:///{state / 'mlflow.db'}",
@@ -162,7 +171,7 @@ def _complete(root: Path, profile: str, values: Mapping[str, str]) -> Settings:
     )
 
 
-def _place(root: Path, text: str | None, default: Path) -> str:
+def _place(root: Path, text: str | None, default: Path | str) -> str:
     if not text:
         return str(default)
     return text if "://" in text else str(root / text)

@@ -24,7 +24,7 @@ def test_without_a_file_everything_lies_below_the_state_folder(tmp_path: Path) -
     assert settings.tracking_uri == f"sqlite:///{state}/mlflow.db"
     assert settings.signing_key == state / "keys" / "signing.pem"
     assert settings.trusted_keys == settings.signing_key.parent
-    assert settings.targets == tmp_path / "configs" / "targets"
+    assert settings.shared_targets is None
     assert not state.exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import sys
@@ -11,7 +12,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from onnx_ops.errors import OnnxOpsError, SpecError
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, SpecError, UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,6 +26,8 @@ SetValue = Annotated[
 ]
 
 INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FREE = "Free some space and run the same again: what was finished is kept. See docs/troubles/disk-full.md."
 
 
 def reported(command: Callable[P, R]) -> Callable[P, R]:
@@ -40,6 +43,12 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
         except OnnxOpsError as error:
             complain(error, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(error.exit_code) from error
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            full = EnvironmentFailure("the disk is full", why=str(error), remedy=_FREE)
+            complain(full, as_json=bool(kwargs.get("as_json")))
+            raise typer.Exit(full.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted; what was finished is kept, run again to go on", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -66,3 +75,16 @@ def print_json(document: Any) -> None:
     """One document on standard output; figures that are not numbers become null, as JSON has no NaN."""
     output = sys.__stdout__ or sys.stdout
     output.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def version_of(text: str, command: str) -> tuple[str, str]:
+    """Model and version of `MODEL/VERSION`; `command` is shown in the example.
+
+    Raises:
+        UserError: it is not of that form.
+    """
+    model, _, number = text.rpartition("/")
+    number = number.removeprefix("v")
+    if not model or not number:
+        raise UserError(f"{text!r} is not MODEL/VERSION", remedy=f"For example: onnx-ops {command} digits-mlp/3")
+    return model, number

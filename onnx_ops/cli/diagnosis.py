@@ -15,10 +15,9 @@ from packaging.version import Version
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import short
 from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.ledger import fold
 from onnx_ops.errors import NotFound, OnnxOpsError
-from onnx_ops.operations.journal import bound_endpoints
-from onnx_ops.operations.status import status
+from onnx_ops.operations.journal import bound_endpoints, readable
+from onnx_ops.operations.status import status_each
 from onnx_ops.ports import Diagnosing, HousedRuntime
 from onnx_ops.settings import Settings
 from onnx_ops.wiring.project import Project, check
@@ -64,7 +63,7 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
     deploys = [entry for file in files for entry in check(project, file).deploy if entry.provider == name]
     settings = {entry.endpoint: entry.settings for entry in deploys}
     for endpoint in bound_endpoints(project.ports):
-        config = fold(endpoint, project.ports.ledger.read(endpoint)).config
+        config = readable(project.ports, endpoint).config
         if config is not None and config.provider == name:
             settings.setdefault(endpoint, config.settings)
     provider = project.ports.provider(name)
@@ -232,13 +231,16 @@ def _notifications(project: Project) -> Iterator[Finding]:
 
 
 def _endpoints(project: Project) -> Iterator[Finding]:
-    for name in bound_endpoints(project.ports):
-        one = status(project.ports, name)
+    found, errors = status_each(project.ports, bound_endpoints(project.ports))
+    for name, error in errors.items():
+        yield Finding(check=f"endpoint {name}", ok=False, found=str(error), remedy=error.remedy)
+    for one in found:
+        name = one.state.endpoint
         idle = one.state.roles.stable is None
-        found = f"answers at {one.address}" if one.actual is not None else ("nothing deployed" if idle else "silent")
+        silent = "answers, but nobody supervises it" if one.unsupervised else "nothing deployed" if idle else "silent"
         yield Finding(
             check=f"endpoint {name}",
             ok=one.actual is not None or idle,
-            found=found,
+            found=silent if one.actual is None else f"answers at {one.address}",
             remedy=f"onnx-ops reconcile {name} starts it again",
         )

@@ -24,7 +24,8 @@ def status_document(one: EndpointStatus) -> dict[str, Any]:
     return {
         "endpoint": state.endpoint,
         "address": one.address,
-        "answers": one.actual is not None,
+        "answers": one.actual is not None or one.unsupervised,
+        "supervised": one.actual is not None,
         "config": codec.to_json(state.config),
         "roles": codec.to_json(state.roles),
         "traffic": dict(one.actual.split.weights) if one.actual is not None else None,
@@ -49,6 +50,11 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
         if one.actual is not None:
             split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
             out.print(f"  answers at {escape(one.address or '?')}: {escape(split)}")
+        elif one.unsupervised:
+            out.print(
+                f"  answers at {escape(one.address or '?')}, but [red]nobody supervises it[/red]: no change is possible"
+            )
+            out.print(f"  onnx-ops reconcile {escape(state.endpoint)} restarts its supervisor without a lost request")
         elif state.roles.stable is not None:
             out.print(f"  [red]does not answer[/red]; onnx-ops reconcile {escape(state.endpoint)} starts it again")
         for role in ("stable", "candidate", "previous"):
@@ -64,6 +70,9 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
 
 
 def history_table(lines: Sequence[HistoryLine]) -> None:
+    if not lines:
+        console().print("No entries: nothing of what is asked for has happened yet.")
+        return
     table, several = Table(), len({line.endpoint for line in lines}) > 1
     for name in (*(("endpoint",) if several else ()), "#", "when", "who", "what", "why"):
         table.add_column(name, overflow="fold")
@@ -105,6 +114,10 @@ def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
     verb = "Removed" if removed else "Would remove"
     out.print(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB).")
+    size = sum(one.size_bytes for one in plan.contents) / 1e6
+    out.print(f"{verb} {len(plan.contents)} contents of the store that nothing needs ({size:.1f} MB).")
     orphan_report(plan.orphans)
-    if leaving:
-        out.print("`mlflow gc` frees their space in MLflow." if removed else "Add --yes to do it.")
+    if not removed and (leaving or plan.contents or plan.orphans.orphans):
+        out.print("Add --yes to do it.")
+    if removed and leaving:
+        out.print("`mlflow gc` frees their space in MLflow.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported
+from onnx_ops.cli.common import Actor, AsJson, Reason, complain, print_json, reported
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ def status(
 ) -> None:
     """What endpoints do now, as the ledger and the endpoints themselves say. Needs no MLflow.
 
-    Exit code 4 if an endpoint that should serve, or a provider that is asked for orphans, does not answer.
+    Exit code 4 if an endpoint that should serve, or a provider that is asked for orphans, does not answer; also if an
+    endpoint answers its clients, but can no longer be changed.
 
     Example: onnx-ops status --target cpu-1t
     """
     from onnx_ops.cli.endpoint_tables import status_document, status_report
-    from onnx_ops.operations.status import Wanted, wanted_endpoints
-    from onnx_ops.operations.status import status as read_status
+    from onnx_ops.operations.status import Wanted, status_each, wanted_endpoints
     from onnx_ops.wiring.project import open_project
 
     ports = open_project().ports
@@ -50,13 +50,18 @@ def status(
     if orphans:
         _orphans(ports, names, as_json=as_json)
         return
-    found = [read_status(ports, name) for name in names]
+    found, errors = status_each(ports, names)
     if as_json:
-        print_json([status_document(one) for one in found])
+        failed = [{"endpoint": name, **error.as_document()} for name, error in errors.items()]
+        print_json([*(status_document(one) for one in found), *failed])
     else:
-        status_report(found, ports.clock.now())
-    if any(one.state.roles.stable is not None and one.actual is None for one in found):
-        raise typer.Exit(4)
+        if found or not errors:
+            status_report(found, ports.clock.now())
+        for error in errors.values():
+            complain(error, as_json=False)
+    codes = [error.exit_code for error in errors.values()]
+    codes += [4 for one in found if one.state.roles.stable is not None and one.actual is None]
+    raise typer.Exit(max(codes, default=0))
 
 
 @reported
@@ -102,15 +107,19 @@ def history(
 def prune(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Registered models.")],
     keep: Annotated[int, typer.Option("--keep", min=0, help="Newest releases of each model that stay.")] = 5,
-    older_than: Annotated[str, typer.Option("--older-than", metavar="AGE", help="Younger versions stay.")] = "30d",
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="AGE", help="Younger versions and contents stay.")
+    ] = "30d",
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Remove them; otherwise it only says what it would do.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old versions from the registry, their files from this machine, and what is left of them at providers.
+    """Remove old versions from the registry, their files from this machine, what is left of them at providers, and what
+    nobody needs in the store.
 
-    Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or is about to serve.
+    Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or is about to serve;
+    content that a recorded result, the ledger or a decision behind an alias names, or that is younger than a day.
     MLflow marks what is removed as deleted; `mlflow gc` frees its space.
 
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d

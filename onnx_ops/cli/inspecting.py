@@ -51,8 +51,8 @@ def inspect(
     from onnx_ops.graph.check import ceiling, lacking
     from onnx_ops.graph.source import as_python
     from onnx_ops.graph.survey import survey
-    from onnx_ops.settings import load_settings
     from onnx_ops.spec.builtin import find_target, known_targets
+    from onnx_ops.wiring.project import open_project
 
     if bool(set_) != bool(output):
         raise UserError("--set and --output belong together", remedy="For example: --set license=MIT --output new.onnx")
@@ -63,8 +63,8 @@ def inspect(
         looked_at = output if set_ and output else path
         written += as_python(looked_at, source) if source else ()
         found = survey(looked_at, batch=batch, dims=sizes_of(dims or []))
-        root = load_settings().root
-        known = {name: find_target(name, root=root) for name in known_targets(root)}
+        files = open_project().targets
+        known = {name: find_target(name, files) for name in known_targets(files)}
         targets = {name: ceiling(found.info, one) or lacking(found.foreign, one) for name, one in known.items()}
         if as_json:
             print_json(survey_document(looked_at, found, targets, written))

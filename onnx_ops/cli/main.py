@@ -9,6 +9,8 @@ import typer
 
 from onnx_ops.cli import (
     affected,
+    champions,
+    dvc,
     endpoints,
     init,
     inspecting,
@@ -46,6 +48,8 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (PIPELINES, affected.affected),
     (RELEASES, releases.explain),
     (RELEASES, report.report),
+    (RELEASES, dvc.export_dvc),
+    (RELEASES, champions.champions),
     (RELEASES, releases.promote),
     (RELEASES, rollout.rollout),
     (RELEASES, rollback.rollback),

@@ -12,6 +12,7 @@ from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, SetValue, print_json, reported
 from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import OnnxOpsError, Problem, SpecError
+from onnx_ops.ports import Observer
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
 Until = Annotated[StageKind | None, typer.Option("--until", help="Stop after this kind of stage.")]
@@ -19,6 +20,7 @@ Fresh = Annotated[
     list[StageKind] | None,
     typer.Option("--fresh", help="Do these kinds of stages again, whatever is known; repeat for several."),
 ]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="At most so many side by side.")]
 
 
 @reported
@@ -92,31 +94,43 @@ def _would(outcome: object) -> str:
 
 @reported
 def run(
-    file: File,
+    files: Annotated[list[Path], typer.Argument(help="Pipeline files, e.g. configs/pipelines/digits-mlp.yaml.")],
     overrides: SetValue = None,
     until: Until = None,
     fresh: Fresh = None,
+    jobs: Jobs = 1,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a pipeline: train, export, validate, quantize, benchmark, gate, register, deploy.
+    """Run pipelines: train, export, validate, quantize, benchmark, gate, register, deploy.
 
-    What is known already is not done again. Exit code: 0 every target has a release, 1 a gate failed, 2 the file is
-    wrong, 3 inconclusive, 4 the environment failed, 5 refused.
+    What is known already is not done again. With --jobs several pipelines run side by side, or the stages of a single
+    one; a measurement has the machine to itself. Exit code: 0 every target has a release, 1 a gate failed, 2 a file is
+    wrong, 3 inconclusive, 4 the environment failed, 5 refused; of several files, the worst.
 
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
-    from onnx_ops.cli.tables import error_console, summary_report
+    from onnx_ops.cli.tables import summary_report
     from onnx_ops.wiring import project as projects
 
     project = projects.open_project()
-    prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
-    observer = None
-    if not (as_json or quiet):
-        from onnx_ops.cli.progress import TerminalProgress
+    if len(files) > 1:
+        from onnx_ops.cli.several import run_several
 
-        observer = TerminalProgress(error_console())
-    result = projects.execute(project, prepared, fresh=fresh or (), observer=observer)
+        code = run_several(
+            project,
+            files,
+            jobs=jobs,
+            overrides=overrides or (),
+            until=until,
+            fresh=fresh or (),
+            as_json=as_json,
+            quiet=quiet,
+        )
+        raise typer.Exit(code)
+    prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
+    observer = None if as_json or quiet else _progress(jobs)
+    result = projects.execute(project, prepared, fresh=fresh or (), observer=observer, jobs=jobs)
     from onnx_ops.wiring.summary import summarise
 
     summary = summarise(prepared.pipeline, result, project.ports)
@@ -125,6 +139,13 @@ def run(
     else:
         summary_report(summary, result.errors, project)
     raise typer.Exit(summary.exit_code)
+
+
+def _progress(jobs: int) -> Observer:
+    from onnx_ops.cli.progress import Lines, TerminalProgress
+    from onnx_ops.cli.tables import error_console
+
+    return Lines(error_console()) if jobs > 1 else TerminalProgress(error_console())
 
 
 def _errors(errors: Mapping[str, OnnxOpsError]) -> dict[str, object]:

@@ -16,6 +16,28 @@ _MARKS = {
 }
 
 
+class Lines:
+    """Tells of one pipeline among several, or of stages side by side: a line for each stage that did work."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._name = ""
+
+    def planned(self, plan: Plan) -> None:
+        self._name = plan.pipeline
+        self._console.print(f"[bold]{escape(plan.pipeline)}[/bold]: {len(plan.stages)} stages")
+
+    def started(self, stage: Stage) -> None:
+        del stage
+
+    def told(self, stage: Stage, line: str) -> None:
+        del stage, line
+
+    def finished(self, stage: Stage, outcome: StageOutcome) -> None:
+        if outcome.status is not StageStatus.CACHED:
+            self._console.print(f"{escape(self._name)} {_finished(stage, outcome)}", highlight=False)
+
+
 class TerminalProgress:
     """Watches a run and tells about it on standard error."""
 
@@ -48,12 +70,16 @@ class TerminalProgress:
             self._status.stop()
             self._status = None
         self._done += 1
-        mark, style = _MARKS[outcome.status]
-        told = {
-            StageStatus.CACHED: "unchanged",
-            StageStatus.DONE: f"{outcome.seconds:.1f} s",
-            StageStatus.FAILED: outcome.reason,
-            StageStatus.SKIPPED: f"skipped: {outcome.reason}",
-        }[outcome.status]
-        text = f"{escape(stage.id):<28} {escape(told)}"
-        self._console.print(f" {mark} [{style}]{text}[/{style}]" if style else f" {mark} {text}", highlight=False)
+        self._console.print(f" {_finished(stage, outcome)}", highlight=False)
+
+
+def _finished(stage: Stage, outcome: StageOutcome) -> str:
+    mark, style = _MARKS[outcome.status]
+    told = {
+        StageStatus.CACHED: "unchanged",
+        StageStatus.DONE: f"{outcome.seconds:.1f} s",
+        StageStatus.FAILED: outcome.reason,
+        StageStatus.SKIPPED: f"skipped: {outcome.reason}",
+    }[outcome.status]
+    text = f"{escape(stage.id):<28} {escape(told)}"
+    return f"{mark} [{style}]{text}[/{style}]" if style else f"{mark} {text}"

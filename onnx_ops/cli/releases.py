@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported
-from onnx_ops.cli.steps import exit_for, tell_steps
+from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported, version_of
+from onnx_ops.cli.steps import exit_for, steps_document, tell_steps
 from onnx_ops.errors import UserError
 
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
@@ -31,10 +31,8 @@ def explain(
     from onnx_ops.operations.explain import explain as judge_again
     from onnx_ops.wiring.project import open_project
 
-    model, _, number = version.rpartition("/")
-    if not model or not number:
-        raise UserError(f"{version!r} is not MODEL/VERSION", remedy="For example: onnx-ops explain digits-mlp/3")
-    explanations = judge_again(open_project().ports, model, number.removeprefix("v"), target)
+    model, number = version_of(version, "explain")
+    explanations = judge_again(open_project().ports, model, number, target)
     if as_json:
         print_json([codec.to_json(e) for e in explanations])
     else:
@@ -60,21 +58,21 @@ def promote(
     """
     from onnx_ops.operations.notify import notify_each
     from onnx_ops.operations.promote import promote as make_challenger
-    from onnx_ops.operations.reconcile import settle
+    from onnx_ops.operations.reconcile import settle_each
     from onnx_ops.wiring.project import open_project
 
     ports = open_project().ports
     done = make_challenger(
         ports, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
     )
-    reports = {name: settle(ports, name, actor=actor) for name in done.endpoints}
-    notify_each(ports, tuple(reports))
+    reports, errors = settle_each(ports, done.endpoints, actor=actor)
+    notify_each(ports, done.endpoints)
     if as_json:
-        print_json({"promotion": codec.to_json(done), "steps": codec.to_json(reports)})
+        print_json({"promotion": codec.to_json(done), "steps": steps_document(reports, errors)})
     else:
         typer.echo(f"{model}/{done.version} on {target}: {done.did}")
-        tell_steps(reports)
-    exit_for(reports)
+        tell_steps(reports, errors)
+    exit_for(reports, errors)
 
 
 @reported
@@ -89,7 +87,8 @@ def reconcile(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move endpoints toward what the registry wants, until nothing is left to do now.
+    """Move endpoints toward what the registry wants, until nothing is left to do now. One that cannot be moved does not
+    keep the others back.
 
     With --watch and --json, every report is a JSON document on a line of its own.
 
@@ -99,7 +98,7 @@ def reconcile(
     """
     from onnx_ops.operations.journal import bound_endpoints
     from onnx_ops.operations.notify import notify_each
-    from onnx_ops.operations.reconcile import settle
+    from onnx_ops.operations.reconcile import settle_each
     from onnx_ops.wiring.project import open_project
 
     if watch:
@@ -111,10 +110,12 @@ def reconcile(
         raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
     ports = open_project().ports
     names = tuple(endpoints or ()) or bound_endpoints(ports)
-    reports = {name: settle(ports, name, actor=actor) for name in names}
+    reports, errors = settle_each(ports, names, actor=actor)
+    if len(names) == len(errors) == 1:
+        raise errors[names[0]]
     notify_each(ports, names)
     if as_json:
-        print_json(codec.to_json(reports))
+        print_json(steps_document(reports, errors))
     else:
-        tell_steps(reports)
-    exit_for(reports)
+        tell_steps(reports, errors)
+    exit_for(reports, errors)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.cli.common import AsJson, print_json, reported, version_of
 from onnx_ops.errors import UserError
 
 REPORT = "report.html"
@@ -30,10 +30,7 @@ def report(
     """
     from onnx_ops.wiring.project import open_project
 
-    model, _, number = version.rpartition("/")
-    number = number.removeprefix("v")
-    if not model or not number:
-        raise UserError(f"{version!r} is not MODEL/VERSION", remedy="For example: onnx-ops report digits-mlp/3")
+    model, number = version_of(version, "report")
     registry = open_project().ports.registry()
     page = registry.document(registry.version(model, number), REPORT)
     path = output or Path(f"{model.replace('/', '-')}-{number}.html")

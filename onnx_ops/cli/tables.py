@@ -16,8 +16,10 @@ from onnx_ops.reporting.description import ResultRow, result_table
 
 if TYPE_CHECKING:
     from onnx_ops.cli.targeting import Told
+    from onnx_ops.domain.drift import Drift
     from onnx_ops.domain.finding import Finding
     from onnx_ops.domain.pipeline import Plan
+    from onnx_ops.domain.release import Choice
     from onnx_ops.operations.explain import Explanation
     from onnx_ops.wiring.project import Project
     from onnx_ops.wiring.summary import Summary
@@ -79,7 +81,18 @@ def summary_report(summary: Summary, errors: Mapping[str, OnnxOpsError], project
     out = console()
     if summary.decisions:
         gate_report(out, result_table(summary.decisions))
-    for choice in summary.choices:
+    choice_lines(out, summary.choices)
+    for stage, error in errors.items():
+        out.print(f"[red]{escape(stage)} failed[/red]: {escape(str(error))}")
+    if not summary.executed:
+        out.print("Nothing changed: no stage was executed.")
+    if summary.registration is not None:
+        _release_lines(out, summary, project)
+
+
+def choice_lines(out: Console, choices: Sequence[Choice]) -> None:
+    """What each target gets."""
+    for choice in choices:
         if choice.variant is not None:
             text = f"{escape(choice.target)}: {escape(choice.variant)} is chosen ({escape(choice.reason)})"
             out.print(f"[green]PASS[/green] {text}")
@@ -87,12 +100,6 @@ def summary_report(summary: Summary, errors: Mapping[str, OnnxOpsError], project
             colour = _COLOURS[choice.verdict]
             text = f"{escape(choice.target)}: no release. {escape(choice.reason)}"
             out.print(f"[{colour}]{choice.verdict.value.upper()}[/{colour}] {text}")
-    for stage, error in errors.items():
-        out.print(f"[red]{escape(stage)} failed[/red]: {escape(str(error))}")
-    if not summary.executed:
-        out.print("Nothing changed: no stage was executed.")
-    if summary.registration is not None:
-        _release_lines(out, summary, project)
 
 
 def _release_lines(out: Console, summary: Summary, project: Project) -> None:
@@ -136,6 +143,17 @@ def explanation_report(version: str, explanations: Sequence[Explanation]) -> Non
         used = ", ".join(one.evidence.runtime.used) if one.evidence.runtime is not None else "unknown"
         where = f"{hardware.cpu_model}, {hardware.cores} cores, {hardware.runtime} {hardware.runtime_version}, {used}"
         out.print(f"Measured on {escape(where)}; decided {escape(one.signed.record.decided_at)}.")
+
+
+def champions_table(found: Sequence[Drift]) -> None:
+    table = Table(title="Champions, measured again", title_justify="left")
+    for name in ("model", "version", "target", "variant", "verdict", "why"):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        colour = _COLOURS[one.verdict]
+        verdict = f"[{colour}]{'DRIFTED' if one.drifted else one.verdict.value.upper()}[/{colour}]"
+        table.add_row(one.model, one.version, one.target, one.variant, verdict, escape(one.reason))
+    console().print(table)
 
 
 def doctor_table(findings: Sequence[Finding]) -> None:

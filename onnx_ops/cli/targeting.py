@@ -10,7 +10,7 @@ from pathlib import Path
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, SpecError
 from onnx_ops.ports import Runtime
-from onnx_ops.spec.targets import FOLDER, load_target, profile_names, target_names
+from onnx_ops.spec.targets import profile_names
 from onnx_ops.stages.machine import fitting
 from onnx_ops.wiring.project import Project
 
@@ -32,21 +32,20 @@ class Told:
 
 def tell_targets(project: Project) -> Iterator[Told]:
     """Targets of the project, then the shipped profiles that it has no file for; each by name."""
-    root = project.settings.root
-    own = target_names(root)
+    own = project.targets.names()
     with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
         probe = _tiny_model(Path(folder) / "probe.onnx")
         for name in own:
-            yield _told(project, name, f"{FOLDER}/{name}.yaml", probe)
+            yield _told(project, name, probe)
         for name in profile_names():
             if name not in own:
-                yield _told(project, name, "shipped", probe)
+                yield _told(project, name, probe)
 
 
-def _told(project: Project, name: str, source: str, probe: Path) -> Told:
-    told = Told(name=name, source=source)
+def _told(project: Project, name: str, probe: Path) -> Told:
+    told = Told(name=name, source=project.targets.source(name))
     try:
-        target = load_target(name, root=project.settings.root)
+        target = project.targets.load(name)
     except OnnxOpsError as error:
         return _because(told, error)
     told = replace(told, provider=target.providers[0].name)

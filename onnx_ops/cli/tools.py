@@ -188,12 +188,11 @@ def _time_pair(
 
 def _bench_of(name: str) -> tuple[Ports, Target]:
     """The outside world and the target, in a project or anywhere else."""
-    from onnx_ops.settings import load_settings
     from onnx_ops.spec.builtin import find_target
-    from onnx_ops.wiring import connect
+    from onnx_ops.wiring.project import open_project
 
-    settings = load_settings()
-    return connect(settings), find_target(name, root=settings.root)
+    project = open_project()
+    return project.ports, find_target(name, project.targets)
 
 
 def _samples(

@@ -52,6 +52,8 @@ def keep_watching(
         _telling_people(project, watcher, endpoints, seconds),
         _listening(project, watcher, bell, listen),
     ):
+        watched = ", ".join(endpoints) or "every endpoint, those that are still to come too"
+        watcher.tell("", Kind.WATCHING, why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C")
         watcher.look_at_all()
         if listen is not None and not bell.stopped():
             _repair_webhook(project, watcher)

@@ -17,23 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops import codec
 from onnx_ops.adapters.github import REPOSITORY, Repository, plain
-from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Verdict, combine
+from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError
-from onnx_ops.reporting.html import release_report
+from onnx_ops.integrations.commits import judge_change, results
 from onnx_ops.reporting.pull_request import Checked, overall, page, title
-from onnx_ops.wiring.affected import Affected, affected, changed_since
-from onnx_ops.wiring.project import Project, execute, open_project, prepare
-from onnx_ops.wiring.summary import Summary, summarise
 
 MARK = "<!-- onnx-ops: what this commit does to its models -->"
 """By it the one comment of a pull request is found again."""
 
 CHECK = "onnx-ops"
-RESULTS = "results.json"
 
 _CONCLUSIONS = {
     None: "skipped",
@@ -102,59 +96,14 @@ def read_event(environ: Mapping[str, str]) -> Event:
 
 def run(event: Event, folder: Path, *, since: str = "") -> int:
     """Run every pipeline that the change touches; what came of each lies in `folder` afterwards."""
-    folder.mkdir(parents=True, exist_ok=True)
-    project = open_project()
-    base = since or event.base or "HEAD~1"
-    touched = affected(project, changed_since(project.settings.root, base))
-    checked = [judged(project, one, event.until, folder) for one in touched]
-    (folder / RESULTS).write_bytes(codec.dumps(checked))
-    for one in checked:
-        _tell(f"{one.verdict.value.upper()} {one.file}")
-    _tell(title(checked))
+    for line in judge_change(folder, since or event.base or "HEAD~1", event.until):
+        _tell(line)
     return 0
-
-
-def judged(project: Project, one: Affected, until: StageKind | None, folder: Path) -> Checked:
-    """One pipeline run as far as the event allows; its report lies beside the results."""
-    if one.problem:
-        return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=one.problem)
-    try:
-        prepared = prepare(project, project.settings.root / one.file, until=until)
-        result = execute(project, prepared)
-        summary = summarise(prepared.pipeline, result, project.ports)
-    except OnnxOpsError as error:
-        return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=str(error))
-    report = report_of(project, summary)
-    (folder / f"{Path(one.file).stem}.html").write_text(report, encoding="utf-8")
-    errors = [f"{stage}: {error}" for stage, error in result.errors.items()]
-    verdicts = [choice.verdict for choice in summary.choices] + ([Verdict.ERROR] if summary.exit_code == 4 else [])
-    return Checked(
-        file=one.file,
-        because=one.because,
-        verdict=combine(verdicts),
-        choices=summary.choices,
-        decisions=summary.decisions,
-        error="\n".join(errors),
-    )
-
-
-def report_of(project: Project, summary: Summary) -> str:
-    """The page about a release that is not registered yet, or never will be."""
-    store = project.ports.store
-    stored = [
-        outcome.manifest["evidence.json"]
-        for outcome in summary.outcomes
-        if outcome.manifest is not None and "evidence.json" in outcome.manifest
-    ]
-    evidence = {digest: codec.loads(store.read(digest), Evidence) for digest in stored}
-    digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
-    versions = {} if summary.registration is None else summary.registration.versions
-    return release_report(summary.decisions, tuple(evidence.values()), summary.choices, None, versions, digests=digests)
 
 
 def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: str = "") -> int:
     """Write summary, comment and check. What GitHub does not let this run write is said in the summary."""
-    checked = _results(folder)
+    checked = results(folder)
     told = page(checked, commit=event.commit, reports=reports)
     verdict, notes = overall(checked), []
     repository = _repository(environ)
@@ -172,13 +121,6 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
         _tell(f"::warning title=onnx-ops::{_command_data(note)}")
     _output(environ, "verdict", "none" if verdict is None else verdict.value)
     return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
-
-
-def _results(folder: Path) -> tuple[Checked, ...]:
-    try:
-        return codec.loads((folder / RESULTS).read_bytes(), tuple[Checked, ...])
-    except FileNotFoundError as error:
-        raise UserError("there are no results", where=str(folder), remedy="The step `run` comes first.") from error
 
 
 def _check(repository: Repository, event: Event, checked: Sequence[Checked], told: str) -> None:

@@ -21,13 +21,21 @@ from mlflow.protos.databricks_pb2 import ErrorCode
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import RolloutPolicy, alias
-from onnx_ops.errors import Conflict, MeasurementFailure, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import (
+    Conflict,
+    MeasurementFailure,
+    NotFound,
+    OnnxOpsError,
+    Refused,
+    ServiceUnavailable,
+    StateCorrupt,
+    UserError,
+)
 from onnx_ops.operations.delete import delete
 from onnx_ops.operations.journal import Journal, bound_endpoints
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.operations.status import status
-from onnx_ops.spec import load_target
 from onnx_ops.wiring.handler import at_rest
 from onnx_ops.wiring.project import Project, open_project
 
@@ -132,7 +140,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             provider=provider,
             model=model,
             target=target_name,
-            target_digest=load_target(target_name, root=self._project.settings.root).digest(),
+            target_digest=self._project.targets.load(target_name).digest(),
             pipeline="mlflow deployments",
             settings=settings,
         )
@@ -190,7 +198,13 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     @_translated
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
         del endpoint
-        return [self._described(name) for name in bound_endpoints(self._ports)]
+        found = []
+        for name in bound_endpoints(self._ports):
+            try:
+                found.append(self._described(name))
+            except StateCorrupt as error:
+                found.append({"name": name, "flavor": _FLAVOR, "state": str(error)})
+        return found
 
     @_translated
     def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
@@ -231,6 +245,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         config, stable = seen.state.config, seen.state.roles.stable
         if config is None:
             raise NotFound("no endpoint of that name", where=name)
+        silent = "serving, but nobody supervises it" if seen.unsupervised else "does not answer"
         return {
             "name": name,
             "flavor": _FLAVOR,
@@ -238,7 +253,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             "target": config.target,
             "version": stable.version if stable is not None else None,
             "traffic": dict(seen.actual.split.weights) if seen.actual is not None else {},
-            "state": "serving" if seen.actual is not None else "does not answer",
+            "state": silent if seen.actual is None else "serving",
             "address": seen.address,
         }
 

@@ -49,12 +49,32 @@ def explain(ports: Ports, model: str, version: str, target: str | None = None) -
     return tuple(_explain(ports, record, name) for name in targets)
 
 
+def explain_release(ports: Ports, model: str, version: str) -> dict[str, tuple[Explanation, ...]]:
+    """Every judged variant of the release that a version belongs to, by name; the newest version of each counts.
+
+    Raises:
+        NotFound: no such version, or no decision for any.
+        DigestMismatch: the stored evidence is not what was signed.
+    """
+    registry = ports.registry()
+    release = registry.version(model, version).release
+    newest: dict[str, str] = {}
+    for one in sorted(registry.versions(model), key=lambda one: int(one.version)):
+        if one.release == release and registry.version(model, one.version).decisions:
+            newest[one.variant] = one.version
+    if not newest:
+        raise NotFound(
+            "no variant of the release has a signed decision",
+            where=f"{model}/{version}",
+            remedy="Decisions are signed where the settings say `signing = 'auto'` or 'required'.",
+        )
+    return {variant: explain(ports, model, number) for variant, number in newest.items()}
+
+
 def _explain(ports: Ports, record: VersionRecord, target: str) -> Explanation:
     signed = record.decisions[target]
-    evidence_text = _document(ports, record, f"evidence/{target}.json", signed.record.evidence)
-    gates_text = _document(ports, record, f"evidence/{target}.gates.json", signed.record.gates_digest)
-    evidence = codec.loads(evidence_text, Evidence, where=f"evidence of {record.model}/{record.version}")
-    decision = judge(codec.loads(gates_text, tuple[Gate, ...]), evidence)
+    evidence, gates = _basis(ports, record, target)
+    decision = judge(gates, evidence)
     return Explanation(
         target=target,
         decision=decision,
@@ -63,6 +83,36 @@ def _explain(ports: Ports, record: VersionRecord, target: str) -> Explanation:
         reproduced=(decision.verdict, decision.verdicts) == (signed.record.verdict, signed.record.verdicts),
         signature=_signature(ports, signed),
     )
+
+
+def decided(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+    """What a version was decided upon and by which gates, if the decision is validly signed and is about its files.
+
+    Raises:
+        NotFound: there is no decision for the target.
+        SignatureInvalid: nobody who is trusted has signed it.
+        DigestMismatch: it is about other files, or the stored evidence is not what was signed.
+    """
+    where = f"{record.model}/{record.version}"
+    signed = record.decisions.get(target)
+    if signed is None:
+        remedy = "It serves by an override, which rests on no measurement; run its pipeline for this target."
+        raise NotFound(f"no decision for target {target}", where=where, remedy=remedy)
+    ports.verifier().verify(codec.dumps(signed.record), signed.signature, signed.key)
+    if signed.record.manifest != record.manifest:
+        raise DigestMismatch(
+            "the decision is about other files", where=where, remedy="Promote a version that was decided as it is."
+        )
+    return _basis(ports, record, target)
+
+
+def _basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+    """The documents behind a signed decision, by the digests that it holds."""
+    signed = record.decisions[target].record
+    evidence = _document(ports, record, f"evidence/{target}.json", signed.evidence)
+    gates = _document(ports, record, f"evidence/{target}.gates.json", signed.gates_digest)
+    where = f"evidence of {record.model}/{record.version}"
+    return codec.loads(evidence, Evidence, where=where), codec.loads(gates, tuple[Gate, ...])
 
 
 def _signature(ports: Ports, signed: SignedDecision) -> str:

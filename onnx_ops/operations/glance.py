@@ -133,5 +133,8 @@ class _ReadOnce:
             self._read[endpoint] = self._ledger.read(endpoint)
         return self._read[endpoint]
 
+    def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+        return self._ledger.sound(endpoint)
+
     def append(self, entry: LedgerEntry) -> NoReturn:
         raise _SomethingToDo(f"entry {entry.sequence} of {entry.endpoint}")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
-from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, fold, follow
+from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, Renewed, fold, follow
 from onnx_ops.domain.rollout import Action
-from onnx_ops.errors import Conflict, NotFound, OnnxOpsError
+from onnx_ops.errors import NotFound, OnnxOpsError, Overtaken, StateCorrupt
+from onnx_ops.operations.lease import LEASE_SECONDS, kept
 from onnx_ops.ports import Ports
 
-LEASE_SECONDS = 120.0
-"""How long an intent keeps other drivers away. A holder that is seen to be dead loses it at once."""
+LOOKS = 10
+"""Times a decision is made anew because somebody else wrote first. Each of these times somebody else got further."""
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class Journal:
         """Write one entry after the last one known; returns its sequence. `actor` is answerable if it is another.
 
         Raises:
-            Conflict: somebody else wrote first; nothing was changed.
+            Overtaken: somebody else wrote first; nothing was changed.
         """
         entry = LedgerEntry(
             endpoint=self.state.endpoint,
@@ -57,10 +62,10 @@ class Journal:
         return entry.sequence
 
     def perform(self, action: Action, *, by_hand: bool = False) -> None:
-        """Intent, effect, outcome. `by_hand`: an operator asked for just this.
+        """Intent, effect, outcome. `by_hand`: an operator asked for just this. The lease is kept meanwhile.
 
         Raises:
-            Conflict: somebody else acted in between; what they wrote counts.
+            Overtaken: somebody else acted in between; what they wrote counts.
             OnnxOpsError: the effect failed; the outcome says so and the roles stay as they were.
         """
         config = self.config
@@ -69,22 +74,36 @@ class Journal:
         sequence = self.append(Intent(action=action, holder=holder, expires_at=expires, by_hand=by_hand))
         provider = self.ports.provider(config.provider)
         try:
-            provider.apply(config, numbered(action.state, sequence), generation=sequence)
+            with kept(lambda: self.renewed(sequence), self.ports.clock):
+                provider.apply(config, numbered(action.state, sequence), generation=sequence)
         except OnnxOpsError as error:
             self._conclude(Outcome(of=sequence, ok=False, detail=str(error)))
             raise
         self._conclude(Outcome(of=sequence, ok=True))
 
+    def renewed(self, sequence: int) -> bool:
+        """Let the lease of the intent in entry `sequence` last from now on; false if it is not the open one any more.
+
+        Raises:
+            Overtaken: somebody else wrote just now; call again.
+        """
+        endpoint = self.state.endpoint
+        there = Journal(self.ports, fold(endpoint, self.ports.ledger.read(endpoint)), self.actor)
+        if there.state.open_intent is None or there.state.generation != sequence:
+            return False
+        there.append(Renewed(of=sequence, expires_at=self.ports.clock.now() + LEASE_SECONDS))
+        return True
+
     def _conclude(self, outcome: Outcome) -> None:
         """Write the outcome, after whatever else was appended meanwhile.
 
         Raises:
-            Conflict: another intent has overtaken this one, or somebody else has concluded it.
+            Overtaken: another intent has overtaken this one, or somebody else has concluded it.
         """
         while True:
             try:
                 self.append(outcome)
-            except Conflict:
+            except Overtaken:
                 self.state = fold(self.state.endpoint, self.ports.ledger.read(self.state.endpoint))
                 if self.state.open_intent is None or self.state.generation != outcome.of:
                     raise
@@ -92,19 +111,48 @@ class Journal:
                 return
 
 
+def looking_again(attempt: Callable[[], _Result]) -> _Result:
+    """What `attempt` returns, which reads the ledger, decides and writes. Who is overtaken looks and decides again.
+
+    Raises:
+        Overtaken: others never let it write.
+    """
+    for _ in range(LOOKS - 1):
+        try:
+            return attempt()
+        except Overtaken:
+            continue
+    return attempt()
+
+
 def numbered(state: EndpointState, generation: int) -> EndpointState:
     return EndpointState(deployments=state.deployments, split=state.split, generation=generation)
 
 
 def bound_endpoints(ports: Ports) -> tuple[str, ...]:
-    """Names of all endpoints that a pipeline has bound."""
+    """Names of all endpoints that a pipeline has bound; with those whose ledger is damaged, as they may be bound."""
     names = (name for name in ports.ledger.endpoints() if "@" not in name)
-    return tuple(name for name in names if fold(name, ports.ledger.read(name)).config is not None)
+    return tuple(name for name in names if readable(ports, name).config is not None or damage(ports, name) is not None)
+
+
+def readable(ports: Ports, endpoint: str) -> ReleaseState:
+    """State by as much of the ledger as can be read. Of a damaged one, what the endpoint is bound to can be believed,
+    and nothing that moves."""
+    return fold(endpoint, ports.ledger.sound(endpoint))
+
+
+def damage(ports: Ports, endpoint: str) -> StateCorrupt | None:
+    """Why the ledger cannot be read."""
+    try:
+        ports.ledger.read(endpoint)
+    except StateCorrupt as error:
+        return error
+    return None
 
 
 def siblings(ports: Ports, model: str, target: str) -> tuple[ReleaseState, ...]:
-    """State of every endpoint that serves this model on this target."""
-    states = (fold(name, ports.ledger.read(name)) for name in bound_endpoints(ports))
+    """State of every endpoint that serves this model on this target, as far as it is `readable`."""
+    states = (readable(ports, name) for name in bound_endpoints(ports))
     return tuple(s for s in states if s.config is not None and (s.config.model, s.config.target) == (model, target))
 
 

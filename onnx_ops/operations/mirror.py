@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-from onnx_ops.domain.ledger import Mirrored, Notified, Observed, Outcome, RefusedVersion
+from onnx_ops.domain.ledger import Mirrored, Notified, Observed, Outcome, RefusedVersion, ReleaseState, Renewed
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import NotFound, Refused
 from onnx_ops.operations.desired import moved_by_a_person, spent
-from onnx_ops.operations.journal import Journal, siblings
+from onnx_ops.operations.journal import Journal, damage, siblings
+from onnx_ops.ports import Ports
 
 
 def put_back(journal: Journal, refused: RefusedVersion) -> None:
@@ -100,12 +101,12 @@ def take_note(journal: Journal, champion: str | None) -> bool:
 def show_entries(journal: Journal, after: int) -> None:
     """Mirror the ledger's entries after a sequence into the registry, for people to read.
 
-    Readings stay out, as there may be one a minute, and so does who was told.
+    Readings and renewals stay out, as there may be one a minute, and so does who was told.
     """
     config = journal.config
     registry = journal.ports.registry()
     for entry in journal.ports.ledger.read(config.endpoint):
-        if entry.sequence > after and not isinstance(entry.body, Observed | Notified):
+        if entry.sequence > after and not isinstance(entry.body, Observed | Notified | Renewed):
             registry.mirror(entry, config.model)
 
 
@@ -114,4 +115,14 @@ def _agreed(journal: Journal, champion: str | None) -> bool:
     if champion is None:
         return True
     states = siblings(journal.ports, journal.config.model, journal.config.target)
-    return all(s.roles.stable is not None and s.roles.stable.version == champion for s in states)
+    return all(_serves(journal.ports, state, champion) for state in states)
+
+
+def _serves(ports: Ports, state: ReleaseState, version: str) -> bool:
+    """Whether the endpoint serves this version to all. Where its ledger is damaged, it is asked itself."""
+    if state.config is None or damage(ports, state.endpoint) is None:
+        return state.roles.stable is not None and state.roles.stable.version == version
+    actual = ports.provider(state.config.provider).observe(state.config)
+    if actual is None:
+        return False
+    return {one.version for one in actual.deployments if actual.split.weights.get(one.name)} == {version}

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from onnx_ops.domain.ledger import Held, LedgerEntry, Notified
 from onnx_ops.domain.notification import QUIET_S, Notification, news, trial
 from onnx_ops.domain.rollout import Wait, WaitKind, Word
-from onnx_ops.errors import Conflict, OnnxOpsError
+from onnx_ops.errors import Conflict, OnnxOpsError, StateCorrupt
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.patience import Patience
-from onnx_ops.ports import Notifier, Ports
+from onnx_ops.ports import Following, Notifier, Ports
 
 ATTEMPTS = 20
 """Times to get the next ledger entry from drivers that are writing too."""
@@ -76,8 +76,13 @@ def notify_each(ports: Ports, endpoints: Sequence[str]) -> tuple[Told, ...]:
 
 def notify_test(ports: Ports) -> tuple[Told, ...]:
     """Send a message that says that it is a test."""
-    message = trial("onnx-ops", at=ports.clock.now(), actor=ports.host.actor())
-    return tuple(_try(message, name, notifier) for name, notifier in ports.notifiers().items())
+    return notify_now(ports, trial("onnx-ops", at=ports.clock.now(), actor=ports.host.actor()))
+
+
+def notify_now(ports: Ports, notice: Notification) -> tuple[Told, ...]:
+    """Send what no ledger tells, once, through every notifier; one that fails is not tried again."""
+    linked = _linked(ports, notice)
+    return tuple(_try(linked, name, notifier) for name, notifier in ports.notifiers().items())
 
 
 class Herald:
@@ -122,8 +127,8 @@ class Herald:
         ready = {name for name in self._ports.notifiers() if self._of(name).due()}
         failed: set[str] = set()
         for endpoint in self._endpoints() if ready else ():
-            for told in notify_due(self._ports, endpoint, through=(ready - failed).__contains__):
-                if told.trouble:
+            for told in self._tell(endpoint, ready - failed):
+                if told.trouble and told.notifier:
                     failed.add(told.notifier)
                 self._report(told)
         for name in ready:
@@ -133,12 +138,19 @@ class Herald:
                 self._of(name).succeeded()
                 self._troubles.pop(name, None)
 
+    def _tell(self, endpoint: str, ready: set[str]) -> tuple[Told, ...]:
+        try:
+            return notify_due(self._ports, endpoint, through=ready.__contains__)
+        except StateCorrupt as error:  # a damaged ledger, of which the others' people need not suffer
+            return (Told(endpoint=endpoint, notifier="", trouble=str(error)),)
+
     def _report(self, told: Told) -> None:
-        known = self._troubles.get(told.notifier) == told.trouble
+        source = told.notifier or told.endpoint
+        known = self._troubles.get(source) == told.trouble
         if told.sent or (told.trouble and not known):
             self._told(told)
         if told.trouble:
-            self._troubles[told.notifier] = told.trouble
+            self._troubles[source] = told.trouble
 
     def _of(self, notifier: str) -> Patience:
         return self._patience.setdefault(notifier, Patience(self._every))
@@ -151,7 +163,8 @@ def _tell(ports: Ports, endpoint: str, name: str, notifier: Notifier) -> Told:
     sent: list[Notification] = []
     try:
         after = _told_up_to(ports, endpoint, name, entries)
-        for notice in news(endpoint, entries, after=after):
+        steps = isinstance(notifier, Following) and notifier.follows
+        for notice in news(endpoint, entries, after=after, progress=steps):
             done = _try(_linked(ports, notice), name, notifier)
             if done.trouble:
                 return replace(done, sent=tuple(sent))

@@ -6,7 +6,7 @@ killed anywhere. The next call continues or undoes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.ledger import RefusedVersion
@@ -14,7 +14,7 @@ from onnx_ops.domain.rollout import Action, ActionKind
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import Desired, desired
-from onnx_ops.operations.journal import Journal, pinned
+from onnx_ops.operations.journal import Journal, looking_again, pinned
 from onnx_ops.operations.mirror import (
     conclude_refusal,
     put_back,
@@ -53,18 +53,34 @@ def settle(
 ) -> list[StepReport]:
     """Steps until nothing is left to do now; the last report says why. Between two steps it may be `stopped`.
 
+    A step that somebody else has overtaken is decided anew: a rollback's own background job is at work, for example.
+
     Raises:
         OnnxOpsError: as `step` does.
     """
     reports: list[StepReport] = []
     while len(reports) < MAX_STEPS:
-        report = step(ports, endpoint, actor=actor)
+        report = looking_again(lambda: step(ports, endpoint, actor=actor))
         reports.append(report)
         if told is not None:
             told(report)
         if report.settled or stopped():
             break
     return reports
+
+
+def settle_each(
+    ports: Ports, endpoints: Sequence[str], *, actor: str = ""
+) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
+    """`settle` of several: what was done and what failed. One endpoint's trouble does not keep the others back."""
+    reports: dict[str, list[StepReport]] = {}
+    errors: dict[str, OnnxOpsError] = {}
+    for name in endpoints:
+        try:
+            reports[name] = settle(ports, name, actor=actor)
+        except OnnxOpsError as error:
+            errors[name] = error
+    return reports, errors
 
 
 def tell_registry(ports: Ports, endpoint: str, *, actor: str = "") -> str:
@@ -83,7 +99,8 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
 
     Raises:
         NotFound: no such endpoint.
-        Conflict: somebody else acted meanwhile; call again.
+        Overtaken: somebody else acted meanwhile; call again.
+        Conflict: somebody else is changing the endpoint, past the ledger.
         ServiceUnavailable: the endpoint could not be reached.
         Refused: the registry does not let us write an alias; an endpoint that died is restored all the same.
     """

@@ -10,7 +10,7 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import Intent, ReleaseState, Spoken, fold
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, abort, rollback
 from onnx_ops.errors import Conflict, NotFound, OnnxOpsError, Refused, UserError
-from onnx_ops.operations.journal import Journal, pinned
+from onnx_ops.operations.journal import Journal, damage, looking_again, pinned
 from onnx_ops.operations.status import Wanted, wanted_endpoints
 from onnx_ops.ports import Ports
 
@@ -122,14 +122,15 @@ def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
     came: list[tuple[float, Digest]] = []
     have: dict[str, set[Digest]] = {}
     for name in names:
-        entries = ports.ledger.read(name)
+        entries = ports.ledger.sound(name)
         begun = [(e.at, e.body.action) for e in entries if isinstance(e.body, Intent)]
         came += [(at, new.release) for at, action in begun if (new := _newcomer(action)) is not None]
         state = fold(name, entries)
         roles = (state.roles, *((state.open_intent.action.roles,) if state.open_intent is not None else ()))
         have[name] = {d.release for one in roles for d in (one.candidate, one.stable) if d is not None}
     last = max(came, default=(0.0, None), key=lambda item: item[0])[1]
-    found = tuple(name for name in names if last in have[name])
+    # Of a damaged ledger nobody knows whether it had that release: that it cannot be rolled back is to be told.
+    found = tuple(name for name in names if last in have[name] or damage(ports, name) is not None)
     if not found:
         raise NotFound(
             f"no endpoint serves the last release of {model} any more",
@@ -150,13 +151,17 @@ def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str
     Raises:
         UserError: no rollout is in progress.
     """
-    journal = Journal.open(ports, endpoint, actor=actor)
-    config = journal.config
-    if journal.state.roles.candidate is None:
-        raise UserError(
-            "no rollout is in progress", where=config.endpoint, remedy=f"See `onnx-ops status {config.endpoint}`."
-        )
-    journal.append(Spoken(word=word, reason=reason))
+
+    def speak() -> None:
+        journal = Journal.open(ports, endpoint, actor=actor)
+        config = journal.config
+        if journal.state.roles.candidate is None:
+            raise UserError(
+                "no rollout is in progress", where=config.endpoint, remedy=f"See `onnx-ops status {config.endpoint}`."
+            )
+        journal.append(Spoken(word=word, reason=reason))
+
+    looking_again(speak)
 
 
 def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> tuple[Action, str, Deployment]:

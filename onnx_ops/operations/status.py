@@ -22,21 +22,26 @@ from onnx_ops.domain.ledger import (
     Override,
     RefusedVersion,
     ReleaseState,
+    Renewed,
     Spoken,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles
-from onnx_ops.errors import NotFound
-from onnx_ops.operations.journal import Journal, bound_endpoints
-from onnx_ops.ports import Ports
+from onnx_ops.errors import NotFound, OnnxOpsError
+from onnx_ops.operations.journal import Journal, bound_endpoints, readable
+from onnx_ops.ports import Outliving, Ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStatus:
-    """The ledger's view and the provider's. `actual` is None if the endpoint does not answer."""
+    """The ledger's view and the provider's. `actual` is None if the endpoint does not answer whoever manages it.
+
+    Then `unsupervised` says that it answers its clients all the same.
+    """
 
     state: ReleaseState
     actual: EndpointState | None
     address: str | None
+    unsupervised: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +77,31 @@ class Wanted:
 def status(ports: Ports, endpoint: str) -> EndpointStatus:
     """Raises NotFound if no pipeline has bound this endpoint."""
     journal = Journal.open(ports, endpoint)
-    provider = ports.provider(journal.config.provider)
+    config = journal.config
+    provider = ports.provider(config.provider)
+    actual = provider.observe(config)
     return EndpointStatus(
-        state=journal.state, actual=provider.observe(journal.config), address=provider.address(journal.config)
+        state=journal.state,
+        actual=actual,
+        address=provider.address(config),
+        unsupervised=actual is None and isinstance(provider, Outliving) and provider.unsupervised(config),
     )
 
 
+def status_each(ports: Ports, endpoints: Sequence[str]) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
+    """`status` of several: what they do, and why of some it cannot be told."""
+    found: list[EndpointStatus] = []
+    errors: dict[str, OnnxOpsError] = {}
+    for name in endpoints:
+        try:
+            found.append(status(ports, name))
+        except OnnxOpsError as error:
+            errors[name] = error
+    return tuple(found), errors
+
+
 def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
-    """Names of the bound endpoints that are asked for.
+    """Names of the bound endpoints that are asked for; with those that nobody can tell of, as their ledger is damaged.
 
     Raises:
         NotFound: one that was named is not bound.
@@ -87,7 +109,8 @@ def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
     for name in wanted.endpoints:
         Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
     names = wanted.endpoints or bound_endpoints(ports)
-    return tuple(name for name in names if _fits(Journal.open(ports, name).state.config, wanted))
+    configs = {name: readable(ports, name).config for name in names}
+    return tuple(name for name, config in configs.items() if config is None or _fits(config, wanted))
 
 
 def history(ports: Ports, wanted: Wanted) -> tuple[HistoryLine, ...]:
@@ -164,19 +187,21 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
             return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
         case Override():
             return f"override for version {body.version}", body.reason
-        case Deleted() | Frozen() | Observed() | Held() | Notified():
+        case Deleted() | Frozen() | Observed() | Held() | Notified() | Renewed():
             return _noted_told(body)
         case _:
             assert_never(body)
 
 
-def _noted_told(body: Deleted | Frozen | Observed | Held | Notified) -> tuple[str, str]:
+def _noted_told(body: Deleted | Frozen | Observed | Held | Notified | Renewed) -> tuple[str, str]:
     if isinstance(body, Deleted):
         return "deleted" if body.done else "is to be deleted", body.reason
     if isinstance(body, Held):
         return f"goes on by a person only ({body.wait.value})", body.why
     if isinstance(body, Notified):
         return f"told people by {body.notifier}, up to entry {body.of}", ""
+    if isinstance(body, Renewed):
+        return f"still at it (entry {body.of})", ""
     if isinstance(body, Observed):
         counts = sorted(body.reading.tallies.items())
         return "read the counts", ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)

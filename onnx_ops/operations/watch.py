@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Kind(StrEnum):
+    WATCHING = "watching"
     STEP = "step"
     REFUSED = "refused"
     WAITING = "waiting"

@@ -10,7 +10,7 @@ from onnx_ops.domain.artifact import Digest, digest_bytes, short
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, Verdict, combine
 from onnx_ops.domain.pipeline import EXPORT
-from onnx_ops.domain.release import Choice, Lineage
+from onnx_ops.domain.release import Choice, Lineage, flat_origins
 from onnx_ops.domain.search import SearchRecord
 from onnx_ops.reporting.figures import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
@@ -215,6 +215,20 @@ def _weights(here: Sequence[Evidence], judged: Mapping[tuple[str, str], Decision
         yield weights_figure(e.variant, e, judged.get((e.variant, e.target)))
 
 
+def variants_picture(
+    target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
+) -> str | None:
+    """Size and latency of a target's variants as an SVG file of its own; None if nothing was measured there."""
+    here = [e for e in evidence if e.target == target]
+    verdicts = {d.variant: d.verdict for d in decisions if d.target == target}
+    figure = pareto_figure(target, here, verdicts, chosen, headline(decisions))
+    if figure is None:
+        return None
+    return figure.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
+        ">", f"><style>{STYLE}</style>", 1
+    )
+
+
 def _figure(figure: Figure) -> str:
     keys = "".join(f'<li class="s{key.series % SERIES}">{escape(key.text)}</li>' for key in figure.keys)
     legend = f'<ul class="keys">{keys}</ul>' if keys else ""
@@ -250,6 +264,7 @@ def _origin(lineage: Lineage | None) -> Iterator[str]:
         return
     entries = {"pipeline": lineage.pipeline, "release": lineage.release, "commit": lineage.git_sha or "not recorded"}
     entries |= {f"{name} data": digest for name, digest in sorted(lineage.data.items())}
+    entries |= flat_origins(lineage)
     entries |= dict(sorted(lineage.parameters.items()))
     yield f"<h2>Where it comes from</h2>{_list(entries)}"
 

@@ -79,7 +79,12 @@ def adapter(kind: type) -> pd.TypeAdapter[Any]:
 
 def yaml_keys(kind: type) -> tuple[str, ...]:
     """The keys that a dataclass has in YAML; `with_` is written `with`."""
-    return tuple(yaml_key(f.name) for f in fields(kind))
+    return tuple(yaml_key(f.name) for f in _written(kind))
+
+
+def _written(kind: type) -> tuple[Field[Any], ...]:
+    """The fields that a file has."""
+    return tuple(f for f in fields(kind) if not f.metadata.get("found"))
 
 
 def annotation(kind: Any, metadata: tuple[Any, ...] = ()) -> Any:
@@ -164,7 +169,7 @@ def _salvage(
 
 def _model(kind: type) -> type[pd.BaseModel]:
     hints = get_type_hints(kind, include_extras=True)
-    definitions: dict[str, Any] = {_ATTRIBUTE + f.name: _model_field(kind, f, hints[f.name]) for f in fields(kind)}
+    definitions: dict[str, Any] = {_ATTRIBUTE + f.name: _model_field(kind, f, hints[f.name]) for f in _written(kind)}
     return pd.create_model(
         kind.__name__,
         __config__=pd.ConfigDict(extra="forbid", strict=True),

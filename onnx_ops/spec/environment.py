@@ -18,13 +18,14 @@ ALLOWED: tuple[tuple[str, ...], ...] = (
 )
 """Keys from the root, `*` for any one; indices of lists are left out."""
 
+_MARK = "${env:"
 _REFERENCE = re.compile(r"\$\{env:([^}]*)\}?")
 _COMPLETE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def substitute(document: Document, environ: Mapping[str, str]) -> None:
     """Put in the values, in place; what is not allowed, malformed or unset becomes a finding of the document."""
-    for loc, key, text in list(_texts(document.value, ())):
+    for loc, key, text in list(texts_with(_MARK, document.value, ())):
         for finding in _findings(loc, key, text, environ):
             document.findings.append(finding)
             break
@@ -44,15 +45,15 @@ def _findings(loc: Loc, key: bool, text: str, environ: Mapping[str, str]) -> Ite
             yield Finding(loc=loc, message=f"environment variable {match[1]} is not set")
 
 
-def _texts(value: Any, loc: Loc) -> Iterator[tuple[Loc, bool, str]]:
-    """Every text with a reference, and whether it is a key."""
-    if isinstance(value, str) and "${env:" in value:
+def texts_with(mark: str, value: Any, loc: Loc) -> Iterator[tuple[Loc, bool, str]]:
+    """Every text below a location that holds `mark`, and whether it is a key."""
+    if isinstance(value, str) and mark in value:
         yield loc, False, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, item in items:
-        if isinstance(part, str) and "${env:" in part:
+        if isinstance(part, str) and mark in part:
             yield (*loc, part), True, part
-        yield from _texts(item, (*loc, part))
+        yield from texts_with(mark, item, (*loc, part))
 
 
 def _is_allowed(loc: Loc) -> bool:

@@ -12,6 +12,7 @@ from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.errors import SpecError
 from onnx_ops.spec.document import Document, Finding, Loc
 from onnx_ops.spec.draft import draft_of
+from onnx_ops.spec.parameters import substitute_parameters
 from onnx_ops.spec.project import (
     BroughtCheck,
     SettingsCheck,
@@ -27,6 +28,7 @@ from onnx_ops.spec.project import (
 from onnx_ops.spec.reading import bind_document, read_document
 from onnx_ops.spec.rollouts import Capabilities, capability_findings
 from onnx_ops.spec.rules import file_findings
+from onnx_ops.spec.targets import TargetFiles
 
 
 def load_pipeline(
@@ -46,7 +48,7 @@ def load_pipeline(
 
     Raises:
         NotFound: there is no such file.
-        SpecError: the file has problems.
+        SpecError: the file, or the `params.yaml` that it refers to, has problems.
     """
     return _load(path, root=root, plugins={}, elsewhere=False, overrides=overrides, environ=environ)
 
@@ -60,6 +62,7 @@ def check_pipeline(
     metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
     brought: BroughtCheck = nothing_brought,
+    shared: Path | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Pipeline:
@@ -71,6 +74,7 @@ def check_pipeline(
         settings: raises UserError for settings that an installed endpoint plugin does not take.
         metrics: raises UserError for settings that an installed source of metrics does not take.
         brought: what speaks against the model that the pipeline brings.
+        shared: folder of targets that several projects share.
         capabilities: of an entry whose endpoint plugin is installed; without it policies are not held against it.
 
     Raises:
@@ -82,6 +86,7 @@ def check_pipeline(
         root=root,
         plugins=plugins,
         elsewhere=True,
+        shared=shared,
         settings=settings,
         metrics=metrics,
         capabilities=capabilities,
@@ -97,6 +102,7 @@ def _load(
     root: Path,
     plugins: Mapping[str, Sequence[str]],
     elsewhere: bool,
+    shared: Path | None = None,
     settings: SettingsCheck = no_check,
     metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
@@ -105,12 +111,14 @@ def _load(
     environ: Mapping[str, str] | None,
 ) -> Pipeline:
     document = read_document(path, overrides=overrides, environ=os.environ if environ is None else environ)
+    parameters = substitute_parameters(document, root)
     bound, problems = bind_document(document, Pipeline)
     draft = draft_of(document, bound)
-    targets, target_problems = benchmarked_targets(draft, root)
+    files = TargetFiles(root, shared)
+    targets, target_problems = benchmarked_targets(draft, files)
     findings = [
         *file_findings(draft),
-        *project_findings(draft, root, targets),
+        *project_findings(draft, files, targets),
         *plugin_findings(draft, targets, plugins),
         *setting_findings(draft, plugins.get("endpoints", ()), settings),
         *metrics_findings(draft, plugins.get("metrics", ()), metrics),
@@ -124,9 +132,9 @@ def _load(
         problems = [document.problem(finding) for finding in wrong]
     if pipeline is None or problems:
         raise SpecError(tuple(problems))
-    if not any(isinstance(gate, ParityGate) for gate in pipeline.gates):
-        return replace(pipeline, gates=(ParityGate(), *pipeline.gates))
-    return pipeline
+    shielded = any(isinstance(gate, ParityGate) for gate in pipeline.gates)
+    gates = pipeline.gates if shielded else (ParityGate(), *pipeline.gates)
+    return replace(pipeline, gates=gates, parameters=parameters)
 
 
 def _independent(findings: Iterable[Finding], document: Document) -> list[Finding]:

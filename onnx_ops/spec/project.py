@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from onnx_ops.spec.functions import function_problem
 from onnx_ops.spec.metrics import function_findings
 from onnx_ops.spec.places import device_findings, pool_findings
 from onnx_ops.spec.searches import price_findings
-from onnx_ops.spec.targets import FOLDER, load_target, profile_names, target_names, target_path
+from onnx_ops.spec.targets import TargetFiles, profile_names
 from onnx_ops.spec.text import read_file, shown_path
 from onnx_ops.spec.words import did_you_mean, listing
 
@@ -38,13 +39,13 @@ def nothing_brought(_: Pipeline, __: Mapping[str, Target]) -> Sequence[str]:
     return ()
 
 
-def benchmarked_targets(draft: Draft, root: Path) -> tuple[dict[str, Target], list[Problem]]:
+def benchmarked_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], list[Problem]]:
     """The targets of `benchmark.targets` that exist and can be read, and the problems in the files of the others."""
     targets: dict[str, Target] = {}
     problems: list[Problem] = []
     for name in dict.fromkeys(draft.benchmark.targets if draft.benchmark else ()):
         try:
-            targets[name] = load_target(name, root=root)
+            targets[name] = files.load(name)
         except NotFound:
             continue  # `_missing_targets` says where it is asked for
         except SpecError as error:
@@ -52,26 +53,29 @@ def benchmarked_targets(draft: Draft, root: Path) -> tuple[dict[str, Target], li
     return targets, problems
 
 
-def project_findings(draft: Draft, root: Path, targets: Mapping[str, Target]) -> list[Finding]:
+def project_findings(draft: Draft, files: TargetFiles, targets: Mapping[str, Target]) -> list[Finding]:
     """Targets that do not exist, models that a target cannot run, functions that are not there."""
     findings = [
-        *_missing_targets(draft, root),
+        *_missing_targets(draft, files),
         *_ceilings(draft, targets),
         *price_findings(draft, targets),
         *pool_findings(draft, targets),
         *device_findings(draft, targets),
-        *function_findings(draft, root),
+        *function_findings(draft, files.root),
     ]
-    if draft.train and (problem := function_problem(draft.train.run, root)):
+    if draft.train and (problem := function_problem(draft.train.run, files.root)):
         findings.append(Finding(loc=("train", "run"), message=problem))
     return findings
 
 
-def _missing_targets(draft: Draft, root: Path) -> Iterator[Finding]:
+def _missing_targets(draft: Draft, files: TargetFiles) -> Iterator[Finding]:
     for index, name in enumerate(draft.benchmark.targets if draft.benchmark else ()):
-        if target_path(name, root) is None:
-            known = target_names(root)
-            hint = did_you_mean(name, {*known, *profile_names()}) or f"; {FOLDER} has {listing(known) or 'none'}"
+        if files.path(name) is None:
+            known = files.names()
+            hint = (
+                did_you_mean(name, {*known, *profile_names()})
+                or f"; targets here: {listing(known) or 'none but the shipped ones'}"
+            )
             yield Finding(loc=("benchmark", "targets", index), message=f"no target is called '{name}'{hint}")
 
 
@@ -145,6 +149,8 @@ def metrics_findings(draft: Draft, sources: Sequence[str], check: SettingsCheck)
 
 def endpoint_findings(draft: Draft, path: Path, root: Path) -> Iterator[Finding]:
     """Endpoints that another pipeline file of the project has too."""
+    if not draft.deploy:
+        return
     taken: dict[str, Path] = {}
     for other in sorted((root / PIPELINES).glob("*.yaml")):
         if other.resolve() != path.resolve():
@@ -155,13 +161,24 @@ def endpoint_findings(draft: Draft, path: Path, root: Path) -> Iterator[Finding]
             yield Finding(loc=(*loc, "endpoint"), message=message)
 
 
-def _endpoints_of(path: Path) -> list[str]:
+def _endpoints_of(path: Path) -> tuple[str, ...]:
     """Endpoint names in a file, whatever else is wrong with it: its own check will say so."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return _endpoints_in(path, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
+
+
+@functools.lru_cache(maxsize=4096)
+def _endpoints_in(path: Path, state: tuple[int, ...]) -> tuple[str, ...]:
+    """Of a file in this state. Without the cache many files checked in one process would each read all the others."""
+    del state
     try:
         document = read_file(path)
     except UserError:
-        return []
+        return ()
     deploy: Any = document.at(("deploy",))
     entries = deploy if isinstance(deploy, list) else [deploy]
     names = [entry.get("endpoint") for entry in entries if isinstance(entry, dict)]
-    return [name for name in names if isinstance(name, str)]
+    return tuple(name for name in names if isinstance(name, str))

@@ -15,8 +15,12 @@ from pydantic.json_schema import GenerateJsonSchema
 from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.domain.target import Target
 from onnx_ops.spec.binding import adapter
+from onnx_ops.spec.parameters import FILE as PARAMETERS
+from onnx_ops.spec.parameters import NOT_IN
 
 FOLDER = Path("configs") / "schema"
+
+_PARAMETER = "Parameter"
 
 
 class _Untitled(GenerateJsonSchema):
@@ -28,7 +32,18 @@ class _Untitled(GenerateJsonSchema):
 
 def pipeline_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of pipeline files. Names that refer to each other are beyond it."""
-    return _schema(Pipeline, "onnx-ops pipeline")
+    schema = _schema(Pipeline, "onnx-ops pipeline")
+    for place in (schema, *schema["$defs"].values()):
+        for name, found in place.get("properties", {}).items():
+            if (place is schema and (name,) in NOT_IN) or (place.get("title"), name) == ("Deploy", "endpoint"):
+                continue
+            place["properties"][name] = _or_parameter(found)
+    schema["$defs"][_PARAMETER] = {
+        "description": f"A value of {PARAMETERS}.",
+        "pattern": r"\$\{params:[^{}]+\}",
+        "type": "string",
+    }
+    return schema
 
 
 def target_schema() -> dict[str, Any]:
@@ -42,6 +57,21 @@ def write_schemas(folder: Path) -> None:
     for name, schema in (("pipeline", pipeline_schema()), ("target", target_schema())):
         text = json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
         (folder / f"{name}.schema.json").write_text(text, encoding="utf-8")
+
+
+def _or_parameter(found: dict[str, Any]) -> dict[str, Any]:
+    """A scalar may also be written as a reference; a text that may hold anything takes one as it is."""
+    choices = found.get("anyOf", [found])
+    if "$ref" in found or "const" in found or not any(_is_limited(one) for one in choices):
+        return found
+    said = {key: value for key, value in found.items() if key in ("description", "default", "examples", "anyOf")}
+    own = {key: value for key, value in found.items() if key not in said}
+    return {**said, "anyOf": [*found.get("anyOf", [own]), {"$ref": f"#/$defs/{_PARAMETER}"}]}
+
+
+def _is_limited(schema: dict[str, Any]) -> bool:
+    kind = schema.get("type")
+    return kind in ("integer", "number", "boolean") or (kind == "string" and bool({"enum", "pattern"} & set(schema)))
 
 
 def _schema(kind: type, title: str) -> dict[str, Any]:

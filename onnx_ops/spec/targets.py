@@ -1,19 +1,16 @@
-"""Target files: `configs/targets/NAME.yaml` below a project's root, and the profiles that are shipped.
-
-A file of the project wins over the profile of its name.
-"""
+"""Target files: `configs/targets/NAME.yaml` below a project's root, those that projects share, and shipped profiles."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnx_ops.domain.pipeline import NAME_PATTERN
 from onnx_ops.domain.provider_options import PROVIDER_OPTIONS
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, Problem, SpecError
+from onnx_ops.errors import NotFound, SpecError, UserError
 from onnx_ops.spec.document import Document, Finding
 from onnx_ops.spec.gates import gate_findings
 from onnx_ops.spec.reading import bind_document, read_document
@@ -23,9 +20,62 @@ FOLDER = Path("configs") / "targets"
 PROFILES = Path(__file__).parent / "profiles"
 
 
-def target_names(root: Path) -> tuple[str, ...]:
-    """Names of the project's targets, sorted."""
-    return tuple(sorted(path.stem for path in (root / FOLDER).glob("*.yaml")))
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """Where targets are defined: in the project at `root`, in the folder that several projects share, by us.
+
+    The first that has a name wins. Paths of libraries are below `root` wherever the target is defined. All methods
+    raise UserError if the shared folder is not there.
+    """
+
+    root: Path
+    shared: Path | None = None
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the project's targets and of the shared ones, sorted."""
+        return tuple(sorted({path.stem for folder in self._folders for path in folder.glob("*.yaml")}))
+
+    def path(self, name: str) -> Path | None:
+        """The target's file, or that of the profile, if there is one.
+
+        A name that is not a target's name leads nowhere, whatever it spells.
+        """
+        folders = (*self._folders, PROFILES)
+        paths = (folder / f"{name}.yaml" for folder in folders if re.fullmatch(NAME_PATTERN, name))
+        return next((path for path in paths if path.is_file()), None)
+
+    def source(self, name: str) -> str:
+        """Where the target's file is, for people: below the project, elsewhere, or `shipped`."""
+        path = self.path(name)
+        if path is None or path.parent == PROFILES:
+            return "shipped"
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
+
+    def load(self, name: str) -> Target:
+        """Read one target, or the profile of that name; its libraries' paths are absolute then.
+
+        Raises:
+            NotFound: there is neither.
+            SpecError: its file has problems; all of them at once.
+        """
+        path = self.path(name)
+        if path is None:
+            names, profiles = self.names(), profile_names()
+            hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
+            remedy = hint or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
+            raise NotFound(f"no target is called {name!r}", where=str(FOLDER), remedy=remedy)
+        target = _read(path)
+        libraries = tuple(replace(library, path=str(self.root / library.path)) for library in target.custom_ops)
+        return replace(target, custom_ops=libraries)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        if self.shared is None:
+            return (self.root / FOLDER,)
+        if not self.shared.is_dir():
+            remedy = "Correct `targets` in onnx-ops.toml, or ONNX_OPS_TARGETS."
+            raise UserError("the shared targets' folder is not there", where=str(self.shared), remedy=remedy)
+        return (self.root / FOLDER, self.shared)
 
 
 def profile_names() -> tuple[str, ...]:
@@ -33,28 +83,7 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PROFILES.glob("*.yaml")))
 
 
-def target_path(name: str, root: Path) -> Path | None:
-    """The file of the project's target, else of the profile, if there is one.
-
-    A name that is not a target's name leads nowhere, whatever it spells.
-    """
-    paths = (folder / f"{name}.yaml" for folder in (root / FOLDER, PROFILES) if re.fullmatch(NAME_PATTERN, name))
-    return next((path for path in paths if path.is_file()), None)
-
-
-def load_target(name: str, *, root: Path) -> Target:
-    """Read one target, or the profile of that name; its libraries' paths are absolute then.
-
-    Raises:
-        NotFound: there is neither.
-        SpecError: its file has problems; all of them at once.
-    """
-    path = target_path(name, root)
-    if path is None:
-        names, profiles = target_names(root), profile_names()
-        hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
-        remedy = hint or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
-        raise NotFound(f"no target is called {name!r}", where=str(FOLDER), remedy=remedy)
+def _read(path: Path) -> Target:
     document = read_document(path)
     bound, problems = bind_document(document, Target)
     target: Target | None = bound.result
@@ -66,27 +95,7 @@ def load_target(name: str, *, root: Path) -> Target:
         problems += [document.problem(finding) for finding in (*_option_findings(target, document), *limits)]
     if target is None or problems:
         raise SpecError(tuple(problems))
-    libraries = tuple(replace(library, path=str(root / library.path)) for library in target.custom_ops)
-    return replace(target, custom_ops=libraries)
-
-
-def load_targets(names: Iterable[str], *, root: Path) -> dict[str, Target]:
-    """Read several targets, by name.
-
-    Raises:
-        NotFound: one of them is neither a target of the project nor a profile.
-        SpecError: files have problems; those of all files at once.
-    """
-    targets: dict[str, Target] = {}
-    problems: list[Problem] = []
-    for name in dict.fromkeys(names):
-        try:
-            targets[name] = load_target(name, root=root)
-        except SpecError as error:
-            problems += error.problems
-    if problems:
-        raise SpecError(tuple(problems))
-    return targets
+    return target
 
 
 def _option_findings(target: Target, document: Document) -> Iterator[Finding]:

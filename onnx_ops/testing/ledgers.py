@@ -34,11 +34,12 @@ from onnx_ops.domain.ledger import (
     Outcome,
     Override,
     RefusedVersion,
+    Renewed,
     Spoken,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, WaitKind, Word, split_state
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, ShadowTally, Tally, Thresholds
-from onnx_ops.errors import Conflict
+from onnx_ops.errors import Overtaken
 from onnx_ops.ports import Ledger
 
 Opener = Callable[[], Ledger]
@@ -100,6 +101,7 @@ def one_of_each() -> tuple[Body, ...]:
         Observed(reading=reading),
         Held(wait=WaitKind.WORD, step=1, why="held"),
         Notified(notifier="github:acme/models", of=9),
+        Renewed(of=2, expires_at=180.5),
     )
 
 
@@ -109,7 +111,7 @@ def _race(opener: Opener, sequence: int, barrier: Any, name: str) -> bool:
     barrier.wait()
     try:
         ledger.append(spoken(sequence, actor=name))
-    except Conflict:
+    except Overtaken:
         return False
     return True
 
@@ -145,8 +147,8 @@ class LedgerSuite:
         written = tuple(entry(n, body) for n, body in enumerate(one_of_each(), start=1))
         for one in written:
             ledger.append(one)
-        assert ledger.read(ENDPOINT) == written
-        assert opener().read(ENDPOINT) == written
+        assert ledger.read(ENDPOINT) == ledger.sound(ENDPOINT) == written
+        assert opener().read(ENDPOINT) == opener().sound(ENDPOINT) == written
 
     def test_entries_keep_their_order(self, ledger: Ledger) -> None:
         for sequence in range(1, 13):
@@ -156,7 +158,7 @@ class LedgerSuite:
     def test_a_taken_sequence_is_a_conflict_and_changes_nothing(self, ledger: Ledger, opener: Opener) -> None:
         ledger.append(spoken(1, actor="first"))
         for late in (ledger, opener()):
-            with pytest.raises(Conflict):
+            with pytest.raises(Overtaken):
                 late.append(spoken(1, actor="second"))
         assert [one.actor for one in ledger.read(ENDPOINT)] == ["first"]
         ledger.append(spoken(2, actor="second"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -19,11 +20,14 @@ from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import UserError
 from onnx_ops.ports import (
+    DataSource,
     EndpointProvider,
     Exporters,
     HousedRuntime,
+    HousedSource,
     MetricsSource,
     Notifier,
+    Optimizers,
     Ports,
     Registry,
     Runtime,
@@ -56,9 +60,9 @@ def connect(settings: Settings) -> Ports:
         provider=provider,
         metrics=lambda config: _metrics(config, provider),
         exporter=lambda name, env=None: _exporters(settings)(name, env),
-        optimizer=functools.cache(lambda name: plugins.load("optimizers", name)),
+        optimizer=lambda name, env=None: _optimizers(settings)(name, env),
         runtime=functools.cache(lambda name: _runtime(settings, name)),
-        source=functools.cache(lambda name: plugins.load("data", name)),
+        source=functools.cache(lambda name: _source(settings, name)),
         notifiers=_once(lambda: _notifiers(settings)),
         git_sha=_once(lambda: git_sha(settings.root)),
         conditions=_conditions,
@@ -68,14 +72,26 @@ def connect(settings: Settings) -> Ports:
 
 @functools.cache
 def _exporters(settings: Settings) -> Exporters:
-    from onnx_ops.wiring.exporters import exporters
+    from onnx_ops.wiring.housing import exporters
 
     return exporters(settings)
+
+
+@functools.cache
+def _optimizers(settings: Settings) -> Optimizers:
+    from onnx_ops.wiring.housing import optimizers
+
+    return optimizers(settings)
 
 
 def _runtime(settings: Settings, name: str) -> Runtime:
     found: Runtime = plugins.load("runtimes", name)
     return found.housed(settings.environments) if isinstance(found, HousedRuntime) else found
+
+
+def _source(settings: Settings, name: str) -> DataSource:
+    found: DataSource = plugins.load("data", name)
+    return found.housed(settings.environments, settings.state) if isinstance(found, HousedSource) else found
 
 
 def git_sha(root: Path) -> str:
@@ -90,7 +106,14 @@ def git_sha(root: Path) -> str:
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
-    return functools.cache(make)
+    """Made when it is first asked for, and once, whichever threads ask."""
+    made, making = functools.cache(make), threading.RLock()
+
+    def told() -> T:
+        with making:
+            return made()
+
+    return told
 
 
 def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]) -> MetricsSource:

@@ -9,10 +9,14 @@ from pathlib import Path
 
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
+from onnx_ops.domain.search import AUTO
 from onnx_ops.engine import code_files
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, UserError
+from onnx_ops.ports import ConfiguredOptimizer, TracedSource
 from onnx_ops.settings import FILE
-from onnx_ops.spec.targets import FOLDER, load_target
+from onnx_ops.spec.parameters import FILE as PARAMETERS
+from onnx_ops.spec.targets import FOLDER
+from onnx_ops.stages.data import source_of
 from onnx_ops.wiring.project import Project, check
 
 PIPELINES = Path("configs") / "pipelines"
@@ -81,14 +85,25 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
     yield from (name, FILE)
     yield from ((FOLDER / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
     for target in pipeline.benchmark.targets:
-        yield from (_inside(library.path, root) for library in load_target(target, root=root).custom_ops)
+        if (file := project.targets.path(target)) is not None:
+            yield _inside(str(file), root)
+        yield from (_inside(library.path, root) for library in project.targets.load(target).custom_ops)
     for section in pipeline.data.values():
+        source = project.ports.source(source_of(section))
         if isinstance(section, FileData):
             yield from _with_pointers(section.file)
+        elif isinstance(source, TracedSource):
+            yield from source.rests_on(section)
+    if pipeline.parameters:
+        yield PARAMETERS
     if pipeline.model:
         yield from _with_pointers(pipeline.model)
     if pipeline.train is not None:
         yield from code_files(pipeline.train.run, root, pipeline.train.depends)
+    for entry in pipeline.quantize:
+        optimizer = None if entry.method == AUTO else project.ports.optimizer(entry.method, entry.env)
+        if isinstance(optimizer, ConfiguredOptimizer):
+            yield from optimizer.files(entry)
     for gate in pipeline.gates:
         if isinstance(gate, MetricGate) and gate.use:
             yield from code_files(gate.use, root)

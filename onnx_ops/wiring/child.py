@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -11,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx_ops import codec, plugins
@@ -25,6 +24,7 @@ from onnx_ops.settings import Settings, to_environ
 from onnx_ops.stages import execute
 from onnx_ops.stages.champion import with_champion
 from onnx_ops.wiring.remote import ask, pool_of
+from onnx_ops.wiring.turns import Quiet, machine_lock
 
 PROGRESS = b"\x1eprogress "
 """What a line of a child's output begins with that tells how far its stage is."""
@@ -41,11 +41,15 @@ def _silent(stage: Stage, line: str) -> None:
 
 @dataclass(frozen=True)
 class Performer:
-    """Executes stages: here, in a child where the stage asks for it or has a time-out, or by a pool's worker."""
+    """Executes stages: here, in a child where the stage asks for it or has a time-out, or by a pool's worker.
+
+    Performers with one `quiet` are used side by side.
+    """
 
     settings: Settings
     ports: Ports
     tell: Told = _silent
+    quiet: Quiet = field(default_factory=Quiet)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         if pool_of(stage):
@@ -58,19 +62,11 @@ class Performer:
         if not stage.own_process and stage.timeout is None:
             return execute(stage, key, inputs, self.ports)
         if stage.kind not in _TIMED:
-            return in_child(self.settings, stage, key, inputs, self.tell)
+            with self.quiet.work():
+                return in_child(self.settings, stage, key, inputs, self.tell)
         told = with_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
-        with machine_lock():
+        with self.quiet.measure(), machine_lock():
             return in_child(self.settings, told, key, inputs, self.tell)
-
-
-@contextlib.contextmanager
-def machine_lock() -> Iterator[None]:
-    """One measurement of times at once on this machine. The lock goes with its holder, however that ends."""
-    path = Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock"
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def in_child(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
@@ -20,6 +24,8 @@ from onnx_ops.operations.journal import stream
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import StepReport, settle
 from onnx_ops.ports import Ports
+from onnx_ops.wiring.memory import remember
+from onnx_ops.wiring.turns import claimed
 
 Execute = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
 
@@ -34,6 +40,16 @@ class StageHandler:
     ports: Ports
     perform: Execute
     actor: str = ""
+    claims: Path | None = None
+    """Folder of those who are at work; without it nobody waits for anybody."""
+
+    releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
+    """Held while the registry or an endpoint is written: pipelines that run side by side release one by one."""
+
+    def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
+        if stage.kind in RELEASE or self.claims is None:
+            return contextlib.nullcontext()
+        return claimed(self.claims, key)
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         if stage.kind is StageKind.REGISTER:
@@ -55,6 +71,11 @@ class StageHandler:
         return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        released = stage.kind is StageKind.REGISTER or stage.kind in RELEASE
+        with self.releasing if released else contextlib.nullcontext():
+            return self._done(stage, key, inputs)
+
+    def _done(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         match stage.kind:
             case StageKind.PROMOTE:
                 registration, choice = _chosen(self.ports, stage, inputs)
@@ -64,6 +85,8 @@ class StageHandler:
             case _:
                 manifest = self.perform(stage, key, inputs)
                 self.ports.store.record(key, manifest)
+                if stage.kind is StageKind.BENCHMARK:
+                    remember(self.ports.store, stage, key, inputs, manifest["evidence.json"])
                 if stage.kind is StageKind.REGISTER:
                     self.ports.store.record(_latest(self.ports, manifest), manifest)
                 return manifest

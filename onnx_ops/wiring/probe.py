@@ -10,11 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.pipeline import DataSection
+from onnx_ops.domain.pipeline import DataSection, Quantize
 from onnx_ops.domain.recipes import Arithmetic, arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.engine import code_digest
-from onnx_ops.ports import Ports
+from onnx_ops.ports import ConfiguredOptimizer, Ports, TracedSource
 from onnx_ops.stages.data import source_of
 
 
@@ -27,6 +27,10 @@ class ProjectProbe:
     def data(self, section: DataSection) -> str:
         return self.ports.source(source_of(section)).fingerprint(section, self.ports.root)
 
+    def origin(self, section: DataSection) -> Mapping[str, str]:
+        source = self.ports.source(source_of(section))
+        return source.origin(section, self.ports.root) if isinstance(source, TracedSource) else {}
+
     def code(self, reference: str, depends: tuple[str, ...]) -> Digest:
         return code_digest(reference, self.ports.root, depends)
 
@@ -35,15 +39,19 @@ class ProjectProbe:
 
     def tools(self, kind: str, name: str) -> Mapping[str, str]:
         found = {"onnx-ops": _version("onnx-ops")}
-        point = plugins.find(kind, name)
-        if point.dist is not None:
-            found[point.dist.name] = point.dist.version
-        if kind == "exporters" and (own := getattr(plugins.load(kind, name), "requirements", ())):
+        if (offered := plugins.distribution(kind, name)) is not None:
+            found[offered[0]] = offered[1]
+        if kind in ("exporters", "optimizers") and (own := getattr(plugins.load(kind, name), "requirements", ())):
             return found | {"requirements": ", ".join(own)}
         return found | {tool: _version(tool) for tool in self._shaping(kind, name)}
 
-    def is_quantizer(self, name: str) -> bool:
-        return bool(self.ports.optimizer(name).quantized)
+    def settled(self, entry: Quantize) -> Quantize:
+        found = self.ports.optimizer(entry.method, entry.env)
+        return found.settle(entry, self.ports.root) if isinstance(found, ConfiguredOptimizer) else entry
+
+    def is_quantizer(self, entry: Quantize) -> bool:
+        found = self.ports.optimizer(entry.method, entry.env)
+        return found.quantizes(self.settled(entry)) if isinstance(found, ConfiguredOptimizer) else found.quantized
 
     def hardware(self, target: Target) -> Digest:
         return self._machine(target).digest()

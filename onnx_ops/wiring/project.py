@@ -7,8 +7,10 @@ that is read from disk.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,20 +19,30 @@ from onnx_ops.errors import UserError
 from onnx_ops.ports import Executor, Observer, Ports
 from onnx_ops.settings import Settings, load_settings
 from onnx_ops.wiring import connect
+from onnx_ops.wiring.turns import Quiet
 
 if TYPE_CHECKING:
     from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, StageKind, StageOutcome
     from onnx_ops.domain.target import Target
     from onnx_ops.engine import RunResult
+    from onnx_ops.spec import TargetFiles
     from onnx_ops.wiring.handler import StageHandler
 
 
 @dataclass(frozen=True)
 class Project:
-    """Settings and ports of one project."""
+    """Settings and ports of one project, and what its pipelines that run side by side take turns by."""
 
     settings: Settings
     ports: Ports
+    quiet: Quiet = field(default_factory=Quiet)
+    releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
+
+    @property
+    def targets(self) -> TargetFiles:
+        from onnx_ops.spec import TargetFiles
+
+        return TargetFiles(self.settings.root, self.settings.shared_targets)
 
     def handler(self, actor: str = "", observer: Observer | None = None) -> StageHandler:
         """How stages are done; `actor` is answerable for what they release, `observer` hears how far they are."""
@@ -38,8 +50,14 @@ class Project:
         from onnx_ops.wiring.child import Performer
         from onnx_ops.wiring.handler import StageHandler
 
-        perform = Performer(settings=self.settings, ports=self.ports, tell=(observer or Silent()).told)
-        return StageHandler(ports=self.ports, perform=perform, actor=actor)
+        tell = (observer or Silent()).told
+        return StageHandler(
+            ports=self.ports,
+            perform=Performer(settings=self.settings, ports=self.ports, tell=tell, quiet=self.quiet),
+            actor=actor,
+            claims=self.settings.claims,
+            releasing=self.releasing,
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,7 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
         metrics=_check_source,
         capabilities=lambda entry: abilities(project, entry),
         brought=lambda pipeline, targets: _brought(project, pipeline, targets),
+        shared=project.settings.shared_targets,
         overrides=tuple(overrides),
         environ=os.environ,
     )
@@ -132,11 +151,11 @@ def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), unti
         UserError: something that it names does not exist.
     """
     from onnx_ops.engine import plan
-    from onnx_ops.spec import load_target
     from onnx_ops.wiring.probe import ProjectProbe
 
     pipeline = check(project, file, overrides)
-    targets = {name: load_target(name, root=project.settings.root) for name in pipeline.benchmark.targets}
+    files = project.targets
+    targets = {name: files.load(name) for name in pipeline.benchmark.targets}
     planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
     return Prepared(pipeline=pipeline, targets=targets, plan=planned)
 
@@ -158,8 +177,10 @@ def execute(
     executor: Executor | None = None,
     observer: Observer | None = None,
     actor: str = "",
+    jobs: int = 1,
 ) -> RunResult:
-    """Run a plan; `actor` is answerable for what it releases, by default whoever runs this process."""
+    """Run a plan, `jobs` stages at once; `actor` is answerable for what it releases, by default whoever runs this
+    process."""
     from onnx_ops.engine import InlineExecutor, Silent, run
 
     return run(
@@ -169,4 +190,5 @@ def execute(
         observer=observer or Silent(),
         clock=project.ports.clock,
         fresh=fresh,
+        jobs=jobs,
     )

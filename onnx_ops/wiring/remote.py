@@ -48,13 +48,7 @@ def ask(
         MeasurementFailure: nobody answered.
     """
     pool = pool_of(stage)
-    request: dict[str, Json] = {
-        "stage": codec.to_json(stage),
-        "key": key,
-        "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
-        "attempt": attempt,
-    }
-    pools.measure(pool, stage.id, request, timeout=stage.timeout)
+    pools.measure(pool, stage.id, {**request_of(stage, key, inputs), "attempt": attempt}, timeout=stage.timeout)
     answer = store.lookup(_answer_key(attempt))
     if answer is None:
         raise MeasurementFailure(
@@ -67,16 +61,30 @@ def ask(
     return answer
 
 
+def request_of(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> dict[str, Json]:
+    """A stage and what it is done with, as JSON."""
+    return {
+        "stage": codec.to_json(stage),
+        "key": key,
+        "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
+    }
+
+
+def requested(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[str, Manifest]]:
+    """What `request_of` was given."""
+    stage = codec.from_json(request["stage"], Stage, where="request")
+    files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
+    return stage, Digest(str(request["key"])), {name: Manifest(files=found) for name, found in files.items()}
+
+
 def answer(perform: Perform, store: Store, request: Mapping[str, Json]) -> OnnxOpsError | None:
     """The worker's side: measure here, and leave what came of it in the store; what failed is returned too.
 
     Raises:
         OnnxOpsError: the store itself failed, or the request is none.
     """
-    stage = codec.from_json(request["stage"], Stage, where="request")
-    key, attempt = Digest(str(request["key"])), str(request["attempt"])
-    files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
-    inputs = {name: Manifest(files=found) for name, found in files.items()}
+    attempt = str(request["attempt"])
+    stage, key, inputs = requested(request)
     try:
         _check(stage)
         manifest = perform(stage, key, inputs)

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from onnx_ops import codec
 from onnx_ops.analysis.choice import choose
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Pipeline, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.standing import Policy
 from onnx_ops.engine import RunResult
 from onnx_ops.errors import UserError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Ports, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,16 @@ def where_to_read(registration: Registration) -> str:
     """Address of the release's report, or the command that writes it out where the registry has no pages."""
     version = next(iter(registration.versions.values()))
     return registration.report or f"onnx-ops report {registration.model}/{version}"
+
+
+def evidence_of(summary: Summary, store: Store) -> Mapping[Digest, Evidence]:
+    """What was measured in a run, by the digest under which it is stored."""
+    stored = [
+        outcome.manifest["evidence.json"]
+        for outcome in summary.outcomes
+        if outcome.manifest is not None and "evidence.json" in outcome.manifest
+    ]
+    return {digest: codec.loads(store.read(digest), Evidence) for digest in stored}
 
 
 def summarise(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:

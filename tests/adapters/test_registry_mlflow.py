@@ -347,6 +347,19 @@ def test_metrics_stand_with_their_own_model(registry: MlflowRegistry, tmp_path: 
     assert found[0].params == {"epochs": "12"}
 
 
+def test_what_was_measured_again_stands_beside_what_was_measured(registry: MlflowRegistry, tmp_path: Path) -> None:
+    first = publication(tmp_path, model="again", seed="one")
+    registry.publish(first)
+    again = publication(tmp_path, model="again", seed="one", verdict=Verdict.FAIL)
+    slower = dataclasses.replace(again.variants[0], metrics={"cpu-1t/p50": 0.002})
+    for _ in range(2):
+        version = registry.publish(dataclasses.replace(again, variants=(slower,)))["fp32"]
+    client = registry._mlflow._client
+    run_id = client.get_model_version("again", version).run_id
+    assert client.get_run(run_id).data.metrics == {"cpu-1t/p50": 0.002}
+    assert [metric.value for metric in client.get_metric_history(run_id, "cpu-1t/p50")] == [0.00125, 0.002]
+
+
 def test_metrics_name_the_data_they_were_measured_on(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="scored", seed="a")
     version = registry.publish(release)["fp32"]

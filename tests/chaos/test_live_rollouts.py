@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +15,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store.models import ModelFolders
@@ -25,7 +28,9 @@ from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.operations.rollback import roll_back
+from onnx_ops.operations.status import status
 from onnx_ops.ports import Ports
+from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.load import LoadPlan, LoadProcess, Payload, Records
 
@@ -234,3 +239,26 @@ def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
         records = load.stop()
     assert records.failed == 0
     assert site.traffic() == {"v2": 100}
+
+
+def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_another(site: Site) -> None:
+    """The workers answer all the time; the reconciler brings the supervisor back under load, and nobody is dropped."""
+    configure(site.ports, site.config, RolloutPolicy())
+    site.release("first", layers=5)
+    record = codec.loads((site.folder / "endpoints" / ENDPOINT / SERVER_FILE).read_bytes(), ServerRecord)
+    with site.load() as load:
+        time.sleep(1)
+        os.kill(record.pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (seen := status(site.ports, ENDPOINT)).unsupervised:
+            assert time.monotonic() < deadline, seen
+        assert seen.actual is None
+        time.sleep(0.5)
+        reports = settle(site.ports, ENDPOINT)
+        assert [report.did for report in reports] == ["restore", ""]
+        assert not status(site.ports, ENDPOINT).unsupervised
+        time.sleep(1)
+        records = load.stop()
+    assert records.failed == 0
+    assert len(records) > 100
+    assert site.traffic() == {"v1": 100}

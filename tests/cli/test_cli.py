@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from onnx_ops.cli.common import reported
 
 ROOT = Path(__file__).resolve().parents[2]
 ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
@@ -20,6 +24,7 @@ COMMANDS = [
     "affected",
     "explain",
     "report",
+    "export-dvc",
     "inspect",
     "compare",
     "bench",
@@ -182,3 +187,25 @@ def test_check_tells_what_a_rollout_will_take(project: Path) -> None:
         "shadow",
         "step 10%",
     ]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_full_disk_is_a_failure_of_the_environment(as_json: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    @reported
+    def command(as_json: bool = False) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "store/blobs")
+
+    with pytest.raises(typer.Exit) as ended:
+        command(as_json=as_json)
+    assert ended.value.exit_code == 4
+    told = capfd.readouterr()
+    assert "the disk is full" in told.err + told.out
+
+
+def test_another_trouble_with_files_is_not_hidden() -> None:
+    @reported
+    def command() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(PermissionError):
+        command()

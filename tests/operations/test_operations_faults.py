@@ -243,8 +243,7 @@ def test_a_rollback_at_any_moment_of_a_driver(candidate: str) -> None:
 
         counted = Faults(between=go_back)
         scene.faults = counted
-        with contextlib.suppress(Conflict):
-            scene.settle()
+        scene.settle()
         scene.faults = None
         moments = max(moments, counted.moments)
         if not left:

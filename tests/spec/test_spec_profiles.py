@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from onnx_ops.domain.provider_options import PROVIDER_OPTIONS, PROVIDER_PACKAGES
 from onnx_ops.errors import NotFound, SpecError
-from onnx_ops.spec import load_target
+from onnx_ops.spec import TargetFiles
 from onnx_ops.spec.schema import target_schema
 from onnx_ops.spec.targets import PROFILES, profile_names
 from onnx_ops.spec.text import read_text
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SET = [
     (name, provider.name, option)
     for name in profile_names()
-    for provider in load_target(name, root=PROFILES).providers
+    for provider in TargetFiles(PROFILES).load(name).providers
     for option in provider.options
 ]
 
@@ -33,7 +33,7 @@ def wrong(option: str) -> str:
 
 @pytest.mark.parametrize("name", profile_names())
 def test_a_profile_is_a_target_of_every_project(name: str, tmp_path: Path) -> None:
-    target = load_target(name, root=tmp_path)
+    target = TargetFiles(tmp_path).load(name)
     assert target.name == name
     assert target.description
     assert all(provider.name in PROVIDER_OPTIONS for provider in target.providers)
@@ -52,7 +52,7 @@ def test_an_option_that_is_wrong_by_a_letter_is_refused_where_it_stands(
     changed = before + named + after.replace(f"{option}:", f"{wrong(option)}:", 1)
     (project / f"configs/targets/{name}.yaml").write_text(changed)
     with pytest.raises(SpecError) as caught:
-        load_target(name, root=project)
+        TargetFiles(project).load(name)
     (problem,) = caught.value.problems
     assert problem.message == f"{provider} has no option '{wrong(option)}'; did you mean '{option}'?"
     assert changed.splitlines()[problem.line - 1][problem.column - 1 :].startswith(wrong(option))
@@ -64,29 +64,29 @@ def test_an_option_that_is_wrong_by_a_letter_is_refused_where_it_stands(
 def test_every_name_is_accepted_and_refused_with_a_letter_more(provider: str, option: str, project: Path) -> None:
     path = project / "configs/targets/one.yaml"
     path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{option}: '1'}}}}]\n")
-    assert load_target("one", root=project).providers[0].options == {option: "1"}
+    assert TargetFiles(project).load("one").providers[0].options == {option: "1"}
     path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{wrong(option)}: '1'}}}}]\n")
     with pytest.raises(SpecError, match=rf"has no option '{wrong(option)}'; did you mean"):
-        load_target("one", root=project)
+        TargetFiles(project).load("one")
 
 
 def test_options_of_other_providers_are_not_checked(project: Path) -> None:
     path = project / "configs/targets/one.yaml"
     path.write_text("name: one\nproviders: [{name: AcmeExecutionProvider, options: {speed: '9'}}]\n")
-    assert load_target("one", root=project).providers[0].options == {"speed": "9"}
+    assert TargetFiles(project).load("one").providers[0].options == {"speed": "9"}
     path.write_text("name: one\nproviders: [{name: CPUExecutionProvider, options: {speed: '9'}}]\n")
     with pytest.raises(SpecError, match=r"one\.yaml:2:52: .*CPUExecutionProvider has no option 'speed'; it has none"):
-        load_target("one", root=project)
+        TargetFiles(project).load("one")
 
 
 def test_the_projects_file_wins_and_names_of_both_are_suggested(project: Path) -> None:
-    assert load_target("cpu-all", root=project).session.intra_op_threads == 0
+    assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 0
     (project / "configs/targets/cpu-all.yaml").write_text("name: cpu-all\nsession: {intra_op_threads: 3}\n")
-    assert load_target("cpu-all", root=project).session.intra_op_threads == 3
+    assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 3
     with pytest.raises(NotFound, match=r"Did you mean 'tensorrt'\?"):
-        load_target("tensorr", root=project)
+        TargetFiles(project).load("tensorr")
     with pytest.raises(NotFound, match=r"Did you mean 'old'\?"):
-        load_target("olt", root=project)
+        TargetFiles(project).load("olt")
 
 
 def test_a_pipeline_names_a_profile(project: Path, pipeline_text: str, problems: Callable[[str], list[str]]) -> None:
@@ -100,11 +100,11 @@ def test_a_pipeline_names_a_profile(project: Path, pipeline_text: str, problems:
 
 def test_the_files_of_this_project_are_the_profiles_of_their_names() -> None:
     for name in ("cpu-1t", "cpu-all"):
-        assert load_target(name, root=ROOT) == load_target(name, root=PROFILES)
+        assert TargetFiles(ROOT).load(name) == TargetFiles(PROFILES).load(name)
 
 
 def test_a_plug_in_is_part_of_what_is_measured() -> None:
-    one = load_target("qnn", root=PROFILES)
+    one = TargetFiles(PROFILES).load("qnn")
     assert one.providers[0].package == "onnxruntime_qnn"
     bare = replace(one, providers=(replace(one.providers[0], package=""), *one.providers[1:]))
     assert one.digest() != bare.digest()

@@ -74,6 +74,25 @@ def test_the_schema_refuses_what_the_loader_refuses(pipeline_text: str, old: str
     assert not accepts(SCHEMAS["pipeline"], pipeline_text.replace(old, new))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "fits"),
+    [
+        ("framework: sklearn", "framework: sklearn\n  opset: '${params:opset}'", True),
+        ("max_drop: 1%", "max_drop: '${params:drop}'", True),
+        ("promote: manual", "promote: '${params:promote}'", True),
+        ("epochs: 3", "epochs: '${params:epochs}'", True),
+        ("framework: sklearn", "framework: sklearn\n  opset: '${param:opset}'", False),
+        ("pipeline: toy", "pipeline: '${params:name}'", False),
+        ("endpoint: toy", "endpoint: '${params:name}'", False),
+        ("kind: parity", "kind: '${params:kind}'", False),
+    ],
+)
+def test_values_of_params_fit_where_the_loader_takes_them(pipeline_text: str, old: str, new: str, fits: bool) -> None:
+    text = pipeline_text.replace("register: {model: toy}", "register: {model: toy, promote: manual}")
+    assert text.count(old) == 1
+    assert accepts(SCHEMAS["pipeline"], text.replace(old, new)) is fits
+
+
 def test_editors_get_words_units_and_defaults() -> None:
     definitions = SCHEMAS["pipeline"]["$defs"]
     assert definitions["Deploy"]["properties"]["target"]["description"].startswith("Serves champion-<target>")

@@ -25,7 +25,8 @@ from onnx_ops.ports import Ports
 from onnx_ops.settings import Settings, load_settings, to_environ
 from onnx_ops.stages import execute
 from onnx_ops.wiring import connect
-from onnx_ops.wiring.child import Performer, in_child, machine_lock
+from onnx_ops.wiring.child import Performer, in_child
+from onnx_ops.wiring.turns import machine_lock
 
 KEY = digest_bytes(b"key")
 PATIENCE_S = 30.0

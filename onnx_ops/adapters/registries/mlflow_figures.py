@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.release import Lineage
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -19,12 +21,14 @@ _DIGEST_CHARACTERS = 36
 T = TypeVar("T")
 
 
-def dataset(name: str, digest: Digest) -> Dataset:
-    """A data set of the pipeline as MLflow names it."""
+def dataset(name: str, digest: Digest, origin: Mapping[str, str] | None = None) -> Dataset:
+    """A data set of the pipeline as MLflow names it; `origin` is what its source tells of where it came from."""
     from mlflow.entities import Dataset
 
     short = digest.removeprefix("sha256:")[:_DIGEST_CHARACTERS]
-    return Dataset(name=name, digest=short, source_type="onnx-ops", source=f'{{"digest": "{digest}"}}')
+    kind = (origin or {}).get("kind", "onnx-ops")
+    told = {key: value for key, value in (origin or {}).items() if key != "kind"}
+    return Dataset(name=name, digest=short, source_type=kind, source=json.dumps({"digest": digest, **told}))
 
 
 def log_parameters(client: MlflowClient, run_id: str, parameters: Mapping[str, str]) -> None:
@@ -34,16 +38,19 @@ def log_parameters(client: MlflowClient, run_id: str, parameters: Mapping[str, s
         client.log_batch(run_id, params=batch)
 
 
-def log_datasets(client: MlflowClient, run_id: str, data: Mapping[str, Digest], *, measured_on: str) -> None:
+def log_datasets(client: MlflowClient, run_id: str, lineage: Lineage, *, measured_on: str) -> None:
     """The data that the run used; the set that its figures were measured on is marked as `evaluation`."""
     from mlflow.entities import DatasetInput, InputTag
 
-    inputs = [
-        DatasetInput(
-            dataset(name, digest), [InputTag("mlflow.data.context", "evaluation")] if name == measured_on else []
-        )
-        for name, digest in sorted(data.items())
-    ]
+    inputs = []
+    for name, digest in sorted(lineage.data.items()):
+        origin = lineage.origins.get(name, {})
+        kind = origin.get("kind", "")
+        tags = {f"{kind}.{fact}": value for fact, value in sorted(origin.items()) if fact != "kind"}
+        if name == measured_on:
+            tags["mlflow.data.context"] = "evaluation"
+        found = [InputTag(key, value) for key, value in tags.items()]
+        inputs.append(DatasetInput(dataset(name, digest, origin), found))
     if inputs:
         _log_inputs(client, run_id, inputs)
 

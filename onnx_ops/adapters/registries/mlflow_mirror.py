@@ -18,6 +18,7 @@ from onnx_ops.domain.ledger import (
     Outcome,
     Override,
     RefusedVersion,
+    Renewed,
     Spoken,
 )
 
@@ -70,7 +71,7 @@ def _title(entry: LedgerEntry) -> str:
             return f"word: {body.word.value}"
         case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted():
             return body.kind
-        case Frozen() | Observed() | Held() | Notified():
+        case Frozen() | Observed() | Held() | Notified() | Renewed():
             return body.kind
         case _:
             assert_never(body)
@@ -96,7 +97,7 @@ def _details(entry: LedgerEntry) -> dict[str, str]:
             return {"version": body.version, "why": body.reason}
         case Spoken() | Deleted() | Held():
             return {"why": body.why if isinstance(body, Held) else body.reason}
-        case Frozen() | Observed() | Notified():
+        case Frozen() | Observed() | Notified() | Renewed():
             return {}
         case _:
             assert_never(body)

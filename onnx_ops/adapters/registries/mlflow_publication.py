@@ -27,7 +27,7 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     judgement,
 )
 from onnx_ops.domain.artifact import short
-from onnx_ops.domain.release import Publication, VariantRecord
+from onnx_ops.domain.release import Publication, VariantRecord, flat_origins
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -176,8 +176,7 @@ class Publisher:
         description = self._description(record, run_id)
         if EVIDENCE_DIGEST in changed:
             self._upload_evidence(run_id, record)
-            run = self._client.get_run(run_id)
-            self._log_figures(run_id, _model_id(found), record, run.info.start_time)
+            self._log_figures_anew(run_id, _model_id(found), record)
         for target in record.decisions:
             # What was signed earlier is not what has been decided now.
             if target not in record.signed and f"{DECISION}{target}" in found.tags:
@@ -257,10 +256,18 @@ class Publisher:
             self._client.log_artifacts(run_id, folder)
 
     def _log_figures(self, run_id: str, model_id: str, record: VariantRecord, timestamp: int) -> None:
-        data = self._publication.lineage.data
-        log_datasets(self._client, run_id, data, measured_on=record.measured_on)
-        measured_on = dataset(record.measured_on, data[record.measured_on]) if record.measured_on in data else None
+        lineage, name = self._publication.lineage, record.measured_on
+        log_datasets(self._client, run_id, lineage, measured_on=name)
+        known = name in lineage.data
+        measured_on = dataset(name, lineage.data[name], lineage.origins.get(name)) if known else None
         log_metrics(self._client, run_id, model_id, record.metrics, timestamp, measured_on)
+
+    def _log_figures_anew(self, run_id: str, model_id: str, record: VariantRecord) -> None:
+        """What was measured again, one millisecond after what stands there: MLflow takes one figure a name and time."""
+        run = self._client.get_run(run_id)
+        if run.data.metrics != dict(record.metrics):
+            times = [metric.timestamp for metric in self._client.get_logged_model(model_id).metrics or ()]
+            self._log_figures(run_id, model_id, record, max(times, default=run.info.start_time) + 1)
 
     def _identity(self, record: VariantRecord) -> dict[str, str]:
         return {VARIANT: record.variant, DIGEST: str(record.manifest.digest())}
@@ -273,6 +280,7 @@ class Publisher:
             "mlflow.source.git.commit": lineage.git_sha,
             "onnx_ops.run": lineage.run,
             **{f"data.{name}": str(digest) for name, digest in lineage.data.items()},
+            **{f"origin.{key}": value for key, value in flat_origins(lineage).items()},
         }
         return {key: value for key, value in tags.items() if value}
 

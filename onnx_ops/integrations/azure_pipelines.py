@@ -1,0 +1,96 @@
+"""What the steps in Azure Pipelines do: run the pipelines that a commit touches, and say on the build what came of it.
+
+Two steps, as in GitHub: `run` leaves its results and reports in a folder, `publish` attaches the page to the build and
+ends it by the verdict: FAIL and ERROR fail it, INCONCLUSIVE lets it end with issues. Whatever the event names
+(branches, titles, people) is data: it comes in variables, and is never printed as a command of the agent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.errors import OnnxOpsError, UserError
+from onnx_ops.integrations.commits import judge_change, results
+from onnx_ops.reporting.pull_request import overall, page, title
+
+PAGE = "onnx-ops.md"
+
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
+_BRANCH = re.compile(r"refs/heads/(?P<name>[\w.][\w./-]*)", re.ASCII)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: of `run` 0 unless nothing could be done at all; of `publish` 1 for FAIL and ERROR."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("step", choices=("run", "publish"))
+    parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
+    parser.add_argument("--since", default="", help="the commit before; found by the event if left out")
+    options = parser.parse_args(arguments)
+    try:
+        if options.step == "run":
+            return run(options.folder, os.environ, since=options.since)
+        return publish(options.folder, os.environ)
+    except OnnxOpsError as error:
+        _command("task.logissue type=error", str(error))
+        return error.exit_code
+
+
+def base_of(environ: Mapping[str, str]) -> str:
+    """What this build is compared with: the branch that a pull request goes to, else the commit before.
+
+    Raises:
+        UserError: the branch has a name that is none.
+    """
+    target = environ.get("SYSTEM_PULLREQUEST_TARGETBRANCH", "")
+    if not target:
+        return "HEAD~1"
+    match = _BRANCH.fullmatch(target)
+    if match is None or ".." in target:
+        raise UserError(f"{target[:80]!r} is no branch", where="SYSTEM_PULLREQUEST_TARGETBRANCH")
+    return f"origin/{match['name']}"
+
+
+def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
+    """Run every pipeline that the change touches; one of a pull request stops at its gates."""
+    until = StageKind.GATE if environ.get("BUILD_REASON") == "PullRequest" else None
+    for line in judge_change(folder, since or base_of(environ), until):
+        _tell(line)
+    return 0
+
+
+def publish(folder: Path, environ: Mapping[str, str]) -> int:
+    """Attach the page to the build, and end by the verdict."""
+    commit = environ.get("BUILD_SOURCEVERSION", "")
+    if not _COMMIT.fullmatch(commit):
+        raise UserError(f"{commit[:80]!r} is no commit", where="BUILD_SOURCEVERSION", remedy="See docs/scale.md.")
+    checked = results(folder)
+    verdict = overall(checked)
+    told = (folder / PAGE).resolve()
+    told.write_text(page(checked, commit=commit), encoding="utf-8")
+    _command("task.uploadsummary", str(told))
+    _command("task.setvariable variable=verdict;isOutput=true", "none" if verdict is None else verdict.value)
+    if verdict is Verdict.INCONCLUSIVE:
+        _command("task.complete result=SucceededWithIssues;", title(checked))
+    return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
+
+
+def _command(name: str, text: str) -> None:
+    """A command of the agent, whose text stays in its one line."""
+    data = text.replace("%", "%AZP25").replace("\r", "%0D").replace("\n", "%0A")
+    _tell(f"##vso[{name}]{data}", command=True)
+
+
+def _tell(line: str, *, command: bool = False) -> None:
+    """What is told is no command, whatever it holds: the agent looks for them anywhere in a line."""
+    sys.stdout.write((line if command else line.replace("##", "# #")) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

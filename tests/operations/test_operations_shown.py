@@ -1,0 +1,60 @@
+"""What the operator reads about endpoints: `status` and `history`, as text and as documents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from release_scenes import serving
+
+from onnx_ops.cli.endpoint_tables import history_table, status_document, status_report
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.operations.status import EndpointStatus, Wanted, history, status
+from onnx_ops.ports import EndpointProvider
+from onnx_ops.testing.fakes import FakeProvider
+
+
+class Outlived(FakeProvider):
+    """Its endpoints answer although nothing manages them."""
+
+    def unsupervised(self, config: EndpointConfig) -> bool:
+        return config.endpoint in self._states
+
+
+def seen(*, outlived: bool) -> EndpointStatus:
+    scene = serving("a")
+    provider: EndpointProvider = scene.world.provider
+    if outlived:
+        provider = Outlived()
+        provider._states = scene.world.provider._states
+    scene.world.provider.down = True
+    ports = replace(scene.ports, provider=lambda _: provider)
+    if outlived:
+        assert isinstance(provider, Outlived)
+        provider.down = True
+    return status(ports, "digits")
+
+
+def test_an_endpoint_that_nobody_supervises_is_not_called_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    found = seen(outlived=True)
+    status_report([found], 0.0)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "answers at memory:digits, but nobody supervises it: no change is possible" in told
+    assert "onnx-ops reconcile digits restarts its supervisor without a lost request" in told
+    assert "does not answer" not in told
+    document = status_document(found)
+    assert (document["answers"], document["supervised"], document["traffic"]) == (True, False, None)
+
+
+def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    found = seen(outlived=False)
+    status_report([found], 0.0)
+    assert "does not answer; onnx-ops reconcile digits starts it again" in capsys.readouterr().out
+    assert status_document(found)["answers"] is False
+
+
+def test_a_history_without_entries_is_a_line_and_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
+    history_table(history(serving().ports, Wanted(model="other")))
+    assert capsys.readouterr().out.splitlines() == ["No entries: nothing of what is asked for has happened yet."]
+    history_table(history(serving().ports, Wanted()))
+    assert "bound to digits on cpu" in " ".join(capsys.readouterr().out.split())
