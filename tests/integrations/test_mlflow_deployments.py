@@ -23,7 +23,7 @@ from onnx_ops.domain.gate import SignedDecision, Verdict
 from onnx_ops.domain.release import Publication
 from onnx_ops.integrations import mlflow_deployments
 from onnx_ops.operations.journal import Journal, bound_endpoints
-from onnx_ops.spec import load_target
+from onnx_ops.spec import TargetFiles
 from onnx_ops.testing.registries import publication
 from onnx_ops.wiring.project import Project, open_project
 
@@ -36,7 +36,7 @@ def signed(project: Project, release: Publication, verdict: Verdict) -> Publicat
     """The publication with decisions that the project's own key has signed."""
     signer = project.ports.signer()
     assert signer is not None
-    target = load_target(TARGET, root=project.settings.root).digest()
+    target = TargetFiles(project.settings.root).load(TARGET).digest()
     variants = []
     for variant in release.variants:
         record = replace(variant.signed[TARGET].record, target_digest=target, verdict=verdict)

