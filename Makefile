@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-stop test lint truth clean
+.PHONY: demo demo-stop test lint truth docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The site is in .site/; open .site/index.html"
+
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing onnx-ops and what the demo needs into $(VENV) (a few minutes the first time) ..."
@@ -38,4 +42,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) .onnx-ops
+	rm -rf $(VENV) .onnx-ops .site

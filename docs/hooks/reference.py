@@ -1,0 +1,23 @@
+"""MkDocs hook: pages of the reference that are written anew from the code whenever the site is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cli_page import cli_page
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from yaml_pages import pipeline_page, target_page
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "reference/cli.md": cli_page,
+    "reference/pipeline-file.md": pipeline_page,
+    "reference/target-file.md": target_page,
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The site's files, with the generated ones."""
+    for uri, page in PAGES.items():
+        files.append(File.generated(config, uri, content=page()))
+    return files

@@ -1,0 +1,204 @@
+"""The pages of the YAML files, from their JSON Schemas, with examples out of the files that the tests run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from keys import Json, choices_of, entries_of, kinds_of, resolved, section_of, sections
+
+from onnx_ops.spec.schema import pipeline_schema, target_schema
+
+ROOT = Path(__file__).parents[2]
+_WORDS = {"string": "text", "object": "mapping", "integer": "whole number"}
+
+PIPELINE_HEAD = """# The pipeline file
+
+Every key of `configs/pipelines/*.yaml`, from the schema by which editors complete them and `onnx-ops check` refuses
+what is not known. This page is written anew whenever the site is built. Examples are taken from files that the tests
+read.
+
+Percentages, times and sizes carry their units: `5%`, `5 ms`, `24h`, `2 MB`. `${env:NAME}` is read from the environment
+in text that stands for places and names.
+"""
+TARGET_HEAD = """# The target file
+
+Every key of `configs/targets/*.yaml` and of the [profiles that are shipped](../target-profiles.md). This page is
+written anew whenever the site is built.
+"""
+TITLES = {
+    "": "Top level",
+    "PluginData": "Data by plugin",
+    "SklearnData": "Data of scikit-learn",
+    "FileData": "Data of a file",
+}
+SECTIONS = {
+    "description": "What the file is for, in a person's words.",
+    "export": "How the trained model becomes ONNX.",
+    "validate": "Which rows the export is held against its source on.",
+    "quantize": "Variants beside the export, one for each entry.",
+    "benchmark": "Where each variant is measured.",
+    "gates": "What a variant has to keep on each target.",
+    "deploy": "Endpoints that serve the release.",
+    "rollout": "How traffic moves to a release.",
+    "samples": "Which rows.",
+    "kind": "Which gate this is.",
+    "session": "How ONNX Runtime's session is set.",
+    "schema": "Version of the file's format.",
+    "name": "Its name.",
+}
+"""Meanings of keys that the schema leaves to their section."""
+EXAMPLES: Mapping[str, Any] = {
+    "ab": {"duration": "7 d"},
+    "accelerator": "H100",
+    "bake": "10 min",
+    "batch": 8,
+    "config": {"session.intra_op.allow_spinning": "0"},
+    "dedicated": True,
+    "depends": ["models/rules.csv"],
+    "driver": "550.54",
+    "duration": "7 d",
+    "env": {"requirements": ["lightgbm==4.6.0"]},
+    "ignore": -100,
+    "inputs": {"x": "data"},
+    "keep": ["fast"],
+    "label": "target",
+    "memory": "4 GB",
+    "output": "probabilities",
+    "pause": ["50%"],
+    "price_per_hour": 0.5,
+    "python": "3.12",
+    "ratio": 1.5,
+    "retries": 2,
+    "step_timeout": "12 h",
+    "strategy": "canary",
+    "timeout": "10 min",
+    "use": "warehouse",
+    "with": {"table": "prices"},
+}
+"""For keys that no file and no page writes, and whose schema has no example that helps."""
+
+
+def pipeline_page() -> str:
+    """The page of pipeline files as Markdown."""
+    schema = pipeline_schema()
+    return _page(PIPELINE_HEAD, schema, [*_files("configs/pipelines"), *_shown(schema)])
+
+
+def target_page() -> str:
+    """The page of target files as Markdown."""
+    schema = target_schema()
+    files = [*_files("configs/targets"), *_files("onnx_ops/spec/profiles")]
+    return _page(TARGET_HEAD, schema, [*files, *_shown(schema)])
+
+
+def _files(folder: str) -> list[Any]:
+    return [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((ROOT / folder).glob("*.yaml"))]
+
+
+def _shown(schema: Json) -> list[Any]:
+    """What other pages show of such a file; the tests have it read by the program."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    parts = [yaml.safe_load(part) for text in texts for part in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)]
+    return [part for part in parts if isinstance(part, dict) and set(part) <= set(schema["properties"])]
+
+
+def _page(head: str, schema: Json, documents: list[Any]) -> str:
+    seen: dict[tuple[str, str], str] = {}
+    for document in documents:
+        for place, written in _written(document, schema, "", schema):
+            seen[place] = min(written, seen.get(place, written), key=len)
+    return head + "\n".join(_section(name, section, schema, seen) for name, section in sections(schema))
+
+
+def _section(name: str, section: Json, schema: Json, seen: Mapping[tuple[str, str], str]) -> str:
+    lines = [f"\n## {TITLES.get(name, name)}\n"]
+    if name and "description" in section:
+        lines.append(f"{section['description']}\n")
+    lines += ["| key | takes | default | example | meaning |", "|---|---|---|---|---|"]
+    for key, value in section["properties"].items():
+        default = "needed" if key in section.get("required", ()) else _default(value)
+        example = seen.get((name, key)) or _example(key, value, schema)
+        meaning = value.get("description") or SECTIONS.get(key, "")
+        lines.append(f"| `{key}` | {_takes(value, schema)} | {default} | `{_cell(example)}` | {_cell(meaning)} |")
+    return "\n".join(lines)
+
+
+def _written(value: Any, schema: Json, name: str, root: Json) -> Iterator[tuple[tuple[str, str], str]]:
+    """Section, key and text of everything that a document writes."""
+    section = section_of(schema, value, root)
+    if isinstance(value, list):
+        for item in value:
+            yield from _written(item, section.get("items", {}), name, root)
+    elif isinstance(value, dict):
+        name = section.get("title", name) if section is not root else ""
+        for key, item in value.items():
+            if key in section.get("properties", {}):
+                yield (name, key), _text(key, item)
+                yield from _written(item, section["properties"][key], name, root)
+            else:
+                yield from _written(item, entries_of(section), name, root)
+
+
+def _text(key: str, value: Any) -> str:
+    return f"{key}: {_flow(value)}"
+
+
+def _flow(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).strip().removesuffix("\n...")
+
+
+def _default(value: Json) -> str:
+    return "" if value.get("default") is None else f"`{json.dumps(value['default'], ensure_ascii=False)}`"
+
+
+def _example(key: str, value: Json, schema: Json) -> str:
+    """For keys that no file writes: ours, what the schema gives as an example, its default, or what it allows."""
+    found = [EXAMPLES[key]] if key in EXAMPLES else []
+    choices = _choices(value, schema)
+    found += [example for one in choices for example in one.get("examples", ())]
+    found += [value["default"]] if value.get("default") is not None else []
+    found += [
+        choice for one in choices for choice in (*one.get("enum", ()), *([one["const"]] if "const" in one else ()))
+    ]
+    return _text(key, found[0])
+
+
+def _choices(value: Json, schema: Json) -> list[Json]:
+    value = resolved(value, schema)
+    found = [choice for one in choices_of(value) for choice in _choices(one, schema)]
+    return found or [value]
+
+
+def _takes(value: Json, schema: Json) -> str:
+    words = []
+    for one in choices_of(value) or [value]:
+        if "$ref" in one:
+            title = TITLES.get(name := one["$ref"].rpartition("/")[2], name)
+            words.append(f"[{title}](#{title.lower().replace(' ', '-')})")
+        elif "enum" in one:
+            words.append(", ".join(f"`{choice}`" for choice in one["enum"]))
+        elif "const" in one:
+            words.append(f"`{one['const']}`")
+        elif "array" in kinds_of(one):
+            words.append(f"list of {_takes(one.get('items', {}), schema)}")
+        elif entries := entries_of(one):
+            words.append(f"mapping of names to {_takes(entries, schema)}")
+        else:
+            words += [_WORDS.get(kind, kind) + _bounds(one) for kind in kinds_of(one) if kind != "null"]
+    return ", or ".join(dict.fromkeys(words)) or "anything"
+
+
+def _bounds(one: Json) -> str:
+    low, high = one.get("minimum", one.get("exclusiveMinimum")), one.get("maximum")
+    if low is None and high is None:
+        return ""
+    return f" {low} to {high}" if None not in (low, high) else f" from {low}" if high is None else f" up to {high}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(str(text).split()).replace("|", "\\|")

@@ -1,0 +1,145 @@
+"""What blocks of the documentation say is true, without running them: commands, options and keys exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_page import commands, flags
+from docs_blocks import PAGES, ROOT, SHELL, Block, blocks_of, calls, commands_of
+
+from onnx_ops.spec.loader import load_pipeline
+from onnx_ops.spec.policy import load_policy
+from onnx_ops.spec.schema import pipeline_schema, target_schema
+from onnx_ops.spec.targets import TargetFiles
+from onnx_ops.spec.text import read_text
+
+COMMANDS = dict(commands())
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+LANGUAGES = {"bash", "console", "python", "yaml", "json", "toml", "ini", "text"}
+PIPELINE, TARGET = set(pipeline_schema()["properties"]), set(target_schema()["properties"])
+
+
+def shaped(language: str) -> list[Any]:
+    return [pytest.param(block, id=block.place) for block in BLOCKS if block.language == language]
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in BLOCKS])
+def test_a_block_names_its_language_and_a_reason_if_it_is_not_run(block: Block) -> None:
+    assert block.language in LANGUAGES
+    reason = block.note("not run")
+    assert reason is None or (len(reason.split()) > 1 and block.language in (*SHELL, "python"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_hides_in_an_indented_block(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert not re.findall(r"\n\n    (?:\$ )?(?:onnx-ops|python|pip|mlflow|prefect) .*", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_their_options_exist(page: Path) -> None:
+    blocks = blocks_of(page)
+    texts = [block.text for block in blocks if block.language == "bash"]
+    texts += [one.text for block in blocks if block.language == "console" for one in commands_of(block)]
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    texts += [" ".join(found.split()) for found in re.findall(r"`(onnx-ops [^`]+)`", prose)]
+    wrong = [found for text in texts for words in calls(text) if (found := unknown(words))]
+    assert not wrong
+
+
+def unknown(words: list[str]) -> str:
+    """What of a command is not known; empty if all of it is, or it is none of ours."""
+    if words[:3] == ["python", "-m", "onnx_ops"]:
+        words = ["onnx-ops", *words[3:]]
+    if words[0] != "onnx-ops" or len(words) < 2 or words[1].startswith(("-", "…")):
+        return ""
+    name = " ".join(words[1:3]) if words[1] == "keys" else words[1]
+    if name not in COMMANDS:
+        return f"no command {name!r}"
+    known = flags(COMMANDS[name])
+    strange = [word for word in words[2:] if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
+    return f"{name}: {', '.join(strange)}" if strange else ""
+
+
+def test_a_wrong_command_would_be_found() -> None:
+    assert unknown(shlex.split("onnx-ops rolback digits"))
+    assert unknown(shlex.split("onnx-ops rollback digits --becuase x"))
+    assert list(calls("cd a && onnx-ops check b | head # why\nonnx-ops plan c")) == [
+        ["cd", "a"],
+        ["onnx-ops", "check", "b"],
+        ["head"],
+        ["onnx-ops", "plan", "c"],
+    ]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with this project's targets and functions, and what the pages make up: a metric, parameters."""
+    root = tmp_path_factory.mktemp("project")
+    (root / "configs").mkdir()
+    (root / "configs" / "targets").symlink_to(ROOT / "configs" / "targets")
+    (root / "examples").symlink_to(ROOT / "examples")
+    (root / "params.yaml").write_text("train: {epochs: 3, seed: 7}\nmodel: {hidden: [8]}\n")
+    (root / "shop").mkdir()
+    (root / "shop" / "scores.py").write_text("def profit(predictions, labels):\n    return 1.0\n")
+    return root
+
+
+@pytest.mark.parametrize("block", shaped("yaml"))
+def test_yaml_is_what_its_reader_takes(block: Block, project: Path, tmp_path: Path) -> None:
+    document = read_text(block.text, source=block.place)
+    assert not document.findings
+    value = document.value
+    if isinstance(value, list):
+        assert all((ROOT / str(one["entrypoint"]).partition(":")[0]).is_file() for one in value)
+    elif set(value) <= PIPELINE:
+        check_pipeline_part(block, value, project, tmp_path)
+    elif set(value) <= TARGET:
+        file = tmp_path / "configs" / "targets" / f"{value.get('name', 'part')}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(("" if "name" in value else "name: part\n") + block.text, encoding="utf-8")
+        TargetFiles(tmp_path).load(file.stem)
+    elif "rules" in value:
+        file = tmp_path / "policy.yaml"
+        file.write_text(block.text, encoding="utf-8")
+        load_policy(file)
+    else:
+        other = "neither a pipeline, a target, a policy, a workflow nor a dvc.yaml"
+        assert set(value) in ({"jobs"}, {"metrics", "plots"}), other
+
+
+def check_pipeline_part(block: Block, value: dict[str, Any], project: Path, folder: Path) -> None:
+    """A whole file as it stands, or sections in place of those of a pipeline that is whole."""
+    file = folder / "page.yaml"
+    if "pipeline" in value:
+        file.write_text(block.text, encoding="utf-8")
+    else:
+        whole = yaml.safe_load((ROOT / "configs" / "pipelines" / "digits-mlp.yaml").read_text(encoding="utf-8"))
+        written = yaml.safe_load(block.text)
+        written["data"] = {**whole["data"], **written.get("data", {})}
+        measured = {"benchmark": {"targets": ["cpu-1t", "browser-wasm"]}}
+        file.write_text(yaml.safe_dump({**whole, **measured, **written}, sort_keys=False), encoding="utf-8")
+    load_pipeline(file, root=project)
+
+
+@pytest.mark.parametrize("block", shaped("json"))
+def test_json_is_json(block: Block) -> None:
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+@pytest.mark.parametrize("block", shaped("toml"))
+def test_toml_is_toml(block: Block) -> None:
+    assert tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("block", shaped("python"))
+def test_python_is_python(block: Block) -> None:
+    compile(block.text, block.place, "exec")

@@ -1,0 +1,54 @@
+"""The messages on the pages of troubles are those of the program."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from docs_blocks import ROOT, blocks_of
+
+TROUBLES = sorted((ROOT / "docs" / "troubles").glob("*.md"))
+SECTIONS = ["You see", "Now", "Why", "So that it does not happen"]
+_SHORTEST = 7
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[re.Pattern[str]]:
+    """Every text in the program's source of more than one word, f-strings with any text for what is put in."""
+    found: set[str] = set()
+    for path in (ROOT / "onnx_ops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [str(part.value) if isinstance(part, ast.Constant) else "" for part in parts]
+            if isinstance(node, ast.JoinedStr | ast.Constant) and _tells("".join(texts)):
+                found.add(".+".join(re.escape(text) for text in texts))
+    return [re.compile(pattern) for pattern in found]
+
+
+def _tells(text: str) -> bool:
+    words = re.findall(r"[A-Za-z]+", text)
+    return "\n" not in text and len(words) > 1 and len("".join(words)) >= _SHORTEST
+
+
+@pytest.mark.parametrize("page", TROUBLES, ids=lambda page: page.stem)
+def test_a_message_on_a_page_is_one_of_the_program(page: Path, messages: list[re.Pattern[str]]) -> None:
+    for block in blocks_of(page):
+        for line in block.text.splitlines() if block.language == "text" else ():
+            assert any(message.search(line) for message in messages), f"{block.place}: {line}"
+
+
+@pytest.mark.parametrize("page", [page for page in TROUBLES if page.stem != "index"], ids=lambda page: page.stem)
+def test_a_page_says_what_is_seen_what_to_do_and_why(page: Path) -> None:
+    headings = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings == SECTIONS
+
+
+def test_the_index_names_every_page() -> None:
+    linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "troubles" / "index.md").read_text(encoding="utf-8"))
+    assert sorted(linked) == sorted(page.name for page in TROUBLES if page.stem != "index")
+
+
+def test_an_invented_message_would_be_found(messages: list[re.Pattern[str]]) -> None:
+    assert not any(message.search("  v4 rests upon 20 %: come back tomorrow") for message in messages)

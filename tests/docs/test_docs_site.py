@@ -1,0 +1,96 @@
+"""The site builds strictly, holds every option and key and page, and fetches nothing from elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import html
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_page import commands, flags
+from docs_blocks import ROOT
+from jsonschema import Draft202012Validator
+from keys import keys, sections
+
+from onnx_ops.settings import load_settings, to_environ
+from onnx_ops.spec.schema import pipeline_schema, target_schema
+from onnx_ops.spec.text import read_text
+
+BY_GENERATORS = {"reference/cli.md", "reference/pipeline-file.md", "reference/target-file.md"}
+CONFIGURATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_a_reader_finds_every_option_of_every_command(site: Path) -> None:
+    text = (site / "reference" / "cli.html").read_text(encoding="utf-8")
+    sections = dict(re.findall(r'<h2 id="onnx-ops-([a-z-]+)">(.*?)(?=<h2 |</article>)', text, re.DOTALL))
+    for name, command in commands():
+        section = html.unescape(sections[name.replace(" ", "-")])
+        assert all(f"<code>{flag}</code>" in section for flag in flags(command)), name
+        assert f"onnx-ops {name}" in re.sub(r"<[^>]+>", "", section.partition('class="highlight"')[2]), name
+        assert "|" not in re.sub(r"<code>[^<]*</code>", "", section).replace("<td>|</td>", ""), name
+
+
+@pytest.mark.parametrize("schema", [pipeline_schema(), target_schema()], ids=["pipeline", "target"])
+def test_a_reader_finds_every_key_with_its_meaning_and_an_example(schema: dict[str, Any], site: Path) -> None:
+    name = "target" if schema["title"] == "onnx-ops target" else "pipeline"
+    text = (site / "reference" / f"{name}-file.html").read_text(encoding="utf-8")
+    rows = re.findall(r"<tr>\s*<td><code>([^<]+)</code></td>(.*?)</tr>", text, re.DOTALL)
+    assert [key for key, _ in rows] == [key for _, key in keys(schema)]
+    described = dict(sections(schema))
+    for (key, row), (section, _) in zip(rows, keys(schema), strict=True):
+        cells = re.findall(r"<td>(.*?)</td>", row, re.DOTALL)
+        takes, _, example, meaning = (html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in cells)
+        assert takes, key
+        assert meaning, key
+        value = read_text(example, source=key).value[key]
+        Draft202012Validator({"$defs": schema["$defs"], **described[section]["properties"][key]}).validate(value)
+
+
+def test_every_page_has_its_place() -> None:
+    navigation = yaml.safe_load(CONFIGURATION)["nav"]
+    placed = set(re.findall(r"'([^']+\.md)'", str(navigation)))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert placed == pages | BY_GENERATORS
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    sources, sheets = r"<(?:script|img|iframe)[^>]+src", r'<link[^>]+rel="?(?:stylesheet|preconnect)"?[^>]+href'
+    loads = re.compile(rf'(?:{sources}|{sheets})="?(http[^" >]+)')
+    for page in site.rglob("*.html"):
+        assert not loads.findall(page.read_text(encoding="utf-8")), page
+    for sheet in site.rglob("*.css"):
+        assert "url(http" not in sheet.read_text(encoding="utf-8"), sheet
+
+
+def test_every_variable_is_on_the_page_of_settings() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`(ONNX_OPS_[A-Z_]+)`", page))
+    read: set[str] = set()
+    for path in (ROOT / "onnx_ops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read |= set(re.findall(r"^ONNX_OPS_[A-Z_]*[A-Z]$", node.value))
+    assert told >= read
+    options = {"ONNX_OPS_SERVE_", "ONNX_OPS_SERVE_WORKERS"}
+    assert told - read <= {*options, *to_environ(load_settings(ROOT, {}))}
