@@ -3,7 +3,8 @@
     python benchmarks/serving.py [--quick] [--only mlp|cnn|image] [--json]
 
 Contestants: the server of this project with a split, metrics, with and without user keys; the FastAPI and pydantic
-snippet of the tutorials; `mlflow models serve`; MLServer; an ASGI application that does nothing; `session.run` alone.
+snippet of the tutorials, as they write and start it, and tuned; `mlflow models serve`; MLServer; an ASGI application
+and a server in C that run no model; `session.run` alone.
 Load comes from `wrk` where it is installed, else from onnx_ops.testing.load. Ends 1 if a promise does not hold.
 MLServer is installed once into a virtual environment of its own below --cache.
 """
@@ -26,6 +27,7 @@ from serving.claims import (
     MLFLOW,
     OURS,
     SNIPPET,
+    TUNED,
     Board,
     claim_of_failures,
     claims_of_cnn,
@@ -34,7 +36,7 @@ from serving.claims import (
     rows_of,
     show,
 )
-from serving.contestants import Call, Contestant, Floor, MlflowServe, MlServer, Ours, Uvicorn
+from serving.contestants import Call, Contestant, Floor, MlflowServe, MlServer, Ours, TunedUvicorn, Uvicorn
 from serving.load import generator
 from serving.models import CNN, IMAGE, MLP, Model, write_all
 from serving.rounds import Heat, Score, bare_run_us, contest
@@ -95,33 +97,39 @@ def arguments() -> argparse.Namespace:
 def heats_of_mlp(folder: Path, cache: Path) -> list[Heat]:
     ours, snippet = Ours(OURS, MLP, folder), fastapi_snippet(MLP, folder)
     others: list[Contestant] = [
+        TunedUvicorn(TUNED, "snippet", "/tuned", MLP, folder),
         MlflowServe(MLFLOW, MLP, folder),
         MlServer(MLP, folder, cache),
-        Uvicorn("raw ASGI, no model", "hello", "/", MLP, folder),
+        TunedUvicorn("raw ASGI, no model", "hello", "/", MLP, folder),
         *floor(MLP, folder, ours.call()),
     ]
-    heats = []
-    for connections in (1, 16):
-        heats += [
-            Heat(name=OURS, contestant=ours, call=ours.call(), connections=connections),
-            Heat(name=KEYED, contestant=ours, call=ours.keyed(), connections=connections),
-            Heat(name=SNIPPET, contestant=snippet, call=snippet.call(), connections=connections),
-        ]
-        heats += [Heat(name=o.name, contestant=o, call=o.call(), connections=connections) for o in others]
-    return heats
+    callers: list[tuple[str, Contestant, Call]] = [
+        (OURS, ours, ours.call()),
+        (KEYED, ours, ours.keyed()),
+        (SNIPPET, snippet, snippet.call()),
+        *((other.name, other, other.call()) for other in others),
+    ]
+    return [
+        Heat(name=name, contestant=contestant, call=call, connections=connections, together=together)
+        for connections, together in ((1, False), (1, True), (16, False))
+        for name, contestant, call in callers
+    ]
 
 
 def heats_of_cnn(folder: Path) -> list[Heat]:
-    pair = (Ours(OURS, CNN, folder), fastapi_snippet(CNN, folder))
-    return [Heat(name=c.name, contestant=c, call=c.call(), connections=8) for c in pair]
+    tuned = TunedUvicorn(TUNED, "snippet", "/tuned", CNN, folder)
+    contestants = (Ours(OURS, CNN, folder), fastapi_snippet(CNN, folder), tuned)
+    return [Heat(name=c.name, contestant=c, call=c.call(), connections=8) for c in contestants]
 
 
 def heats_of_image(folder: Path) -> list[Heat]:
     ours, snippet = Ours(OURS, IMAGE, folder), fastapi_snippet(IMAGE, folder)
+    tuned = TunedUvicorn(TUNED, "snippet", "/tuned", IMAGE, folder)
     return [
         Heat(name=BINARY, contestant=ours, call=ours.binary(), connections=1),
         Heat(name=OURS, contestant=ours, call=ours.call(), connections=1),
         Heat(name=SNIPPET, contestant=snippet, call=snippet.call(), connections=1),
+        Heat(name=TUNED, contestant=tuned, call=tuned.call(), connections=1),
         *(Heat(name=c.name, contestant=c, call=c.call(), connections=1) for c in floor(IMAGE, folder, ours.binary())),
     ]
 

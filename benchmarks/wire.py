@@ -3,7 +3,7 @@
     python benchmarks/wire.py
 
 Only bytes to arrays and arrays to bytes, in one process, no HTTP and no model; the least of many interleaved rounds.
-The second table shows from which size simdjson gains on orjson (`_LARGE` in serving/wire/document.py).
+The second table shows from which size simdjson gains on orjson (`LARGE` in serving/wire/document.py).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def threshold() -> None:
         found: dict[str, float] = {}
         for _ in range(20):
             for name, large in (("orjson", 1 << 40), ("simdjson", 0)):
-                document._LARGE = large  # noqa: SLF001 (the number that is on trial)
+                document.LARGE = large
                 cost = least({name: lambda b=body, m=model: read_infer(b, None, m)}, 5, 100)[name]  # type: ignore[misc]
                 found[name] = min(found.get(name, math.inf), cost)
         print(f"{len(body):8} bytes  orjson {found['orjson']:8.1f} us  simdjson {found['simdjson']:8.1f} us")

@@ -162,7 +162,12 @@ class Ours(Contestant):
 
 
 class Uvicorn(Contestant):
-    """A module of `peers` under uvicorn."""
+    """A module of `peers` under uvicorn, started as tutorials start it: `uvicorn module:app`.
+
+    uvloop and httptools are installed here, and uvicorn takes them by itself.
+    """
+
+    options: tuple[str, ...] = ()
 
     def __init__(self, name: str, module: str, path: str, model: Model, folder: Path) -> None:
         super().__init__(name, model, folder)
@@ -170,15 +175,20 @@ class Uvicorn(Contestant):
         self._path = path
 
     def command(self) -> list[str | Path]:
-        options = ["--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "warning"]
         app = [sys.executable, "-m", "uvicorn", "--app-dir", _PEERS, f"{self._module}:app"]
-        return [*app, "--port", str(self.port), *options]
+        return [*app, "--port", str(self.port), *self.options]
 
     def environ(self) -> Mapping[str, str]:
         return {"MODEL": str(self.file)}
 
     def call(self) -> Call:
         return Call(path=self._path, body=f'{{"x": {self.model.nested()}}}'.encode())
+
+
+class TunedUvicorn(Uvicorn):
+    """Without a line in a log for each request."""
+
+    options = ("--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "warning")
 
 
 class MlflowServe(Contestant):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +22,22 @@ _BARE_RUNS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heat:
-    """One way of calling one contestant, at some number of connections."""
+    """One way of calling one contestant, at some number of connections.
+
+    With `together`, client and server have one processor between them. Else each wakes the other on another one, which
+    on a virtual machine takes longer than many an answer.
+    """
 
     name: str
     contestant: Contestant
     call: Call
     connections: int
+    together: bool = False
+
+    @property
+    def place(self) -> str:
+        """How the load comes, for people to read."""
+        return f"{self.connections}, one CPU" if self.together else str(self.connections)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +70,7 @@ class Score:
             "server": self.heat.name,
             "model": self.heat.contestant.model.name,
             "connections": self.heat.connections,
+            "one_processor": self.heat.together,
             "requests_per_s": statistics.median(self.rates),
             "cpu_us": min(self.cpu_us),
             "p50_us": statistics.median(self.p50_us),
@@ -105,8 +117,28 @@ def play(score: Score, seconds: float, folder: Path) -> None:
     heat = score.heat
     processes = heat.contestant.processes()
     before = cpu_seconds(processes)
-    figures = burst(heat.call, heat.contestant.port, connections=heat.connections, seconds=seconds, folder=folder)
+    with _one_processor(processes) if heat.together else nullcontext():
+        figures = burst(heat.call, heat.contestant.port, connections=heat.connections, seconds=seconds, folder=folder)
     score.add(figures, cpu_seconds(processes) - before)
+
+
+@contextmanager
+def _one_processor(pids: Sequence[int]) -> Iterator[None]:
+    """Keep processes, and those that this one starts, on one processor."""
+    usual = os.sched_getaffinity(0)
+    try:
+        _move(pids, {min(usual)})
+        yield
+    finally:
+        _move(pids, usual)
+
+
+def _move(pids: Sequence[int], processors: set[int]) -> None:
+    os.sched_setaffinity(0, processors)
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread.name), processors)
 
 
 def bare_run_us(model: Model, folder: Path, rounds: int) -> float:

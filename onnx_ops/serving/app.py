@@ -142,11 +142,7 @@ class PublicApp:
                 answered.set_result(answer)
 
         inference = InferenceRequest(route, head, body, respond, time.perf_counter())
-        answer = self._inference.call(inference)
-        if answer is None:
-            answer = await answered
-        else:
-            self._inference.finish(inference, answer)
+        answer = self._inference.call(inference) or await answered
         return _response(answer, head)
 
 

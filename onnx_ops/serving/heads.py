@@ -24,7 +24,7 @@ _HEADER = re.compile(rb"(([\w!#$%&'*+.^`|~-]+): )" + _VALUE.pattern)
 _DIGITS = re.compile(rb"[0-9]{1,15}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seen:
     """The head of a request that came in one piece with its body.
 
@@ -41,11 +41,12 @@ class Seen:
     _lines: list[bytes] = field(init=False, repr=False, compare=False)
     _names: list[bytes] = field(init=False, repr=False, compare=False)
     """Of each line what it begins with; empty for one that must stay as it is."""
+    _only: tuple[bytes, bytes, bytes] | None = field(init=False, repr=False, compare=False, default=None)
+    """The header that alone was another one in the last request, and all that stands before and after its value."""
 
     def __post_init__(self) -> None:
-        lines = self.start[:-4].split(b"\r\n")
-        object.__setattr__(self, "_lines", lines)
-        object.__setattr__(self, "_names", [b"", *map(_free, lines[1:])])
+        self._lines = self.start[:-4].split(b"\r\n")
+        self._names = [b"", *map(_free, self._lines[1:])]
 
     def again(self, data: bytes, most: int) -> tuple[Head, bytes] | None:
         """The head and body of another request, if nothing but values differs and it is whole; else None.
@@ -53,23 +54,47 @@ class Seen:
         Args:
             most: bytes of the largest body.
         """
-        end = data.find(b"\r\n\r\n", 0, MOST_BYTES)
-        lines = data[:end].split(b"\r\n") if end > 0 else []
-        if len(lines) != len(self._lines):
+        changed, at = self._as_last(data) or self._compared(data)
+        if changed is None:
             return None
-        changed: dict[bytes, bytes] = {}
-        for old, new, name in zip(self._lines, lines, self._names, strict=True):
-            if old != new:
-                value = new[len(name) :]
-                if not (name and new.startswith(name) and _VALUE.fullmatch(value)):
-                    return None
-                changed[name[:-2].lower()] = value
         announced = changed.get(_LENGTH)
         if announced is not None and not _DIGITS.fullmatch(announced):
             return None
         head = {**self.head, **changed}
-        body = data[end + 4 :]
+        body = data[at:]
         return (head, body) if len(body) == int(head[_LENGTH]) <= most else None
+
+    def _as_last(self, data: bytes) -> tuple[dict[bytes, bytes], int] | None:
+        """As `_compared`, if nothing but the header that changed the last time did; else None."""
+        if self._only is None:
+            return None
+        name, before, after = self._only
+        end = data.find(b"\r\n", len(before), MOST_BYTES) if data.startswith(before) else -1
+        if end < 0 or not data.startswith(after, end):
+            return None
+        value = data[len(before) : end]
+        return ({name: value}, end + len(after)) if _VALUE.fullmatch(value) else None
+
+    def _compared(self, data: bytes) -> tuple[dict[bytes, bytes] | None, int]:
+        """The headers with another value, by lower-case name, and where the body begins; None if more is different."""
+        end = data.find(b"\r\n\r\n", 0, MOST_BYTES)
+        lines = data[:end].split(b"\r\n") if end > 0 else []
+        if len(lines) != len(self._lines):
+            return None, 0
+        changed: dict[bytes, bytes] = {}
+        place = 0
+        for number, (old, new, name) in enumerate(zip(self._lines, lines, self._names, strict=True)):
+            if old != new:
+                value = new[len(name) :]
+                if not (name and new.startswith(name) and _VALUE.fullmatch(value)):
+                    return None, 0
+                changed[name[:-2].lower()] = value
+                place = number
+        if len(changed) == 1:
+            before = b"\r\n".join((*lines[:place], self._names[place]))
+            after = b"\r\n".join((b"", *lines[place + 1 :], b"", b""))
+            self._only = next(iter(changed)), before, after
+        return changed, end + 4
 
 
 def _free(line: bytes) -> bytes:

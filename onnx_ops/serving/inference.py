@@ -90,24 +90,24 @@ class Inference:
     def call(self, request: Request) -> Answer | None:
         """The answer to a request; None if it has to wait in a lane, whose answer `request.respond` will get.
 
-        An answer that is returned must be given to `finish` before it is sent. The deployment is chosen only here: a
-        request never waits on a table that was replaced while it came in.
+        The deployment is chosen only here: a request never waits on a table that was replaced while it came in.
         """
         try:
             request.snapshot = snapshot = self.residents.current()
             request.resident = resident = self._choose(snapshot, request.route, request.head)
-            if not resident.at_once(request.body):
+            if not resident.at_once(request.head, request.body):
                 request.deadline = request.began + _patience_s(request.head, self._deadline_s)
                 resident.lane.put(request)
                 return None
             answer = resident.answer(resident.read(request.route.invocation, request.head, request.body))
             resident.row[RUNS] += 1
-            return answer
         except OnnxOpsError as error:
-            return answers.of_error(error, request.lines)
+            answer = answers.of_error(error, request.lines)
         except Exception:
             _log.exception("a request failed in a way that nobody foresaw")
-            return answers.of_crash(request.lines)
+            answer = answers.of_crash(request.lines)
+        self._finish(request, answer)
+        return answer
 
     def choose(self, model: str, version: str | None, head: Head) -> Resident:
         """The deployment that a request about a model goes to.
@@ -154,10 +154,10 @@ class Inference:
                 resident.row[BATCHED] += calls if calls > 1 else 0
         for request, outcome in outcomes:
             answer = outcome if isinstance(outcome, Answer) else answers.of_error(outcome, request.lines)
-            self.finish(request, answer)
+            self._finish(request, answer)
             request.respond(answer)
 
-    def finish(self, request: Request, answer: Answer) -> None:
+    def _finish(self, request: Request, answer: Answer) -> None:
         """Count a request whose answer is ready, and copy it to whoever shadows.
 
         What a client has seen is counted, even if this process is killed at that very moment.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_ops.domain.artifact import MODEL_FILE, TensorSpec
@@ -35,14 +36,15 @@ class LoadedModel:
     """One deployment, ready to run. `run` may be called from several threads at once.
 
     `native` is the runtime's own function behind `session.run`, which looks for missing inputs once more and for other
-    providers to fall back to: a sixth of a small model's run. `seconds` is how long a run on one row takes; 0 if that
-    is not known.
+    providers to fall back to: a sixth of a small model's run. It gets `options`, which a run only reads, since it takes
+    as long again to see that there are none. `seconds` is how long a run on one row takes; 0 if that is not known.
     """
 
     deployment: Deployment
     signature: Signature
     session: Any
     native: Callable[..., Any]
+    options: Any = field(default_factory=ort.RunOptions)
     seconds: float = 0.0
 
     def run(self, outputs: Sequence[str], feed: Tensors) -> Sequence[Array]:
@@ -55,7 +57,7 @@ class LoadedModel:
         try:
             if self.signature.holds_bits:
                 return run_bits(self.session, self.signature, feed, outputs)
-            arrays: Sequence[Array] = self.native(outputs, feed, None)
+            arrays: Sequence[Array] = self.native(outputs, feed, self.options)
         except ort_errors.InvalidArgument as error:
             raise Unfit("the model refuses these inputs", why=first_line(error)) from error
         except RUNTIME_ERRORS as error:

@@ -152,7 +152,6 @@ class EndpointProtocol(BoundedProtocol):
             self.cycle = self._pending = _Pending(request, keep_alive=not self.bounds.draining)
             self._hold(len(request.body) - self._held)
             return
-        self.inference.finish(request, answer)
         self._send(answer, request.head, last=self.bounds.draining)
         if self.bounds.draining:
             self.transport.close()

@@ -16,8 +16,10 @@ from onnx_ops.serving.lanes import INLINE_S, Lane, RunTime
 from onnx_ops.serving.shared import Row
 
 _BINARY_LENGTH = headers.BINARY_LENGTH.encode()
-_INLINE_BODY = 1 << 16
-"""Larger bodies are read on the lane's thread: on the event loop they would keep other requests waiting."""
+_INLINE_TEXT = 1 << 16
+"""Longer text is read on the lane's thread: on the event loop it would keep other requests waiting."""
+_INLINE_BODY = 1 << 20
+"""So would larger bodies in the binary form, of which only what stands before the tensors is text."""
 
 Run = Callable[[Sequence[str], Mapping[str, Array]], Sequence[Array]]
 
@@ -48,14 +50,21 @@ class Resident:
     def __post_init__(self) -> None:
         self.lines = naming(self.deployment.name)
 
-    def at_once(self, body: bytes) -> bool:
+    def at_once(self, head: Head, body: bytes) -> bool:
         """Whether a request is run where it came in, on the event loop."""
-        return self.run_time.seconds < INLINE_S and len(body) <= _INLINE_BODY and not self.lane.busy
+        if self.run_time.seconds >= INLINE_S or self.lane.busy:
+            return False
+        if len(body) <= _INLINE_TEXT:
+            return True
+        announced = head.get(_BINARY_LENGTH, b"")
+        if len(body) > _INLINE_BODY or len(announced) > 5 or not announced.isdigit():
+            return False
+        return int(announced) <= _INLINE_TEXT and not self.signature.takes_text
 
     def read(self, invocation: bool, head: Head, body: bytes) -> wire.Call:
         """Raises UserError if the request does not fit the model."""
         announced = head.get(_BINARY_LENGTH)
-        length = wire.read_header_length(None if announced is None else announced.decode("latin-1"))
+        length = None if announced is None else wire.read_header_length(announced.decode("latin-1"))
         if not invocation:
             return wire.read_infer(body, length, self.signature)
         kind = head.get(b"content-type", b"application/json").decode("latin-1")

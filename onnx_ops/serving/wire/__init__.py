@@ -5,8 +5,9 @@ with a message that names the tensor.
 """
 
 from onnx_ops.serving.wire.answer import write
+from onnx_ops.serving.wire.call import Call, Form
 from onnx_ops.serving.wire.infer import read_header_length, read_infer
 from onnx_ops.serving.wire.invocation import read_invocation
-from onnx_ops.serving.wire.signature import Call, Form, Signature
+from onnx_ops.serving.wire.signature import Signature
 
 __all__ = ["Call", "Form", "Signature", "read_header_length", "read_infer", "read_invocation", "write"]

@@ -11,7 +11,8 @@ import orjson
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol.headers import BINARY_LENGTH
-from onnx_ops.serving.wire.signature import Call, Form, Signature
+from onnx_ops.serving.wire.call import Call, Form
+from onnx_ops.serving.wire.signature import Signature
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -39,17 +40,14 @@ def write(call: Call, signature: Signature, arrays: Sequence[Array]) -> tuple[by
         return _predictions(call, arrays), _JSON
     writers = signature.writers
     tail: list[bytes] = []
-    if not call.binary:
-        items = [writers[name].json(arrays[i]) for i, name in enumerate(call.outputs)]
-    else:
-        items = []
-        for name, array, as_bytes in zip(call.outputs, arrays, call.binary, strict=True):
-            if as_bytes:
-                item, data = writers[name].binary(array)
-                items.append(item)
-                tail.append(data)
-            else:
-                items.append(writers[name].json(array))
+    items = []
+    for name, array, as_bytes in zip(call.outputs, arrays, call.binary or (False,) * len(arrays), strict=True):
+        if as_bytes:
+            item, data = writers[name].binary(array)
+            items.append(item)
+            tail.append(data)
+        else:
+            items.append(writers[name].json(array))
     identity = b"" if call.identity is None else b',"id":' + orjson.dumps(call.identity)
     header = b'%b%b,"outputs":[%b]}' % (signature.opening, identity, b",".join(items))
     if not call.binary:

@@ -10,9 +10,10 @@ from typing import Any
 
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
+from onnx_ops.serving.wire.call import Call, Form
 from onnx_ops.serving.wire.document import parse
 from onnx_ops.serving.wire.reader import Reader, shown
-from onnx_ops.serving.wire.signature import Call, Form, Signature
+from onnx_ops.serving.wire.signature import Signature
 
 _INFER = Form.INFER
 _ELSEWHERE = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
@@ -40,14 +41,23 @@ def read_infer(body: bytes, header_length: int | None, signature: Signature) -> 
         TooLarge: it holds too many JSON values.
     """
     if header_length is None:
-        document, literals = parse(body)
-        return read_document(document, signature, literals=literals)
+        repeated = signature.repeated.read(body)
+        return repeated or _read_json(body, signature)
     if header_length > len(body):
         raise UserError(f"inference-header-content-length is {header_length}, but the body has {len(body)} bytes")
     if header_length == 0:
         return _raw(body, signature)
     document, literals = parse(body[:header_length])
     return read_document(document, signature, literals=literals, tail=_Tail(body, header_length))
+
+
+def _read_json(body: bytes, signature: Signature) -> Call:
+    document, literals = parse(body)
+    call = read_document(document, signature, literals=literals)
+    if len(call.feed) == 1:
+        (name,) = call.feed
+        signature.repeated.learn(body, document, call, signature.readers[name])
+    return call
 
 
 class _Tail:

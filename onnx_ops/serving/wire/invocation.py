@@ -11,11 +11,12 @@ from typing import Any
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.serving.wire.answer import SAGEMAKER_TYPE
+from onnx_ops.serving.wire.call import Call, Form
 from onnx_ops.serving.wire.csv_table import read_csv
 from onnx_ops.serving.wire.document import Block, parse, plain
 from onnx_ops.serving.wire.infer import read_document, read_header_length, read_infer
 from onnx_ops.serving.wire.reader import shown
-from onnx_ops.serving.wire.signature import Call, Form, Signature
+from onnx_ops.serving.wire.signature import Signature
 
 FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
 

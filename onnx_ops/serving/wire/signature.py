@@ -1,10 +1,9 @@
-"""What the wire must know of a model, worked out once when the model is loaded; and one decoded request."""
+"""What the wire must know of a model, worked out once when the model is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 import orjson
@@ -13,50 +12,8 @@ from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.serving.wire.reader import Reader, shown
+from onnx_ops.serving.wire.repeated import Repeated
 from onnx_ops.serving.wire.writer import Writer
-
-
-class Form(Enum):
-    """How the answer is written: Open Inference v2, or MLflow's predictions by output name or one record a row."""
-
-    INFER = 1
-    NAMED = 2
-    RECORDS = 3
-
-
-class Call:
-    """One decoded request.
-
-    Attributes:
-        feed: one array an input; bfloat16 as its bits in uint16, text as an array of objects.
-        outputs: the outputs asked for, in the order of the answer.
-        rows: length of axis 0, if that axis is free in every input of the feed and in every output, and the same in
-            all inputs; else 0: such a request cannot be joined with others. Requests that are joined must also agree
-            in the names of their feed and in all other dimensions.
-        form: how the answer is written.
-        identity: the request's own name for itself, echoed.
-        binary: for each output whether its data is written in the binary form; empty if for none.
-        sagemaker: the lengths of the binary form stand in the content type, since SageMaker passes no other header.
-    """
-
-    __slots__ = ("binary", "feed", "form", "identity", "outputs", "rows", "sagemaker")
-
-    def __init__(
-        self,
-        feed: dict[str, Array],
-        outputs: tuple[str, ...],
-        rows: int,
-        form: Form = Form.INFER,
-        identity: str | None = None,
-        binary: tuple[bool, ...] = (),
-    ) -> None:
-        self.feed = feed
-        self.outputs = outputs
-        self.rows = rows
-        self.form = form
-        self.identity = identity
-        self.binary = binary
-        self.sagemaker = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +42,14 @@ class Signature:
     """Outputs that only the binary form can carry."""
     holds_bits: bool = field(init=False, repr=False, compare=False)
     """Whether a tensor is bfloat16, which numpy does not have."""
+    takes_text: bool = field(init=False, repr=False, compare=False)
+    """Whether an input is text, whose elements are read one by one in every form."""
     fixed_rows: bool = field(init=False, repr=False, compare=False)
     """Whether an output's axis 0 is fixed, so that rows of several requests could not be told apart."""
     opening: bytes = field(init=False, repr=False, compare=False)
     """What every v2 answer begins with."""
     writers: Mapping[str, Writer] = field(init=False, repr=False, compare=False)
+    repeated: Repeated = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         head = orjson.dumps({"model_name": self.model, "model_version": self.version})
@@ -100,9 +60,11 @@ class Signature:
             "shared": _shared(self.inputs.values()),
             "raw_only": frozenset(name for name, spec in self.outputs.items() if spec.dtype == "bfloat16"),
             "holds_bits": any(s.dtype == "bfloat16" for s in (*self.inputs.values(), *self.outputs.values())),
+            "takes_text": any(spec.dtype == "string" for spec in self.inputs.values()),
             "fixed_rows": any(not spec.shape or isinstance(spec.shape[0], int) for spec in self.outputs.values()),
             "opening": head[:-1],
             "writers": {name: Writer(spec) for name, spec in self.outputs.items()},
+            "repeated": Repeated(),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)

@@ -11,5 +11,5 @@ from onnx_ops.serving.wire import document
 def small_is_large() -> Iterator[None]:
     """Takes the path of large bodies for bodies that a test can afford."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document, "_LARGE", 2048)
+        patch.setattr(document, "LARGE", 2048)
         yield
