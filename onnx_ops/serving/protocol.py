@@ -54,6 +54,7 @@ class EndpointProtocol(BoundedProtocol):
         self._head: Head = {}
         self._body: bytes | bytearray = b""
         self._announced = 0
+        self._start = b""
         self._parts: list[bytes] = []
         self._missing = 0
         super().connection_made(transport)
@@ -73,13 +74,16 @@ class EndpointProtocol(BoundedProtocol):
             # known, and the parser stands between two messages. Clients that keep a connection often ask like this.
             self._answer(seen.route, seen.head, data[len(seen.start) :])
             return
+        if seen is not None and fresh and seen.size - len(data) >= _LARGE and data.startswith(seen.start):
+            self._collect_after(seen, data[len(seen.start) :])
+            return
         if seen is not None and fresh and (again := seen.again(data, self.bounds.max_body)) is not None:
             self._answer(seen.route, *again)
             return
         self._seen = self._whole = None
         super().data_received(data)
         if self._route is not None and not self._in_head and self.stage is READING:
-            self._begin_collecting()
+            self._begin_collecting(data[: len(data) - len(self._body)] if fresh else b"")
         elif fresh:
             self._remember(data)
 
@@ -160,14 +164,27 @@ class EndpointProtocol(BoundedProtocol):
         if self._held:
             self._hold(-self._held)
 
-    def _begin_collecting(self) -> None:
-        """Leave the parser in the midst of a large body. For the next message there is another one."""
+    def _begin_collecting(self, start: bytes) -> None:
+        """Leave the parser in the midst of a large body. For the next message there is another one.
+
+        `start` is all that came before the body; empty where it is not known.
+        """
         missing = self._announced - len(self._body)
         if missing >= _LARGE:
             self._missing = missing
             self._parts = [bytes(self._body)]
+            self._start = start
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _collect_after(self, seen: Seen, part: bytes) -> None:
+        """Begin to collect a large body behind a head that came before; a parser is not needed at all."""
+        self.begin_head()
+        self._in_head = False
+        self._route, self._head, self._start = seen.route, seen.head, seen.start
+        self._announced = self._missing = seen.size - len(seen.start)
+        self._parts = []
+        self._collect(part)
 
     def _collect(self, data: bytes) -> None:
         part, rest = (data, b"") if len(data) <= self._missing else (data[: self._missing], data[self._missing :])
@@ -183,6 +200,7 @@ class EndpointProtocol(BoundedProtocol):
         self._body = b"".join(self._parts)
         self._parts = []
         self.on_message_complete()
+        self._keep(self._start)
         if rest:
             self.data_received(rest)
 
@@ -192,13 +210,16 @@ class EndpointProtocol(BoundedProtocol):
 
     def _remember(self, data: bytes) -> None:
         """Keep the head of a request if `data`, which began between two messages, was just this one request."""
-        if self._whole is None:
-            return
-        route, head, body = self._whole
-        start = data[: len(data) - len(body)]
+        body = b"" if self._whole is None else self._whole[2]
+        if data.endswith(body):
+            self._keep(data[: len(data) - len(body)])
+
+    def _keep(self, start: bytes) -> None:
+        """Keep what came before the body of the request that was answered last, if that is a head and nothing else."""
         is_head = start.startswith(b"POST ") and start.find(b"\r\n\r\n") == len(start) - 4
-        if self.stage is IDLE and is_head and data.endswith(body) and len(start) <= MOST_BYTES:
-            self._seen = Seen(start, len(data), route, head)
+        if self._whole is not None and self.stage is IDLE and is_head and len(start) <= MOST_BYTES:
+            route, head, body = self._whole
+            self._seen = Seen(start, len(start) + len(body), route, head)
 
     def _begin_slowly(self) -> None:
         """Hand the request to uvicorn, which was told nothing of it yet."""

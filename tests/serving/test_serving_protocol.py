@@ -184,6 +184,47 @@ def test_large_bodies_come_in_pieces_and_small_requests_follow(worker: Worker, p
     assert worker.connections.held == 0
 
 
+def pieces(request: bytes, *sizes: int) -> Iterator[bytes]:
+    start = 0
+    for size in sizes:
+        yield request[start : start + size]
+        start += size
+    yield request[start:]
+
+
+@pytest.mark.parametrize("first", [0, 10, -1])
+def test_large_bodies_behind_one_head(worker: Worker, first: int) -> None:
+    """The first piece of a request is its head and so many bytes; -1: it ends within the head."""
+    requests = [large(number, 7, room=400_000) for number in range(1, 6)]
+    head = requests[0].index(b"\r\n\r\n") + 4
+    with worker.connect() as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for number, request in enumerate(requests, 1):
+            for piece in pieces(request, head + first, 100_000):
+                client.sendall(piece)
+                time.sleep(0.005)  # so that pieces arrive as such; nothing depends on how many do
+            assert b'"data":[%d.0,14.0]' % (2 * number) in received(client)
+            client.sendall(GOOD if number % 2 else request)
+            assert b" 200 OK" in received(client)
+        client.sendall(requests[0] + GOOD + requests[1])
+        answers = received(client, 3)
+    told = [answer.partition(b'"data":')[2][:10] for answer in answers.split(b"HTTP/1.1 200 OK")[1:]]
+    assert told == [b"[2.0,14.0]", b"[2.0,4.0]}", b"[4.0,14.0]"]
+    assert worker.connections.held == 0
+
+
+def test_a_large_body_behind_a_known_head_that_never_ends_is_refused_and_forgotten(worker: Worker) -> None:
+    request = large(1, 2, room=500_000)
+    with worker.connect() as client:
+        for _ in range(2):
+            client.sendall(request)
+            assert received(client).startswith(b"HTTP/1.1 200")
+        client.sendall(request[:300_000])
+        wait_until(lambda: worker.connections.held > 100_000)
+        assert received(client).startswith(b"HTTP/1.1 408")
+    assert worker.connections.held == 0
+
+
 def test_a_large_body_that_never_ends_is_refused_and_forgotten(worker: Worker) -> None:
     request = large(1, 2, room=500_000)
     with worker.connect() as client:

@@ -16,8 +16,10 @@ from onnx_ops.serving.wire.call import Call
 from onnx_ops.serving.wire.document import LARGE, may_hold_literals
 from onnx_ops.serving.wire.reader import Reader
 
-_MISSES = 16
-"""Of so many requests that are unlike the one that is known, one is learnt: learning costs more than it may save."""
+_MISSES = 17
+"""After so many requests in a row that are unlike the one that is known, another one is learnt, as learning costs more
+than it may save. An odd number, so that of two clients who take turns each has its chance.
+"""
 _PLACE = re.compile(rb'"data"\s*:\s*(?=\[)')
 _BRACKET = re.compile(rb"[\[\]]")
 _MARK = "\0"
@@ -57,6 +59,7 @@ class Repeated:
         except orjson.JSONDecodeError:
             return None
         array = known.reader.array(known.shape, known.count, values, literals=may_hold_literals(data))
+        self._misses = _MISSES
         call = known.call
         return Call({known.reader.name: array}, call.outputs, call.rows, call.form, call.identity, call.binary)
 
@@ -84,11 +87,13 @@ class Repeated:
 def _around(body: bytes) -> tuple[bytes, bytes] | None:
     """The text before and after what looks like the data of the only tensor."""
     place = _PLACE.search(body)
+    if place is None:
+        return None
     depth = 0
-    for bracket in _BRACKET.finditer(body, place.end()) if place else ():
+    for bracket in _BRACKET.finditer(body, place.end()):
         depth += 1 if bracket[0] == b"[" else -1
         if not depth:
-            return body[: place.end()], body[bracket.end() :]  # type: ignore[union-attr]
+            return body[: place.end()], body[bracket.end() :]
     return None
 
 
