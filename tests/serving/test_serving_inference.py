@@ -341,6 +341,48 @@ def test_fast_models_run_at_once_and_slow_ones_do_not() -> None:
     assert run_time.seconds > INLINE_S
 
 
+def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]:
+    """A body of so many rows in the binary form, its JSON padded to so many bytes; and its headers."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, 2], "parameters": {"binary_data_size": 8 * rows}}
+    head = json.dumps({"inputs": [tensor], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    head = head.ljust(json_bytes)
+    return head + bytes(8 * rows), {"inference-header-content-length": str(len(head))}
+
+
+@pytest.mark.parametrize(
+    ("request_body", "headers", "at_once"),
+    [
+        (body([1, 2]), {}, True),
+        (body([1, 2]).ljust(66_000), {}, False),
+        (*in_binary(60_000), True),
+        (*in_binary(60_000, json_bytes=66_000), False),
+        (*in_binary(140_000), False),
+        (in_binary(60_000)[0], {"inference-header-content-length": "x"}, False),
+    ],
+)
+def test_what_takes_long_to_read_is_read_in_the_lane(
+    blue: Deployment, request_body: bytes, headers: dict[str, str], at_once: bool
+) -> None:
+    with Worker(state_of(blue, blue=100), bounds={"max_body": 4 << 20}).running() as worker:
+        (resident,) = worker.residents.current().residents.values()
+        assert (
+            resident.at_once({name.encode(): value.encode() for name, value in headers.items()}, request_body)
+            is at_once
+        )
+        answer = worker.send(post(INFER, request_body, headers))
+    assert status(answer) == (400 if "x" in headers.values() else 200)
+
+
+def test_text_is_read_in_the_lane_in_every_form(build: Callable[..., Deployment]) -> None:
+    """An element of text is an object of its own: a megabyte of them takes as long as a megabyte of JSON."""
+    same = helper.make_node("Identity", ["x"], ["y"])
+    model = build([same], [("x", TensorProto.STRING, ["b"])], [("y", TensorProto.STRING, ["b"])])
+    with Worker(state_of(model, blue=100)).running() as worker:
+        (resident,) = worker.residents.current().residents.values()
+        assert resident.at_once({b"inference-header-content-length": b"100"}, bytes(60_000))
+        assert not resident.at_once({b"inference-header-content-length": b"100"}, bytes(70_000))
+
+
 def call(rows: int, width: int, outputs: tuple[str, ...]) -> Call:
     return Call(feed={"x": np.zeros((max(1, rows), width), np.float32)}, outputs=outputs, rows=rows)
 
