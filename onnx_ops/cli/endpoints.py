@@ -5,14 +5,14 @@ from __future__ import annotations
 import datetime
 import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Reason, complain, print_json, reported
-from onnx_ops.errors import UserError
+from onnx_ops.errors import OnnxOpsError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.ports import Ports
@@ -52,8 +52,7 @@ def status(
         return
     found, errors = status_each(ports, names)
     if as_json:
-        failed = [{"endpoint": name, **error.as_document()} for name, error in errors.items()]
-        print_json([*(status_document(one) for one in found), *failed])
+        print_json([*(status_document(one) for one in found), *_failed(errors)])
     else:
         if found or not errors:
             status_report(found, ports.clock.now())
@@ -78,7 +77,8 @@ def history(
 ) -> None:
     """Everything that happened to endpoints: who, when, what, why; with --json also on which evidence.
 
-    Endpoints that were deleted are included. Needs no MLflow.
+    Endpoints that were deleted are included. Needs no MLflow. Exit code 4 if a ledger is damaged: what came before the
+    damage is told, and what is wrong.
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
@@ -96,11 +96,14 @@ def history(
         since=_moment(since, ports.clock.now()) if since else 0.0,
         limit=limit,
     )
-    lines = read_history(ports, wanted)
+    lines, errors = read_history(ports, wanted)
     if as_json:
-        print_json([codec.to_json(line) for line in lines])
+        print_json([*(codec.to_json(line) for line in lines), *_failed(errors)])
     else:
         history_table(lines)
+        for error in errors.values():
+            complain(error, as_json=False)
+    raise typer.Exit(max((error.exit_code for error in errors.values()), default=0))
 
 
 @reported
@@ -160,6 +163,10 @@ def delete(
         print_json({"endpoint": endpoint, "deleted": True})
     else:
         typer.echo(f"{endpoint}: deleted")
+
+
+def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
+    return [{"endpoint": name, **error.as_document()} for name, error in errors.items()]
 
 
 def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:

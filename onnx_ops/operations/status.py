@@ -26,8 +26,8 @@ from onnx_ops.domain.ledger import (
     Spoken,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles
-from onnx_ops.errors import NotFound, OnnxOpsError
-from onnx_ops.operations.journal import Journal, bound_endpoints, readable
+from onnx_ops.errors import NotFound, OnnxOpsError, StateCorrupt
+from onnx_ops.operations.journal import Journal, bound_endpoints, damage, readable
 from onnx_ops.ports import Outliving, Ports
 
 
@@ -113,23 +113,29 @@ def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
     return tuple(name for name, config in configs.items() if config is None or _fits(config, wanted))
 
 
-def history(ports: Ports, wanted: Wanted) -> tuple[HistoryLine, ...]:
+def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict[str, StateCorrupt]]:
     """Entries of ledgers, oldest first; also of endpoints that are gone, and of models that no endpoint serves.
+
+    Of a damaged ledger only what comes before the damage can be told, and why no more, by name.
 
     Raises:
         NotFound: an endpoint that was named has no history.
     """
     names = wanted.endpoints or ports.ledger.endpoints()
     found: list[LedgerEntry] = []
+    errors: dict[str, StateCorrupt] = {}
     for name in names:
-        entries = ports.ledger.read(name)
-        if not entries and wanted.endpoints:
+        entries, error = ports.ledger.sound(name), damage(ports, name)
+        if not entries and error is None and wanted.endpoints:
             known = ", ".join(ports.ledger.endpoints()) or "none"
             raise NotFound("no endpoint of that name", where=name, remedy=f"Known: {known}.")
-        if _was_ever(name, entries, wanted):
-            found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
+        if not _was_ever(name, entries, wanted) and (error is None or readable(ports, name).config is not None):
+            continue
+        if error is not None:
+            errors[name] = error
+        found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
     found.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
-    return tuple(_line(entry) for entry in (found[-wanted.limit :] if wanted.limit else found))
+    return tuple(_line(entry) for entry in (found[-wanted.limit :] if wanted.limit else found)), errors
 
 
 def _fits(config: EndpointConfig | None, wanted: Wanted) -> bool:

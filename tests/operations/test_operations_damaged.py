@@ -23,7 +23,7 @@ from onnx_ops.operations.promote import configure
 from onnx_ops.operations.prune import plan_pruning
 from onnx_ops.operations.reconcile import settle, settle_each
 from onnx_ops.operations.rollback import chosen, roll_back, roll_back_each
-from onnx_ops.operations.status import Wanted, status_each, wanted_endpoints
+from onnx_ops.operations.status import Wanted, history, status_each, wanted_endpoints
 from onnx_ops.operations.watch import Watcher, WatchReport
 from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
@@ -195,9 +195,28 @@ def test_the_commands_about_all_end_with_4_and_tell_both(
     told = {one["endpoint"]: one for one in json.loads(capfd.readouterr().out)}
     assert told["faces"]["error"] == "StateCorrupt"
     assert told["faces-eu"]["config"]["model"] == "faces"
-    result = CliRunner().invoke(app, ["status"])
-    assert result.exit_code == 4
-    assert "error: ledger faces/00000001.json: not JSON" in result.output
+    for command in ("status", "history"):
+        result = CliRunner().invoke(app, [command])
+        assert result.exit_code == 4
+        assert "error: ledger faces/00000001.json: not JSON" in result.output
+        assert "faces-eu" in result.output
+
+
+def test_a_history_tells_what_came_before_the_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site = Site(tmp_path / ".onnx-ops" / "ledger")
+    site.serve("a")
+    site.break_entry("digits", 3)
+    site.break_entry("faces", 1)
+    monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
+    assert CliRunner().invoke(app, ["history", "digits", "--json"]).exit_code == 4
+    *lines, error = json.loads(capfd.readouterr().out)
+    assert [line["sequence"] for line in lines] == [1, 2]
+    assert (error["endpoint"], error["error"]) == ("digits", "StateCorrupt")
+    lines_of_model, errors = history(site.ports, Wanted(model="other"))
+    assert lines_of_model == ()
+    assert list(errors) == ["faces"]  # nobody can tell any more what it was bound to
 
 
 def test_the_part_before_the_damage_is_sound(site: Site) -> None:

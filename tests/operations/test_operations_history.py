@@ -9,7 +9,15 @@ from onnx_ops.domain.rollout import DAY
 from onnx_ops.errors import NotFound
 from onnx_ops.operations.delete import delete
 from onnx_ops.operations.promote import promote
-from onnx_ops.operations.status import Wanted, history, wanted_endpoints
+from onnx_ops.operations.status import HistoryLine, Wanted, wanted_endpoints
+from onnx_ops.operations.status import history as read_history
+from onnx_ops.ports import Ports
+
+
+def history(ports: Ports, wanted: Wanted) -> tuple[HistoryLine, ...]:
+    lines, errors = read_history(ports, wanted)
+    assert errors == {}
+    return lines
 
 
 @pytest.fixture

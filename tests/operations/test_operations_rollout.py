@@ -372,7 +372,7 @@ def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
     with pytest.raises(ServiceUnavailable):
         settle(scene.ports, "digits")
     assert scene.state().open_intent is None
-    assert [line.what for line in history(scene.ports, Wanted(endpoints=("digits",)))][-1].startswith("failed")
+    assert [line.what for line in history(scene.ports, Wanted(endpoints=("digits",)))[0]][-1].startswith("failed")
     scene.world.provider.down = False
     scene.settle()
     assert scene.traffic() == {"v1": 100}
@@ -387,7 +387,7 @@ def test_status_and_history(trial: Scene) -> None:
     seen = status(trial.ports, "digits")
     assert seen.actual is not None
     assert seen.address == "memory:digits"
-    lines = history(trial.ports, Wanted(endpoints=("digits",)))
+    lines, _ = history(trial.ports, Wanted(endpoints=("digits",)))
     assert [line.sequence for line in lines] == list(range(1, len(lines) + 1))
     assert lines[0].what == "bound to digits on cpu"
     assert lines[0].at.startswith("2023-11-14T22:13:20")

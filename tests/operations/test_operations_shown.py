@@ -54,7 +54,7 @@ def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.Captur
 
 
 def test_a_history_without_entries_is_a_line_and_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
-    history_table(history(serving().ports, Wanted(model="other")))
+    history_table(history(serving().ports, Wanted(model="other"))[0])
     assert capsys.readouterr().out.splitlines() == ["No entries: nothing of what is asked for has happened yet."]
-    history_table(history(serving().ports, Wanted()))
+    history_table(history(serving().ports, Wanted())[0])
     assert "bound to digits on cpu" in " ".join(capsys.readouterr().out.split())
