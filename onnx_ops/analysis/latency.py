@@ -268,5 +268,8 @@ def samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) ->
 
 
 def _exp(value: float) -> float:
-    with np.errstate(over="ignore"):
-        return float(np.exp(value))
+    """Not numpy's, whose last digit is another one with AVX-512: evidence is judged alike on every machine."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
