@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
 def heats_of_mlp(folder: Path, cache: Path) -> list[Heat]:
     ours, snippet = Ours(OURS, MLP, folder), fastapi_snippet(MLP, folder)
     others: list[Contestant] = [
-        TunedUvicorn(TUNED, "snippet", "/tuned", MLP, folder),
+        tuned_snippet(MLP, folder),
         MlflowServe(MLFLOW, MLP, folder),
         MlServer(MLP, folder, cache),
         TunedUvicorn("raw ASGI, no model", "hello", "/", MLP, folder),
@@ -117,20 +117,16 @@ def heats_of_mlp(folder: Path, cache: Path) -> list[Heat]:
 
 
 def heats_of_cnn(folder: Path) -> list[Heat]:
-    tuned = TunedUvicorn(TUNED, "snippet", "/tuned", CNN, folder)
-    contestants = (Ours(OURS, CNN, folder), fastapi_snippet(CNN, folder), tuned)
+    contestants = (Ours(OURS, CNN, folder), fastapi_snippet(CNN, folder), tuned_snippet(CNN, folder))
     return [Heat(name=c.name, contestant=c, call=c.call(), connections=8) for c in contestants]
 
 
 def heats_of_image(folder: Path) -> list[Heat]:
-    ours, snippet = Ours(OURS, IMAGE, folder), fastapi_snippet(IMAGE, folder)
-    tuned = TunedUvicorn(TUNED, "snippet", "/tuned", IMAGE, folder)
+    ours = Ours(OURS, IMAGE, folder)
+    others = [fastapi_snippet(IMAGE, folder), tuned_snippet(IMAGE, folder), *floor(IMAGE, folder, ours.binary())]
     return [
         Heat(name=BINARY, contestant=ours, call=ours.binary(), connections=1),
-        Heat(name=OURS, contestant=ours, call=ours.call(), connections=1),
-        Heat(name=SNIPPET, contestant=snippet, call=snippet.call(), connections=1),
-        Heat(name=TUNED, contestant=tuned, call=tuned.call(), connections=1),
-        *(Heat(name=c.name, contestant=c, call=c.call(), connections=1) for c in floor(IMAGE, folder, ours.binary())),
+        *(Heat(name=c.name, contestant=c, call=c.call(), connections=1) for c in (ours, *others)),
     ]
 
 
@@ -141,6 +137,10 @@ def floor(model: Model, folder: Path, call: Call) -> list[Contestant]:
 
 def fastapi_snippet(model: Model, folder: Path) -> Uvicorn:
     return Uvicorn(SNIPPET, "snippet", "/predict", model, folder)
+
+
+def tuned_snippet(model: Model, folder: Path) -> Uvicorn:
+    return TunedUvicorn(TUNED, "snippet", "/tuned", model, folder)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles
 from onnx_ops.errors import NotFound, OnnxOpsError, StateCorrupt
-from onnx_ops.operations.journal import Journal, bound_endpoints, damage, readable
+from onnx_ops.operations.journal import Journal, bound_endpoints, readable
 from onnx_ops.ports import Outliving, Ports
 
 
@@ -125,17 +125,25 @@ def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict
     found: list[LedgerEntry] = []
     errors: dict[str, StateCorrupt] = {}
     for name in names:
-        entries, error = ports.ledger.sound(name), damage(ports, name)
+        entries, error = _entries(ports, name)
         if not entries and error is None and wanted.endpoints:
             known = ", ".join(ports.ledger.endpoints()) or "none"
             raise NotFound("no endpoint of that name", where=name, remedy=f"Known: {known}.")
-        if not _was_ever(name, entries, wanted) and (error is None or readable(ports, name).config is not None):
+        bound = error is None or any(isinstance(entry.body, Configured) for entry in entries)
+        if bound and not _was_ever(name, entries, wanted):
             continue
         if error is not None:
             errors[name] = error
         found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
     found.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
     return tuple(_line(entry) for entry in (found[-wanted.limit :] if wanted.limit else found)), errors
+
+
+def _entries(ports: Ports, name: str) -> tuple[Sequence[LedgerEntry], StateCorrupt | None]:
+    try:
+        return ports.ledger.read(name), None
+    except StateCorrupt as error:
+        return ports.ledger.sound(name), error
 
 
 def _fits(config: EndpointConfig | None, wanted: Wanted) -> bool:

@@ -26,7 +26,7 @@ _DIGITS = re.compile(rb"[0-9]{1,15}")
 
 @dataclass(slots=True)
 class Seen:
-    """The head of a request that came in one piece with its body.
+    """The head of a request, and how long it is with its body.
 
     Args:
         start: its bytes, with the empty line.

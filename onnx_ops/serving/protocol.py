@@ -69,17 +69,21 @@ class EndpointProtocol(BoundedProtocol):
             self._collect(data)
             return
         seen, fresh = self._seen, self.stage is IDLE and not self.flow.write_paused
-        if seen is not None and fresh and len(data) == seen.size and data.startswith(seen.start):
-            # The same head as before, with a body of the length that it announces: what a parser would make of it is
-            # known, and the parser stands between two messages. Clients that keep a connection often ask like this.
-            self._answer(seen.route, seen.head, data[len(seen.start) :])
-            return
-        if seen is not None and fresh and seen.size - len(data) >= _LARGE and data.startswith(seen.start):
-            self._collect_after(seen, data[len(seen.start) :])
-            return
-        if seen is not None and fresh and (again := seen.again(data, self.bounds.max_body)) is not None:
-            self._answer(seen.route, *again)
-            return
+        if seen is not None and fresh:
+            # The same head as before, with all or the beginning of a body of the length that it announces: what a
+            # parser would make of it is known, and the parser stands between two messages. Clients that keep a
+            # connection often ask like this.
+            missing = seen.size - len(data)
+            if (missing == 0 or missing >= _LARGE) and data.startswith(seen.start):
+                body = data[len(seen.start) :]
+                if missing:
+                    self._collect_after(seen, body)
+                else:
+                    self._answer(seen.route, seen.head, body)
+                return
+            if (again := seen.again(data, self.bounds.max_body)) is not None:
+                self._answer(seen.route, *again)
+                return
         self._seen = self._whole = None
         super().data_received(data)
         if self._route is not None and not self._in_head and self.stage is READING:

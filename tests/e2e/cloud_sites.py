@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 from botocore.exceptions import ClientError
@@ -256,16 +257,8 @@ class Clients:
 @contextmanager
 def environment(given: Mapping[str, str]) -> Iterator[None]:
     """Take the fakes for the clouds, and forget them afterwards."""
-    before = {name: os.environ.get(name) for name in (*given, CLOUD)}
-    os.environ.update(given)
-    os.environ.pop(CLOUD, None)
-    azure.credential.cache_clear()
-    _ml_client.cache_clear()
-    try:
+    with patch.dict(os.environ, given):  # what an SDK sets meanwhile is forgotten, too
+        os.environ.pop(CLOUD, None)
+        azure.credential.cache_clear()
+        _ml_client.cache_clear()
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
