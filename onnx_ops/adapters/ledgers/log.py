@@ -11,6 +11,8 @@ from onnx_ops.errors import Overtaken, StateCorrupt
 
 _NAME = re.compile(r"\d{8}\.json")
 
+_REMEDY = "Bring the file back from a copy, which is right as entries never change: docs/troubles/ledger-damaged.md."
+
 
 class ObjectLedger:
     """`<endpoint>/<sequence>.json` on a local folder or an object store.
@@ -41,6 +43,7 @@ class ObjectLedger:
             try:
                 entries.append(self._entry(endpoint, name, position))
             except StateCorrupt as error:
+                error.remedy = _REMEDY
                 return tuple(entries), error
         self._read[endpoint] = tuple(entries)
         return self._read[endpoint], None
