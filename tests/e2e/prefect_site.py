@@ -96,9 +96,12 @@ class PrefectSite:
             return False
 
     def latest(self, flow: str) -> dict[str, Any]:
-        """The flow run of a flow that was created last."""
+        """The flow run of a flow that was asked for last.
+
+        A schedule's runs do not count: the server creates them days ahead, at any moment, also while another is watched.
+        """
         runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", flows={"name": {"any_": [flow]}})
-        return max(runs, key=lambda run: str(run["created"]))
+        return max((run for run in runs if not run["auto_scheduled"]), key=lambda run: str(run["created"]))
 
     def settle(self) -> None:
         """Wait until no flow run is under way: a worker fetches runs ahead of their time, so some outlive a schedule.
