@@ -74,14 +74,16 @@ def in_child(
 ) -> Manifest:
     """Raises what the stage raised; StageFailure if its process crashed, was killed or ran past the time-out."""
     with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-        result = Path(folder) / "result.json"
+        result, scratch = Path(folder) / "result.json", Path(folder) / "tmp"
+        scratch.mkdir()
         request = {
             "stage": codec.to_json(stage),
             "key": key,
             "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
             "result": str(result),
+            "scratch": str(scratch),
         }
-        code, said = _spawn(settings, json.dumps(request), stage, tell)
+        code, said = _spawn(settings, json.dumps(request), stage, scratch, tell)
         if not result.exists():
             raise StageFailure(
                 f"its process ended with {ending(code)}",
@@ -95,8 +97,10 @@ def in_child(
     return Manifest(files=document["files"])
 
 
-def _spawn(settings: Settings, request: str, stage: Stage, tell: Told) -> tuple[int, str]:
+def _spawn(settings: Settings, request: str, stage: Stage, scratch: Path, tell: Told) -> tuple[int, str]:
     """The child lives no longer than this process: it watches its standard input, which stays open until then.
+
+    Its temporary files lie in `scratch`, as one that is killed leaves them: gigabytes where a model is large.
 
     Returns:
         How it ended, and the last of what it printed.
@@ -106,7 +110,7 @@ def _spawn(settings: Settings, request: str, stage: Stage, tell: Told) -> tuple[
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **to_environ(settings)},
+        env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
         start_new_session=True,
     )
     heard = Marked(PROGRESS, lambda line: tell(stage, line))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -25,18 +27,22 @@ from onnx_ops.wiring.child import PROGRESS
 
 def main() -> None:
     request = json.loads(sys.stdin.readline())
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(Path(request["scratch"]),), daemon=True).start()
     document = _answer(request)
     with durable_file(Path(request["result"])) as temporary:
         temporary.write_text(json.dumps(document), encoding="utf-8")
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(scratch: Path) -> None:
     """The parent holds the other end of standard input; when it is gone, nobody waits for the result.
 
-    The processes that the stage has started go too: they are of this process's group, which is its own.
+    The processes that the stage has started go too: they are of this process's group, which is its own. So does what
+    they have written, as the parent can no longer remove it.
     """
     sys.stdin.read()
+    shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        scratch.parent.rmdir()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

@@ -98,7 +98,7 @@ class PrefectSite:
     def latest(self, flow: str) -> dict[str, Any]:
         """The flow run of a flow that was asked for last.
 
-        A schedule's runs do not count: the server creates them days ahead, at any moment, also while another is watched.
+        A schedule's runs do not count: the server creates them days ahead and at any moment, also during another run.
         """
         runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", flows={"name": {"any_": [flow]}})
         return max((run for run in runs if not run["auto_scheduled"]), key=lambda run: str(run["created"]))

@@ -32,7 +32,7 @@ KEY = digest_bytes(b"key")
 PATIENCE_S = 30.0
 
 TRAINING = """
-import ctypes, os, pathlib, signal, subprocess, sys, time
+import ctypes, os, pathlib, signal, subprocess, sys, tempfile, time
 from onnx_ops.errors import Refused
 
 def note(name):
@@ -68,6 +68,7 @@ def chatter(data):
     os.abort()
 
 def hang(data):
+    tempfile.mkdtemp(prefix="left-behind-")
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     pathlib.Path(__file__).with_name("grandchild").write_text(str(grandchild.pid))
     note("trainer")
@@ -86,6 +87,15 @@ def project(tmp_path: Path) -> Settings:
 @pytest.fixture
 def ports(project: Settings) -> Ports:
     return connect(project)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process has its temporary files meanwhile."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 def data_stage(file: str = "data.npz", **options: object) -> Stage:
@@ -150,10 +160,7 @@ def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
     assert "`memory`" in told.value.remedy
 
 
-def test_of_endless_output_the_end_is_kept(project: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> None:
     with pytest.raises(StageFailure, match="signal SIGABRT") as told:
         in_child(project, train_stage("chatter"), KEY, {})
     assert told.value.why.endswith("(24 MB of output in all)")
@@ -167,10 +174,14 @@ def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> Non
     assert "printed nothing" in left.value.why
 
 
-def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings) -> None:
-    with pytest.raises(StageFailure, match=r"time-out of 2\.5 s") as stopped:
-        in_child(project, train_stage("hang", timeout=2.5), KEY, {})
+def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings, scratch: Path) -> None:
+    for seconds in (2.5, 10.0, 40.0):  # until its process has come as far as it should
+        with pytest.raises(StageFailure, match=f"time-out of {seconds:g} s") as stopped:
+            in_child(project, train_stage("hang", timeout=seconds), KEY, {})
+        if (project.root / "trainer").exists():
+            break
     assert stopped.value.why == "about to hang"
+    assert list(scratch.iterdir()) == []
     for name in ("trainer", "grandchild"):
         process = noted(project, name)
         wait_until(lambda process=process: gone(process))  # type: ignore[misc]
@@ -188,16 +199,18 @@ in_child(load_settings(), codec.loads(sys.argv[1].encode(), Stage), "sha256:0", 
 """
 
 
-def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings) -> None:
+def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, scratch: Path) -> None:
     stage = codec.dumps(train_stage("hang")).decode()
-    environ = {**os.environ, **to_environ(project)}
+    environ = {**os.environ, **to_environ(project), "TMPDIR": str(scratch)}
     with subprocess.Popen([sys.executable, "-c", PARENT, stage], env=environ) as parent:
         wait_until((project.root / "trainer").exists)
         trainer = noted(project, "trainer")
         assert not gone(trainer)
+        assert list(scratch.rglob("left-behind-*"))
         parent.send_signal(signal.SIGKILL)
     wait_until(lambda: gone(trainer))
     wait_until(lambda: gone(noted(project, "grandchild")))
+    assert list(scratch.iterdir()) == []
 
 
 def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, ports: Ports) -> None:
