@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import state_of
+from onnx_ops.testing.ports import free_port
 from onnx_ops.testing.processes import session_of
 from onnx_ops.testing.server import ServerFamily
 from serving.models import Model
@@ -48,7 +48,7 @@ class Contestant(ABC):
         self.model = model
         self.folder = folder / f"{name.replace(' ', '-')}-{model.name}"
         self.file = model.path(folder)
-        self.port = _free_port()
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @abstractmethod
@@ -218,7 +218,7 @@ class MlServer(Contestant):
     def __init__(self, model: Model, folder: Path, cache: Path) -> None:
         super().__init__("MLServer", model, folder)
         self._bin = cache / "mlserver" / "bin"
-        self._ports = (_free_port(), _free_port())
+        self._ports = (free_port(), free_port())
 
     def prepare(self) -> None:
         super().prepare()
@@ -278,9 +278,3 @@ def make_environment(place: Path, requirements: Path) -> None:
 def _v2_json(model: Model) -> bytes:
     shape = json.dumps([1, *model.shape])
     return f'{{"inputs": [{{"name": "x", "datatype": "FP32", "shape": {shape}, "data": {model.flat()}}}]}}'.encode()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

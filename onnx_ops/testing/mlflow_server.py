@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from onnx_ops.testing.ports import free_port
 
 _PATIENCE = 120.0
 """Seconds within which it must answer. On a machine with much else to do it takes tens of them."""
@@ -48,13 +49,6 @@ def mlflow_server(
     finally:
         server.terminate()
         server.wait(timeout=60)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _await(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

@@ -9,7 +9,6 @@ import getpass
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from onnx_ops.testing.ports import free_port
 
 REQUIRED = "ONNX_OPS_TEST_SERVICES"
 """Set to `required` where a missing service is a failure."""
@@ -47,12 +48,6 @@ def postgres() -> Iterator[str]:
             _as(user, [programs / "pg_ctl", "-D", data, "-w", "-m", "immediate", "stop"])
     finally:
         shutil.rmtree(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _programs() -> Path | None:

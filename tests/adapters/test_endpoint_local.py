@@ -25,6 +25,7 @@ from onnx_ops.errors import Conflict, DigestMismatch, NotFound, OnnxOpsError, Se
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
+from onnx_ops.testing.ports import free_port
 
 CONFIG = EndpointConfig(
     endpoint="digits",
@@ -163,9 +164,7 @@ def test_a_taken_port_is_named_with_a_remedy(provider: LocalEndpoints, blue: Dep
 
 def test_a_new_port_in_the_settings_moves_the_server(provider: LocalEndpoints, blue: Deployment) -> None:
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     moved = replace(CONFIG, settings={"port": port})
     provider.apply(moved, state_of(blue, blue=100), generation=1)
     assert EndpointProviderSuite().scale(f"http://127.0.0.1:{port}") == 2.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.ports.release import Registry
+from onnx_ops.testing.ports import free_port
 from onnx_ops.testing.registries import RegistrySuite, publication
 
 
@@ -52,9 +52,7 @@ def mlflow_server(mlflow_home: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A tracking server's URL and the folder of its artifacts."""
     home = tmp_path_factory.mktemp("server")
     shutil.copy(mlflow_home / "mlflow.db", home / "mlflow.db")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "files")]
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -580,9 +578,7 @@ def test_nothing_is_printed(
 
 
 def test_a_dead_server_is_reported() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     registry = MlflowRegistry(f"http://user:secret@127.0.0.1:{port}")
     with pytest.raises(ServiceUnavailable) as caught:
         registry.aliases("digits")
@@ -591,9 +587,7 @@ def test_a_dead_server_is_reported() -> None:
 
 
 def test_a_dead_database_is_reported() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     registry = MlflowRegistry(f"postgresql+psycopg2://u:secret@127.0.0.1:{port}/mlflow", artifact_root="s3://bucket")
     with pytest.raises(ServiceUnavailable) as caught:
         registry.aliases("digits")

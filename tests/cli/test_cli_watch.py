@@ -19,7 +19,8 @@ from onnx_ops.adapters.webhooks.secret import read_secret
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
 from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, sign
-from onnx_ops.testing.mlflow_server import free_port, mlflow_server
+from onnx_ops.testing.mlflow_server import mlflow_server
+from onnx_ops.testing.ports import free_port
 
 pytestmark = pytest.mark.services
 

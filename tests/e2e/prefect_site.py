@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +16,9 @@ from typing import Any
 import httpx
 from e2e_project import Project, until
 
+from onnx_ops.testing.ports import free_port
+
 PREFECT = Path(sys.executable).with_name("prefect")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

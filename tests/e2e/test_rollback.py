@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import pytest
 from e2e_project import Project, until
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+from onnx_ops.testing.ports import free_port
 
 pytestmark = pytest.mark.services
 
@@ -70,9 +70,7 @@ class MlflowServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -24,6 +23,7 @@ from infra_tools import INFRA, ROOT, tool
 from onnx_ops import codec
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.testing.endpoints import scaling_deployment
+from onnx_ops.testing.ports import free_port
 
 pytestmark = pytest.mark.services
 
@@ -57,12 +57,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return venv
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def files_below(folder: Path) -> set[tuple[str, int]]:
@@ -135,7 +129,7 @@ def test_the_entrypoint_as_each_cloud_starts_it(
     released(tmp_path / "mounted" / below)
     mounted = tmp_path / "mounted" / (below if folder_name == "ONNX_OPS_MODEL_DIR" else "")
     before = files_below(image) | files_below(tmp_path / "mounted")
-    port = free_port()
+    port = str(free_port())
     with running(image, tmp_path, {port_name: port, folder_name: str(mounted)}):
         assert ask(port)["predictions"]["y"] == [[2.0, 4.0]]
     assert files_below(image) | files_below(tmp_path / "mounted") == before, "all that is written is in TMPDIR"

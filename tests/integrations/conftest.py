@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from veto_parts import POLICY
 from veto_process import AUTH, PASSWORD, GuardedServer, await_answer, server_command, server_environment
 
 from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, create_key, public_path
+from onnx_ops.testing.ports import free_port
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +29,7 @@ def veto_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def veto_server(veto_home: Path) -> Iterator[GuardedServer]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = server_environment(veto_home)
     with (veto_home / "log").open("wb") as log:
         process = subprocess.Popen(

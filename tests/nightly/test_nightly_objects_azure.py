@@ -14,7 +14,7 @@ import pytest
 
 from onnx_ops.adapters.isolation.npm import NpmPackages
 from onnx_ops.testing.objects import RemoteLedgerSuite, RemoteStoreSuite
-from onnx_ops.testing.postgres import free_port
+from onnx_ops.testing.ports import free_port
 
 AZURITE = "azurite@3.37.0"
 CONTAINER = "onnx-ops"

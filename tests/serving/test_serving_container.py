@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -23,15 +22,10 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.testing.endpoints import scaling_deployment
+from onnx_ops.testing.ports import free_port
 
 COMMAND = [sys.executable, "-P", "-m", "onnx_ops.serving.container"]
 BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Container:

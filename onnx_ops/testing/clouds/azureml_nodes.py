@@ -6,7 +6,6 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops.domain.artifact import digest_bytes, digest_json
+from onnx_ops.testing.ports import free_port
 
 _START_S = 60.0
 _PAUSE_S = 0.05
@@ -70,7 +70,7 @@ class Nodes:
 
 def _start(place: Path, variables: Mapping[str, str]) -> Node | str:
     (place / "mounted").mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     environment = {
         **{name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ},
         **variables,
@@ -109,10 +109,3 @@ def _ready(port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -6,7 +6,6 @@ import http.client
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -16,6 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from onnx_ops.testing.ports import free_port
 
 _LOOPBACK = "127.0.0.1"
 _START_S = 60.0
@@ -98,9 +99,7 @@ class Containers:
                 packed.extractall(model, filter="data")
         except (tarfile.TarError, OSError, EOFError) as error:
             raise NotReady("Failed to extract model data archive from URL.") from error
-        with socket.socket() as probe:
-            probe.bind((_LOOPBACK, 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         variables |= environment
         variables |= {
