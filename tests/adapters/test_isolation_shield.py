@@ -98,8 +98,8 @@ def test_a_crash_is_told_by_its_signal(work: object, how: str) -> None:
 
 @pytest.mark.parametrize("work", [hang, hang_in_c])
 def test_one_that_hangs_is_stopped_and_says_where(work: object) -> None:
-    with pytest.raises(Fallen, match=r"longer than 0\.5 s and was stopped") as fallen:
-        shielded(work, timeout=0.5)  # type: ignore[arg-type]
+    with pytest.raises(Fallen, match=r"longer than 2 s and was stopped") as fallen:
+        shielded(work, timeout=2.0)  # type: ignore[arg-type]
     assert fallen.value.late
     assert "hang" in fallen.value.said
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,8 +124,11 @@ class PrefectSite:
 
         def settled() -> dict[str, dict[str, Any]] | None:
             runs = self.ask("/task_runs/filter", flow_runs=wanted)
-            final = all(run["state_type"] in ("COMPLETED", "FAILED") for run in runs)
-            return {run["name"]: run for run in runs} if runs and final else None
+            if not runs or any(run["state_type"] not in ("COMPLETED", "FAILED") for run in runs):
+                return None
+            time.sleep(1)  # one whose first event is under way is not there at all
+            told_all = len(self.ask("/task_runs/filter", flow_runs=wanted)) == len(runs)
+            return {run["name"]: run for run in runs} if told_all else None
 
         found: dict[str, dict[str, Any]] = until(settled, what="the end of all task runs")
         return found

@@ -34,7 +34,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     root = tmp_path_factory.mktemp("models")
     blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
     green = scaling_deployment(root / "green", name="green", version="2", scale=3.0, model="m")
-    bounds = {"read_timeout_s": 0.5, "keep_alive_s": 1.0, "most": 50}
+    bounds = {"read_timeout_s": 2.0, "keep_alive_s": 3.0, "most": 50}
     with Worker(state_of(blue, green, blue=70, green=30), bounds=bounds).running() as running:
         yield running
 
