@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Configured, Mirrored, Override
@@ -14,7 +15,7 @@ from onnx_ops.operations.approve import approve
 from onnx_ops.operations.decided import override_id, standing_override
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import refuse_rejected
-from onnx_ops.operations.journal import Journal, siblings, stream
+from onnx_ops.operations.journal import Journal, looking_again, siblings, stream
 from onnx_ops.ports import Ports
 
 
@@ -83,20 +84,24 @@ def configure(ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, ac
     Raises:
         UserError: the endpoint belongs to another pipeline or model.
     """
-    journal = Journal.open(ports, config.endpoint, actor=actor)
-    if journal.state.deleting:
-        finish_deletion(journal)
-    bound = journal.state.config
-    if bound is not None and (bound.model, bound.target) != (config.model, config.target):
-        raise UserError(
-            f"endpoint {config.endpoint} serves {bound.model} on {bound.target}",
-            where=f"pipeline {config.pipeline}",
-            remedy="An endpoint binds one model and one target; give this deployment another name.",
-        )
-    if bound == config and journal.state.policy == policy:
-        return False
-    journal.append(Configured(config=config, policy=policy))
-    return True
+
+    def bind() -> bool:
+        journal = Journal.open(ports, config.endpoint, actor=actor)
+        if journal.state.deleting:
+            finish_deletion(journal)
+        bound = journal.state.config
+        if bound is not None and (bound.model, bound.target) != (config.model, config.target):
+            raise UserError(
+                f"endpoint {config.endpoint} serves {bound.model} on {bound.target}",
+                where=f"pipeline {config.pipeline}",
+                remedy="An endpoint binds one model and one target; give this deployment another name.",
+            )
+        if bound == config and journal.state.policy == policy:
+            return False
+        journal.append(Configured(config=config, policy=policy))
+        return True
+
+    return looking_again(bind)
 
 
 def _override(
@@ -109,9 +114,13 @@ def _override(
     registry.annotate(record.model, record.version, {reason_tag(target): reason[:400]})
     signed = standing_override(registry.version(record.model, record.version), target, ports.verifier())
     taken = None if signed is None else override_id(signed)
+    entry = Override(release=record.release, version=record.version, reason=reason, taken_from=taken)
     for endpoint in endpoints:
-        journal = Journal.open(ports, endpoint, actor=actor)
-        journal.append(Override(release=record.release, version=record.version, reason=reason, taken_from=taken))
+        looking_again(partial(_note, ports, endpoint, entry, actor))
+
+
+def _note(ports: Ports, endpoint: str, entry: Override, actor: str) -> None:
+    Journal.open(ports, endpoint, actor=actor).append(entry)
 
 
 def _crown(ports: Ports, record: VersionRecord, target: str, actor: str) -> Promotion:
@@ -125,7 +134,12 @@ def _crown(ports: Ports, record: VersionRecord, target: str, actor: str) -> Prom
             registry.set_alias(record.model, previous, current)
         registry.set_alias(record.model, champion, record.version)
         before = current
-    journal = Journal.open(ports, stream(record.model, target), actor=actor)
-    if journal.state.aliases.get(champion) != record.version:
-        journal.append(Mirrored(aliases={champion: record.version, previous: before}))
+    aliases = {champion: record.version, previous: before}
+
+    def note() -> None:
+        journal = Journal.open(ports, stream(record.model, target), actor=actor)
+        if journal.state.aliases.get(champion) != record.version:
+            journal.append(Mirrored(aliases=aliases))
+
+    looking_again(note)
     return Promotion(model=record.model, version=record.version, target=target, did="champion", endpoints=())

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from release_parts import CHAMPION, Scene, effects
-from release_scenes import end_of, on_trial, rolled_back_alone, serving
+from release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene, effects
+from release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.domain.ledger import Override
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.ledger import Body, Mirrored, Override, Spoken
 from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import Overtaken
 from onnx_ops.operations.journal import LOOKS, Journal
 from onnx_ops.operations.reconcile import settle
+from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.faults import Faults
 
@@ -96,6 +99,65 @@ def test_an_operators_word_is_heard_beside_a_driver() -> None:
     assert scene.state().word is Word.ABORT
     scene.settle()
     assert scene.traffic()["v2"] == 100
+
+
+def beside_a_driver(
+    prepare: Callable[[], Scene], stream: str, body: Body, command: Callable[[Scene], object]
+) -> list[Scene]:
+    """What a command leaves when another process writes once while it is at work, for every moment of it."""
+    scenes: list[Scene] = []
+    counted, moment = Faults(), 0
+    while moment == 0 or moment < counted.moments:
+        scene = prepare()
+        other = scene.world.ports("driver")
+
+        def write(at: int, moment: int = moment, other: Ports = other) -> None:
+            if at == moment:
+                Journal.open(other, stream).append(body)
+
+        scene.faults = counted = Faults(between=write)
+        command(scene)
+        scene.faults = None
+        scenes.append(scene)
+        moment += 1
+    return scenes
+
+
+SPOKEN = Spoken(word=Word.PAUSE, reason="let me look")
+
+
+def test_an_endpoint_is_bound_anew_beside_a_driver() -> None:
+    scenes = beside_a_driver(on_trial, "digits", SPOKEN, lambda scene: scene.bind(policy=AT_ONCE))
+    assert len(scenes) > 3
+    for scene in scenes:
+        assert (scene.state().policy, scene.state().word) == (AT_ONCE, Word.PAUSE)
+
+
+def test_an_override_is_given_beside_a_driver() -> None:
+    def give(scene: Scene) -> None:
+        scene.promote("2", override=True, reason="by hand")
+
+    def prepare() -> Scene:
+        return with_candidate(on_trial(), verdict=Verdict.FAIL)
+
+    scenes = beside_a_driver(prepare, "digits", SPOKEN, give)
+    assert len(scenes) > 6
+    for scene in scenes:
+        given = [entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Override)]
+        assert [(one.version, one.reason) for one in given] == [("2", "by hand")]
+
+
+def test_a_champion_that_nothing_serves_is_told_beside_another() -> None:
+    def prepare() -> Scene:
+        scene = Scene()
+        scene.publish("a")
+        return scene
+
+    scenes = beside_a_driver(prepare, "digits@cpu", Mirrored(aliases={"x": "1"}), lambda scene: scene.promote("1"))
+    assert len(scenes) > 6
+    for scene in scenes:
+        assert scene.aliases()[CHAMPION] == "1"
+        assert scene.state("digits@cpu").aliases == {CHAMPION: "1", PREVIOUS: None, "x": "1"}
 
 
 def test_an_overtaken_driver_does_not_repeat_what_was_rolled_back() -> None:
