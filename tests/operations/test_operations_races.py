@@ -14,9 +14,10 @@ from release_scenes import end_of, on_trial, rolled_back_alone, serving, with_ca
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.ledger import Body, Mirrored, Override, Spoken
+from onnx_ops.domain.ledger import Body, Deleted, Mirrored, Override, Spoken
 from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import Overtaken
+from onnx_ops.operations.delete import delete
 from onnx_ops.operations.journal import LOOKS, Journal
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.ports import Ports
@@ -158,6 +159,34 @@ def test_a_champion_that_nothing_serves_is_told_beside_another() -> None:
     for scene in scenes:
         assert scene.aliases()[CHAMPION] == "1"
         assert scene.state("digits@cpu").aliases == {CHAMPION: "1", PREVIOUS: None, "x": "1"}
+
+
+def test_an_endpoint_is_deleted_beside_a_driver() -> None:
+    scenes = beside_a_driver(
+        lambda: serving("a", "b"), "digits", SPOKEN, lambda scene: delete(scene.ports, "digits", reason="old")
+    )
+    assert len(scenes) > 6
+    for scene in scenes:
+        assert scene.traffic() == {}
+        assert scene.state().config is None
+        assert [e.body.reason for e in scene.world.ledger.read("digits") if isinstance(e.body, Deleted)] == ["old"] * 2
+
+
+def test_a_deletion_that_a_driver_completes_is_done() -> None:
+    counted, moment = Faults(), 0
+    while moment == 0 or moment < counted.moments:
+        scene = serving("a", "b")
+
+        def drive(at: int, moment: int = moment, scene: Scene = scene) -> None:
+            if at == moment and scene.state().config is not None:
+                settle(scene.world.ports("driver"), "digits")
+
+        scene.faults = counted = Faults(between=drive)
+        delete(scene.ports, "digits")
+        assert scene.traffic() == {}
+        assert scene.state().config is None
+        moment += 1
+    assert moment > 6
 
 
 def test_an_overtaken_driver_does_not_repeat_what_was_rolled_back() -> None:
