@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -14,15 +15,24 @@ _DEAD = ("Z", "X")
 
 
 def start_of(pid: int) -> str | None:
-    """When a process started, in the system's ticks since it booted (proc(5), field 22); None if it does not live."""
+    """When a process started, in the system's ticks since it booted (proc(5), field 22); None if it does not live.
+
+    One whose first thread has ended lives, and keeps its port, until the last thread of it has.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name, in parentheses, may hold anything
-    if fields[_STATE_FIELD - 2] in _DEAD:
+    if fields[_STATE_FIELD - 2] in _DEAD and not _other_threads(pid):
         return None
     return fields[_START_FIELD - 2]
+
+
+def _other_threads(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return len(os.listdir(f"/proc/{pid}/task")) > 1
+    return False
 
 
 def enlist(folder: Path) -> Path:

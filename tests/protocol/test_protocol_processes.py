@@ -24,6 +24,24 @@ def test_a_process_is_known_by_when_it_started() -> None:
     assert processes.start_of(other.pid) is None
 
 
+FIRST_THREAD_ENDS = """
+import ctypes, os, platform, threading
+threading.Thread(target=lambda: os._exit(len(os.read(0, 1)))).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit(2), of this thread alone
+"""
+
+
+def test_one_whose_first_thread_has_ended_lives_until_the_last_has() -> None:
+    """As for a moment after a SIGKILL, when its threads end one by one; its port is taken until then."""
+    with subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdin=subprocess.PIPE) as process:
+        started = processes.start_of(process.pid)
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert process.poll() is None
+        assert processes.start_of(process.pid) == started is not None
+        process.communicate()
+    assert processes.start_of(process.pid) is None
+
+
 def test_only_live_workers_are_listed_and_files_of_others_are_removed(tmp_path: Path) -> None:
     assert processes.workers(tmp_path) == ()
     mine = processes.enlist(tmp_path)
