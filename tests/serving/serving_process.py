@@ -21,6 +21,7 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import SERVER_FILE, STATE_PATH, TOKEN_FILE, AdminState, ServerRecord
+from onnx_ops.testing.ports import free_port
 
 
 def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str = "m") -> Deployment:
@@ -70,7 +71,7 @@ class Server:
 
     folder: Path
     process: subprocess.Popen[bytes] | None = None
-    port: int = 0
+    port: int = field(default_factory=free_port)
     options: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
     preamble: str = ""
