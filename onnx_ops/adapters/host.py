@@ -6,10 +6,12 @@ import getpass
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
-_ENDED = ("Z", "X")
-"""States of a process that was killed and whose parent has not asked for its end yet."""
+from onnx_ops.protocol.processes import start_of
+
+_PROC = Path("/proc/self")
 
 
 class SystemClock:
@@ -39,13 +41,11 @@ class LocalHost:
 
 
 def _started(process: int) -> str:
-    """Start of a process in clock ticks after boot, or empty if it does not run (or the system has no /proc)."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return "" if not _runs(process) else "unknown"
-    state, *rest = text.rpartition(")")[2].split()
-    return "" if state in _ENDED else rest[18]
+    """Start of a process in clock ticks after boot; empty if it does not run; `unknown` if the system does not tell."""
+    with suppress(PermissionError):  # somebody else's, on a system that hides these
+        if _PROC.exists():
+            return start_of(process) or ""
+    return "unknown" if _runs(process) else ""
 
 
 def _runs(process: int) -> bool:
