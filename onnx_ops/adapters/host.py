@@ -11,8 +11,6 @@ from pathlib import Path
 
 from onnx_ops.protocol.processes import start_of
 
-_PROC = Path("/proc/self")
-
 
 class SystemClock:
     def now(self) -> float:
@@ -43,7 +41,7 @@ class LocalHost:
 def _started(process: int) -> str:
     """Start of a process in clock ticks after boot; empty if it does not run; `unknown` if the system does not tell."""
     with suppress(PermissionError):  # somebody else's, on a system that hides these
-        if _PROC.exists():
+        if Path("/proc/self").exists():
             return start_of(process) or ""
     return "unknown" if _runs(process) else ""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 _LOWEST = 10_000
 _CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CHANCE = random.SystemRandom()
+"""Seeded tests that run side by side must not choose alike."""
 
 
 def free_port() -> int:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +27,7 @@ from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.ports.release import Registry
+from onnx_ops.testing.mlflow_server import mlflow_server as started_server
 from onnx_ops.testing.ports import free_port
 from onnx_ops.testing.registries import RegistrySuite, publication
 
@@ -52,30 +50,8 @@ def mlflow_server(mlflow_home: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A tracking server's URL and the folder of its artifacts."""
     home = tmp_path_factory.mktemp("server")
     shutil.copy(mlflow_home / "mlflow.db", home / "mlflow.db")
-    port = free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "files")]
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with (home / "log").open("wb") as log:
-        server = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log)
-    try:
-        _await(f"http://127.0.0.1:{port}/health", server, home / "log")
-        yield f"http://127.0.0.1:{port}", home / "files"
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-
-
-def _await(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(600):
-        assert server.poll() is None, log.read_text()
-        try:
-            urllib.request.urlopen(url, timeout=2).close()
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    raise AssertionError(log.read_text())
+    with started_server(home) as url:
+        yield url, home / "files"
 
 
 def _overwrite(root: Path, registry: Registry, record: VersionRecord, name: str) -> None:

@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,19 +117,16 @@ class PrefectSite:
 
         until(quiet, seconds=300, what="the end of every flow run")
 
-    def task_runs(self, flow_run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Finished task runs by name; they reach the API a moment after they happen."""
+    def task_runs(self, flow_run: Mapping[str, Any], expected: Set[str]) -> dict[str, dict[str, Any]]:
+        """Finished task runs by name, those that are expected among them: they reach the API after they happened."""
         wanted = {"id": {"any_": [flow_run["id"]]}}
 
         def settled() -> dict[str, dict[str, Any]] | None:
-            runs = self.ask("/task_runs/filter", flow_runs=wanted)
-            if not runs or any(run["state_type"] not in ("COMPLETED", "FAILED") for run in runs):
-                return None
-            time.sleep(1)  # one whose first event is under way is not there at all
-            told_all = len(self.ask("/task_runs/filter", flow_runs=wanted)) == len(runs)
-            return {run["name"]: run for run in runs} if told_all else None
+            runs = {run["name"]: run for run in self.ask("/task_runs/filter", flow_runs=wanted)}
+            final = all(run["state_type"] in ("COMPLETED", "FAILED") for run in runs.values())
+            return runs if final and expected <= runs.keys() else None
 
-        found: dict[str, dict[str, Any]] = until(settled, what="the end of all task runs")
+        found: dict[str, dict[str, Any]] = until(settled, what=f"the end of {sorted(expected)}")
         return found
 
     def table(self, key: str, flow_run: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -37,10 +37,9 @@ def test_the_run_completes_and_says_what_serves(first: dict[str, Any]) -> None:
 
 
 def test_every_stage_is_a_task_run(first: dict[str, Any], site: PrefectSite) -> None:
-    runs = site.task_runs(first)
-    assert {f"benchmark {variant} @ cpu-1t" for variant in VARIANTS} < set(runs)
-    assert {f"gate {variant} @ cpu-1t" for variant in VARIANTS} < set(runs)
-    assert {"data train", "data test", "train", "export fp32", "register", "deploy digits @ cpu-1t"} < set(runs)
+    judged = {f"{stage} {variant} @ cpu-1t" for stage in ("benchmark", "gate") for variant in VARIANTS}
+    others = {"data train", "data test", "train", "export fp32", "register", "deploy digits @ cpu-1t"}
+    runs = site.task_runs(first, judged | others)
     upstream = {entry["id"] for entry in runs["gate fp32 @ cpu-1t"]["task_inputs"]["wait_for"]}
     assert upstream == {runs["benchmark fp32 @ cpu-1t"]["id"]}
 
@@ -76,7 +75,7 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], sit
     run = site.latest("pipeline")
     assert (run["state_type"], run["state_name"]) == ("FAILED", "GateFailed")
     assert "size" in run["state"]["message"]
-    runs = site.task_runs(run)
+    runs = site.task_runs(run, {"train", "gate fp32 @ cpu-1t", "deploy digits @ cpu-1t"})
     assert runs["train"]["state_name"] == "Cached"
     assert runs["gate fp32 @ cpu-1t"]["state_name"] == "GateFailed"
     assert runs["gate fp32 @ cpu-1t"]["state"]["message"].startswith("size: ")
@@ -105,4 +104,4 @@ def test_reconcile_by_deployment_tells_each_endpoint(first: dict[str, Any], site
     site.done("deployment", "run", "reconcile/reconcile", "--watch")
     run = site.latest("reconcile")
     assert run["state"]["message"].startswith("digits: ")
-    assert set(site.task_runs(run)) == {"reconcile digits"}
+    assert site.task_runs(run, {"reconcile digits"}).keys() == {"reconcile digits"}

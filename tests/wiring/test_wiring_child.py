@@ -71,8 +71,8 @@ def hang(data):
     tempfile.mkdtemp(prefix="left-behind-")
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     pathlib.Path(__file__).with_name("grandchild").write_text(str(grandchild.pid))
-    note("trainer")
     print("about to hang", flush=True)
+    note("trainer")
     time.sleep(1000)
 """
 
