@@ -51,6 +51,39 @@ def cache(tmp_path: Path) -> Prepacked:
     return Prepacked(tmp_path / "prepacked", smallest=1)
 
 
+@pytest.mark.parametrize(("operator", "arena"), [("Identity", True), ("Loop", False), ("Scan", False)])
+def test_models_with_loops_take_their_memory_without_the_arenas_lock(
+    tmp_path: Path, operator: str, arena: bool
+) -> None:
+    value = helper.make_tensor_value_info
+    single, many = value("x", onnx.TensorProto.FLOAT, [4]), value("y", onnx.TensorProto.FLOAT, ["n", 4])
+    body = {
+        "Loop": helper.make_graph(
+            [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Relu", ["in"], ["out"])],
+            "body",
+            [value("i", onnx.TensorProto.INT64, []), value("go", onnx.TensorProto.BOOL, []), value("in", 1, [4])],
+            [value("on", onnx.TensorProto.BOOL, []), value("out", 1, [4])],
+        ),
+        "Scan": helper.make_graph(
+            [helper.make_node("Relu", ["in"], ["out"])], "body", [value("in", 1, [4])], [value("out", 1, [4])]
+        ),
+    }
+    node, given, found = {
+        "Identity": (helper.make_node("Identity", ["x"], ["y"]), single, value("y", 1, [4])),
+        "Loop": (helper.make_node("Loop", ["n", "", "x"], ["y"], body=body["Loop"]), single, value("y", 1, [4])),
+        "Scan": (
+            helper.make_node("Scan", ["x"], ["y"], body=body.get("Scan"), num_scan_inputs=1),
+            value("x", 1, ["n", 4]),
+            many,
+        ),
+    }[operator]
+    times = [numpy_helper.from_array(np.array(3, np.int64), "n")] if operator == "Loop" else []
+    graph = helper.make_graph([node], "m", [given], [found], times)
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    assert sessions.open_session(path).get_session_options().enable_cpu_mem_arena is arena
+
+
 def entries(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "prepacked").iterdir() if path.is_dir()]
 
