@@ -118,8 +118,10 @@ class Rollouts:
         canary = self._random.binomial(world.requests, np.minimum(percent / 100 * world.routed, 1))
         stable = world.requests - canary
         rows = np.empty((len(active), len(policy.guardrails), 4), dtype=np.int64)
+        timed = self._timed(canary, stable, percent)
         for column, (mine, theirs) in enumerate(zip(*world.rates(look), strict=True)):
-            counts = (self._random.binomial(canary, mine), canary, self._random.binomial(stable, theirs), stable)
+            a, b = (canary, stable) if policy.guardrails[column].name == "errors" else timed
+            counts = (self._random.binomial(a, mine), a, self._random.binomial(b, theirs), b)
             rows[:, column] = np.stack(counts, axis=-1)
             tolerated = policy.guardrails[column].tolerated
             self._sums[active, column] += log_likelihood(rows[:, column], ev.alternatives(tolerated))
@@ -129,6 +131,12 @@ class Rollouts:
         self.exposed[active] += canary
         decisions = self._outcomes(active, canary, stable)
         self._decide(active, errors, percent, decisions, (look + 1) * LOOK_S)
+
+    def _timed(self, canary: Ints, stable: Ints, percent: Ints) -> tuple[Ints, Ints]:
+        """The requests whose times are compared: of the version with more of the traffic those that its twin gets."""
+        twin = np.minimum(percent, 100 - percent) / np.maximum(percent, 100 - percent)
+        found = self._random.binomial(np.where(percent < 50, stable, canary), twin)
+        return np.where(percent < 50, canary, found), np.where(percent < 50, found, stable)
 
     def _outcomes(self, active: Ints, canary: Ints, stable: Ints) -> list[ev.Decision]:
         if self._world.successes is None:

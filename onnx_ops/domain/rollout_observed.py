@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.quantities import LATER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,9 @@ class Tally:
     """Requests that one deployment answered, and how many of them were something.
 
     `errors` are the server's own failures; `refused` are requests that it did not take, which is the client's fault
-    unless the other version takes them. `over_p50` and `over_p99` took longer than the deployment's thresholds; None
-    where the source cannot tell. `outcomes` are reports of clients, of which `successes` good.
+    unless the other version takes them. Of the `timed` ones, which are all where that is None, `over_p50` and
+    `over_p99` took longer than the deployment's thresholds; None where the source cannot tell. `outcomes` are reports
+    of clients, of which `successes` good.
     """
 
     requests: int = 0
@@ -37,6 +39,7 @@ class Tally:
     over_p99: int | None = None
     outcomes: int = 0
     successes: int = 0
+    timed: int | None = field(default=None, metadata=LATER)
 
     def minus(self, before: Tally) -> Tally | None:
         """What was counted since `before`; None if the counts do not follow each other or make no sense."""
@@ -48,15 +51,22 @@ class Tally:
             over_p99=_less(self.over_p99, before.over_p99),
             outcomes=self.outcomes - before.outcomes,
             successes=self.successes - before.successes,
+            timed=_less(self.timed, before.timed),
         )
-        return found if found.sound else None
+        alike = (self.timed is None) == (before.timed is None)
+        return found if found.sound and alike else None
 
     @property
     def sound(self) -> bool:
         """Whether these are counts of requests at all."""
-        of_requests = (self.failed, self.over_p50 or 0, self.over_p99 or 0)
-        whole = min(self.errors, self.refused) >= 0 and all(0 <= n <= self.requests for n in of_requests)
-        return whole and 0 <= self.successes <= self.outcomes
+        over = (self.over_p50 or 0, self.over_p99 or 0)
+        whole = min(self.errors, self.refused) >= 0 and 0 <= self.failed <= self.requests
+        return whole and all(0 <= n <= self.measured for n in over) and 0 <= self.successes <= self.outcomes
+
+    @property
+    def measured(self) -> int:
+        """Requests of which it is known how long they took."""
+        return self.requests if self.timed is None else self.timed
 
     @property
     def failed(self) -> int:
@@ -188,6 +198,7 @@ def _unseen(later: Tally | None) -> Tally:
     return Tally(
         over_p50=None if later.over_p50 is None else 0,
         over_p99=None if later.over_p99 is None else 0,
+        timed=None if later.timed is None else 0,
     )
 
 

@@ -53,7 +53,8 @@ class AdminState:
 
 FAILURES = frozenset({"422", "429", "500", "503", "504", "other"})
 """Statuses that tell against the deployment: it failed on inputs that fit its signature, had no model, was too late, or
-had a full queue; every deployment has a queue of its own."""
+had a full queue. Whoever comes first has the next turn, so a version is late no more often than another for the traffic
+that it gets."""
 REFUSALS = frozenset({"400", "404", "413", "415"})
 """Statuses of requests that were wrong before any model saw them."""
 
@@ -62,12 +63,15 @@ REFUSALS = frozenset({"400", "404", "413", "415"})
 class DeploymentCounts:
     """What one deployment answered since it was first published, summed over all workers.
 
-    `statuses` are requests by HTTP status, `other` for any not listed. `latency` holds one count more than
-    `Counts.bounds_s`. Copies of requests (`shadow_*`) are in neither. `outcomes` are reports of clients.
+    `statuses` are requests by HTTP status, `other` for any not listed. `latency` tells how long requests took from
+    their last byte to their answer, `service` how long without the wait for their turn, of those that had one for
+    themselves; either holds one count more than `Counts.bounds_s`. Copies of requests (`shadow_*`) are in none of
+    these. `outcomes` are reports of clients.
     """
 
     statuses: Mapping[str, int]
     latency: tuple[int, ...]
+    service: tuple[int, ...]
     shadow_answered: int = 0
     shadow_differing: int = 0
     shadow_failed: int = 0

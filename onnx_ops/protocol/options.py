@@ -18,10 +18,10 @@ class ServerOptions:
 
     workers: Annotated[int, Ge(1), Le(256), doc("Worker processes; each holds every model.")] = 1
     threads: Annotated[
-        int, Ge(0), Le(256), doc("Threads per deployment and worker for slow models; 0 shares the cores evenly.")
+        int, Ge(0), Le(256), doc("Threads of a worker for models that are not fast; 0 shares the cores evenly.")
     ] = 0
     queue: Annotated[
-        int, Ge(1), Le(1 << 20), doc("Requests that may wait for a deployment in a worker; more are answered 429.")
+        int, Ge(1), Le(1 << 20), doc("Requests that may wait for their turn in a worker; more are answered 429.")
     ] = 128
     deadline: Annotated[
         float,

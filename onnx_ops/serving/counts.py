@@ -24,7 +24,8 @@ def _counts(row: Sequence[int]) -> DeploymentCounts:
     statuses = {str(status): row[slab.column_of(status)] for status in slab.STATUSES} | {"other": row[slab.OTHER]}
     return DeploymentCounts(
         statuses={status: count for status, count in statuses.items() if count},
-        latency=tuple(row[slab.BUCKETS : slab.NANOSECONDS]),
+        latency=tuple(slab.request_times(row).buckets),
+        service=tuple(slab.service_times(row).buckets),
         shadow_answered=row[slab.SHADOW_DONE],
         shadow_differing=row[slab.SHADOW_DIFFERING],
         shadow_failed=row[slab.SHADOW_FAILED],

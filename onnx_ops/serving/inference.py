@@ -20,7 +20,7 @@ from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents, Route, Snapshot
 from onnx_ops.serving.shadow import Shadow
-from onnx_ops.serving.shared import BATCHED, RUN_NANOSECONDS, RUNS, Row, column_of, observe
+from onnx_ops.serving.shared import BATCHED, RUN_NANOSECONDS, RUNS, Row, column_of, observe, observe_else
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,9 @@ Respond = Callable[[Answer], None]
 class Request:
     """An inference request that has come whole. Set `abandoned` when nobody waits for its answer any more.
 
-    `began` and `deadline` are on the clock of `time.perf_counter`, in seconds; `waited` are seconds in a queue.
+    `began` and `deadline` are on the clock of `time.perf_counter`, in seconds; one without a deadline did not have to
+    wait. `waited` are seconds in a queue. `served` are those of its turn if it had one for itself. `telling` is whether
+    how long it took may be held against other deployments (see `residents.Pair`).
     """
 
     route: Route
@@ -48,6 +50,8 @@ class Request:
     resident: Resident | None = None
     deadline: float = 0.0
     waited: float = 0.0
+    served: float = 0.0
+    telling: bool = True
     abandoned: bool = False
 
     @property
@@ -95,7 +99,11 @@ class Inference:
         try:
             request.snapshot = snapshot = self.residents.current()
             request.resident = resident = self._choose(snapshot, request.route, request.head)
-            if not resident.at_once(request.head, request.body):
+            if (pair := snapshot.pair) is not None and resident is pair.resident:
+                request.telling = self._random.random() < pair.share
+                if request.telling:
+                    request.resident = resident = pair.twin
+            if not resident.at_once(self.residents.leader, request.head, request.body):
                 request.deadline = request.began + _patience_s(request.head, self._deadline_s)
                 resident.lane.put(request)
                 return None
@@ -123,11 +131,11 @@ class Inference:
         self._nowhere[column_of(status)] += 1
 
     def work(self, requests: Sequence[Request]) -> None:
-        """Run requests of one deployment; called on a thread of its lane."""
-        now = time.perf_counter()
+        """Run requests of one deployment; called on a thread."""
+        began = time.perf_counter()
         for request in requests:
-            request.waited = now - request.began
-        due = [r for r in requests if not r.abandoned and now < r.deadline]
+            request.waited = began - request.began
+        due = [r for r in requests if not r.abandoned and began < r.deadline]
         outcomes: list[tuple[Request, Answer | OnnxOpsError]] = [
             (r, DeadlinePassed("the request waited too long for its model")) for r in requests if r not in due
         ]
@@ -137,6 +145,8 @@ class Inference:
                 items = [Item(r.route.invocation, r.head, r.body) for r in due]
                 found, runs = run_items(resident, items)
                 outcomes += zip(due, found, strict=True)
+                if len(requests) == 1:
+                    due[0].served = time.perf_counter() - began
         except Exception:
             _log.exception("requests failed in a way that nobody foresaw")
             outcomes += [(r, answers.of_crash(r.lines)) for r in due]
@@ -168,7 +178,10 @@ class Inference:
         if resident is None or snapshot is None:
             observe(self._nowhere, status, seconds)
         else:
-            observe(resident.row, status, seconds)
+            if request.telling and not request.deadline:
+                observe(resident.row, status, seconds)
+            else:
+                observe_else(resident.row, status, seconds, request.served if request.telling else 0.0)
             if (name := request.head.get(_REQUEST_ID)) is not None:
                 self._outcomes.remember(name, resident.slot)
             if snapshot.shadow and status == 200:

@@ -37,6 +37,10 @@ _COUNTERS = (
 _SECONDS = (
     ("model_load_seconds_total", "Time spent loading, verifying and warming up the model.", slab.LOAD_NANOSECONDS),
 )
+_HISTOGRAMS = (
+    ("request_seconds", "Time from the last byte of a request to its answer.", slab.request_times),
+    ("service_seconds", "Time without waiting, of requests by which versions are compared.", slab.service_times),
+)
 _GAUGES = (
     ("requests_queued", "Requests that wait for the model.", slab.QUEUED),
     ("requests_running", "Requests that the model is at work on, off the event loop.", slab.RUNNING),
@@ -60,8 +64,10 @@ class Metrics:
 
     def text(self, snapshot: Snapshot | None) -> str:
         slots = self._slots()
-        lines = [*_requests(slots), *_errors(slots), *_durations(slots)]
+        lines = [*_requests(slots), *_errors(slots)]
         named = slots[1:]
+        for name, text, times in _HISTOGRAMS:
+            lines += _histogram(name, text, ((labels, times(row)) for labels, row in named))
         for name, text, column in _COUNTERS:
             lines += _family(name, text, "counter", ((labels, row[column]) for labels, row in named))
         for name, text, column in _SECONDS:
@@ -132,19 +138,19 @@ def _errors(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
     yield from _family("errors_total", "Inference requests that failed, by reason.", "counter", samples)
 
 
-def _durations(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
-    """The histogram in steps of the square root of two: what dashboards need, at an eighth of the lines."""
-    name = "onnx_ops_request_seconds"
-    yield f"# HELP {name} Time from the last byte of a request to its answer."
+def _histogram(name: str, text: str, samples: Iterable[tuple[str, slab.Histogram]]) -> Iterator[str]:
+    """In steps of the square root of two: what dashboards need, at an eighth of the lines."""
+    name = f"onnx_ops_{name}"
+    yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"
-    for labels, row in slots[1:]:
+    for labels, times in samples:
         count = 0
-        for bound, number in zip((*slab.BOUNDS_S, None), row[slab.BUCKETS : slab.NANOSECONDS], strict=True):
+        for bound, number in zip((*slab.BOUNDS_S, None), times.buckets, strict=True):
             count += number
             if bound not in _SHOWN_S:
                 continue
             yield f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} {count}'
-        yield f"{name}_sum{{{labels}}} {row[slab.NANOSECONDS] / 1e9:.9g}"
+        yield f"{name}_sum{{{labels}}} {times.nanoseconds / 1e9:.9g}"
         yield f"{name}_count{{{labels}}} {count}"
 
 

@@ -12,7 +12,8 @@ from onnx_ops.ports.data import Array
 from onnx_ops.protocol import headers
 from onnx_ops.serving import wire
 from onnx_ops.serving.answers import Answer, Head, naming
-from onnx_ops.serving.lanes import INLINE_S, Lane, RunTime
+from onnx_ops.serving.lanes import Lane
+from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.shared import Row
 
 _BINARY_LENGTH = headers.BINARY_LENGTH.encode()
@@ -50,9 +51,9 @@ class Resident:
     def __post_init__(self) -> None:
         self.lines = naming(self.deployment.name)
 
-    def at_once(self, head: Head, body: bytes) -> bool:
-        """Whether a request is run where it came in, on the event loop."""
-        if self.run_time.seconds >= INLINE_S or self.lane.busy:
+    def at_once(self, leader: RunTime, head: Head, body: bytes) -> bool:
+        """Whether a request is run where it came in, on the event loop, while `leader` says where models are run."""
+        if not self.run_time.follows(leader):
             return False
         if len(body) <= _INLINE_TEXT:
             return True

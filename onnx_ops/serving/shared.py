@@ -18,6 +18,7 @@ import mmap
 import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import UserError
@@ -41,8 +42,11 @@ TICKETS = 1 << 15
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER = len(STATUSES)
 BUCKETS = OTHER + 1
-NANOSECONDS = BUCKETS + len(BOUNDS_S) + 1
-RUNS, RUN_NANOSECONDS, BATCHED = NANOSECONDS + 1, NANOSECONDS + 2, NANOSECONDS + 3
+OTHER_BUCKETS = BUCKETS + len(BOUNDS_S) + 1
+SERVED_BUCKETS = OTHER_BUCKETS + len(BOUNDS_S) + 1
+NANOSECONDS = SERVED_BUCKETS + len(BOUNDS_S) + 1
+OTHER_NANOSECONDS, SERVED_NANOSECONDS = NANOSECONDS + 1, NANOSECONDS + 2
+RUNS, RUN_NANOSECONDS, BATCHED = (SERVED_NANOSECONDS + k for k in range(1, 4))
 QUEUED, RUNNING = BATCHED + 1, BATCHED + 2
 SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (RUNNING + k for k in range(1, 5))
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
@@ -166,7 +170,49 @@ class Slots:
 
 
 def observe(row: Row, status: int, seconds: float) -> None:
-    """Count one request and how long it took until its answer was ready."""
+    """Count one request that was run where it came in, and how long it took until its answer was ready."""
     row[_COLUMN_OF.get(status, OTHER)] += 1
     row[BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1
     row[NANOSECONDS] += int(seconds * 1e9)
+
+
+def observe_else(row: Row, status: int, seconds: float, served: float) -> None:
+    """Count one request that had to wait for its turn, or whose time may not be held against other deployments.
+
+    Args:
+        row: of the deployment.
+        status: of its answer.
+        seconds: until its answer was ready.
+        served: without the wait for its turn; 0 if that may not be held against other deployments.
+    """
+    row[_COLUMN_OF.get(status, OTHER)] += 1
+    row[OTHER_BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1
+    row[OTHER_NANOSECONDS] += int(seconds * 1e9)
+    if served:
+        row[SERVED_BUCKETS + bisect_left(BOUNDS_S, served)] += 1
+        row[SERVED_NANOSECONDS] += int(served * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many requests took how long, with one count more than `BOUNDS_S`, and all of them together."""
+
+    buckets: Sequence[int]
+    nanoseconds: int
+
+
+def request_times(row: Sequence[int]) -> Histogram:
+    """From a request's last byte until its answer was ready."""
+    others = row[OTHER_BUCKETS:SERVED_BUCKETS]
+    return Histogram(_sum(row[BUCKETS:OTHER_BUCKETS], others), row[NANOSECONDS] + row[OTHER_NANOSECONDS])
+
+
+def service_times(row: Sequence[int]) -> Histogram:
+    """Without the wait for its turn, of requests that may be held against other deployments: they were run alone, and
+    where the deployment has a twin, by that one."""
+    served = row[SERVED_BUCKETS:NANOSECONDS]
+    return Histogram(_sum(row[BUCKETS:OTHER_BUCKETS], served), row[NANOSECONDS] + row[SERVED_NANOSECONDS])
+
+
+def _sum(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [here + there for here, there in zip(one, other, strict=True)]

@@ -29,7 +29,7 @@ from onnx_ops.serving.app import PublicApp
 from onnx_ops.serving.connections import Connections
 from onnx_ops.serving.control import Channel, Prepare, Prepared, Ready, Settled
 from onnx_ops.serving.inference import Inference
-from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane, RunTime
+from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane
 from onnx_ops.serving.listeners import Listeners, hand_over
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.models import load_model
@@ -37,6 +37,7 @@ from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.protocol import protocol_for
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents
+from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.sessions import Prepacked
 from onnx_ops.serving.shadow import Shadow
 from onnx_ops.serving.shared import Row, Shared
@@ -44,6 +45,8 @@ from onnx_ops.serving.shared import Row, Shared
 _log = logging.getLogger(__name__)
 
 PREPACKED_FOLDER = "prepacked"
+TWINS_FOLDER = "prepacked-twins"
+"""Pages of a file are shared by all who map it: a twin's would be in the caches for the first one's sake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,8 @@ class _Worker:
         self._options = start.options
         self._nowhere = start.shared.row(start.number, 0)
         self._loads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
-        self._hands = Hands()
+        self._threads = start.options.threads or max(1, len(os.sched_getaffinity(0)) // start.options.workers)
+        self._hands = Hands(self._threads)
         self._residents = Residents(
             start.shared, start.number, self._load, endpoint=start.options.endpoint or start.folder.name
         )
@@ -190,9 +194,10 @@ class _Worker:
         if dismissed := self._residents.dismiss():
             await asyncio.get_running_loop().run_in_executor(self._loads, dismissed.clear)
 
-    def _load(self, deployment: Deployment, row: Row) -> Resident:
+    def _load(self, deployment: Deployment, row: Row, twin: bool) -> Resident:
         options = self._options
-        cache = Prepacked(self._start.folder / PREPACKED_FOLDER, options.prepack) if options.prepack else None
+        folder = self._start.folder / (TWINS_FOLDER if twin else PREPACKED_FOLDER)
+        cache = Prepacked(folder, options.prepack) if options.prepack else None
         model = load_model(deployment, cache)
         run_time = RunTime(model.seconds)
         lane = Lane(
@@ -200,7 +205,7 @@ class _Worker:
             work=self._inference.work,
             limit=options.queue,
             together=MOST_TOGETHER if deployment.batchable else 1,
-            threads=options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers),
+            threads=self._threads,
             row=row,
             run_time=run_time,
         )

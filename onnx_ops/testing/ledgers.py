@@ -85,7 +85,7 @@ def one_of_each() -> tuple[Body, ...]:
     reading = Reading(
         origin="server 7",
         at=60.5,
-        tallies={"v1": Tally(requests=900, errors=9), "v2": Tally(requests=100, over_p50=51, over_p99=2)},
+        tallies={"v1": Tally(requests=900, errors=9), "v2": Tally(requests=100, over_p50=51, over_p99=2, timed=98)},
         shadow=ShadowTally(compared=10, differing=1),
         quantiles={"v1": Quantiles(p50_s=0.002, p99_s=0.008)},
     )

@@ -46,10 +46,10 @@ def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
     assert BOUNDS_S[108] > 0.001
     reading = server.source.read(CONFIG, {"v1": limits, "v2": limits})
     assert reading.tallies == {
-        "v1": Tally(requests=99, over_p50=9, over_p99=9),
-        "v2": Tally(requests=25, errors=8, refused=4, over_p50=0, over_p99=0),
+        "v1": Tally(requests=99, over_p50=9, over_p99=9, timed=99),
+        "v2": Tally(requests=25, errors=8, refused=4, over_p50=0, over_p99=0, timed=25),
     }
-    assert server.source.read(CONFIG, {"v1": None, "unknown": None}).tallies == {"v1": Tally(requests=99)}
+    assert server.source.read(CONFIG, {"v1": None, "unknown": None}).tallies == {"v1": Tally(requests=99, timed=99)}
 
 
 def test_copies_and_outcomes() -> None:
@@ -60,7 +60,7 @@ def test_copies_and_outcomes() -> None:
     row[slab.OUTCOMES], row[slab.SUCCESSES] = 7, 5
     reading = server.source.read(CONFIG, {"v2": None, "v1": None})
     assert reading.shadow == ShadowTally(compared=9, differing=2, failed=1)
-    assert reading.tallies["v2"] == Tally(outcomes=7, successes=5)
+    assert reading.tallies["v2"] == Tally(outcomes=7, successes=5, timed=0)
 
 
 def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
@@ -102,7 +102,7 @@ def test_a_restart_makes_no_interval() -> None:
     third = server.source.read(CONFIG, {"v1": None})
     found = interval(first, second, step=0, stable="v1", candidate="v2")
     assert found is not None
-    assert found.stable == Tally(requests=2, errors=2)
+    assert found.stable == Tally(requests=2, errors=2, timed=2)
     assert interval(second, third, step=0, stable="v1", candidate="v2") is None
 
 

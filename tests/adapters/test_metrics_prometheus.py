@@ -102,8 +102,8 @@ def test_requests_errors_and_exceedances(scraped: Scraped, source: PrometheusMet
     scraped.answer(2, 200, SLOW, 7)
     reading = source.read(CONFIG, {"v1": THRESHOLDS, "v2": THRESHOLDS})
     assert reading.tallies == {
-        "v1": Tally(requests=100, errors=4, refused=1, over_p50=5, over_p99=5),
-        "v2": Tally(requests=7, errors=0, over_p50=7, over_p99=7),
+        "v1": Tally(requests=100, errors=4, refused=1, over_p50=5, over_p99=5, timed=100),
+        "v2": Tally(requests=7, errors=0, over_p50=7, over_p99=7, timed=7),
     }
     assert reading.at == scraped.at, "when it was scraped, not when it was asked"
 
@@ -113,7 +113,7 @@ def test_everything_is_asked_for_at_once(scraped: Scraped, source: PrometheusMet
     (query,) = scraped.queries
     assert query == (
         'onnx_ops_counts{endpoint="digits"} or label_replace(timestamp(onnx_ops_counts{endpoint="digits"}), '
-        '"onnx_ops_scraped", "yes", "", "") or {__name__=~"onnx_ops_requests_total|onnx_ops_request_seconds_bucket|'
+        '"onnx_ops_scraped", "yes", "", "") or {__name__=~"onnx_ops_requests_total|onnx_ops_service_seconds_bucket|'
         "onnx_ops_shadow_answered_total|onnx_ops_shadow_differing_total|onnx_ops_shadow_failed_total|"
         'onnx_ops_outcomes_total|onnx_ops_outcome_successes_total",endpoint="digits"}'
     )
@@ -148,7 +148,7 @@ def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() ->
         again = source.read(CONFIG, {"v1": THRESHOLDS})
         found = interval(before, again, step=0, stable="v1", candidate="v2")
         assert found is not None
-        assert found.stable == Tally(requests=4, errors=4, over_p50=0, over_p99=0)
+        assert found.stable == Tally(requests=4, errors=4, over_p50=0, over_p99=0, timed=4)
         scraped.instances["host-0:8000"] = scraped.start()
         after = source.read(CONFIG, {"v1": THRESHOLDS})
         assert after.origin != before.origin
@@ -190,7 +190,7 @@ def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: Inbox) -> Non
         "select": 'job=serving, namespace="prod\\',
     }
     reading = PrometheusMetrics(settings).read(CONFIG, {"v1": None})
-    assert reading.tallies["v1"] == Tally(requests=3, errors=3)
+    assert reading.tallies["v1"] == Tally(requests=3, errors=3, timed=3)
     assert 'onnx_ops_counts{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}' in scraped.queries[0]
 
 
@@ -222,7 +222,7 @@ def test_another_servers_series(inbox: Inbox) -> None:
     )
     reading = source.read(CONFIG, {"v1": Thresholds(p50_s=0.1, p99_s=0.1, requests=1000)})
     assert reading.at == 100.5
-    assert reading.tallies == {"v1": Tally(requests=1007, errors=7, over_p50=107, over_p99=107)}
+    assert reading.tallies == {"v1": Tally(requests=1007, errors=7, over_p50=107, over_p99=107, timed=1007)}
     assert source.capabilities() == {"exceedances"}
 
 

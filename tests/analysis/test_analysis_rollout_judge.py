@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from onnx_ops.analysis.rollout import decide, judge
-from onnx_ops.analysis.rollout.judge import paths
+from onnx_ops.analysis.rollout.judge import paths, rows_of
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wait, WaitKind, Word, split_state
@@ -49,6 +49,17 @@ def healthy() -> Interval:
 
 def seen(*intervals: Interval, step: int = 0) -> Observations:
     return Observations(candidate=CANDIDATE.manifest, step=step, began=0.0, intervals=intervals)
+
+
+def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -> None:
+    one = Interval(step=0, canary=replace(counted(), timed=40), stable=replace(counted(450, 1, 25, 4), timed=42))
+    rows = {rail.name: rows_of(rail, [one]) for rail in CANARY.guardrails}
+    assert rows["errors"] == [(0, 50, 1, 450)]
+    assert rows["latency_p50"] == [(25, 40, 25, 42)]
+    judged = judge(seen(one), CANARY)
+    told = {guard.name: (guard.canary, guard.stable, guard.seen) for guard in judged.guards}
+    assert told["latency_p50"] == ((25, 40), (25, 42), 40)
+    assert told["errors"] == ((0, 50), (1, 450), 50)
 
 
 def due(

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -31,6 +32,7 @@ from onnx_ops.operations.rollback import roll_back
 from onnx_ops.operations.status import status
 from onnx_ops.ports import Ports
 from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
+from onnx_ops.serving.run_time import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.load import LoadPlan, LoadProcess, Payload, Records
 
@@ -46,11 +48,19 @@ ODD = 3
 """Percent of the requests that a short table fails on."""
 
 
-def write_model(path: Path, name: str, *, layers: int = 200, table: int = 8, scale: float = 1.0) -> Path:
+def one_thread() -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return options
+
+
+def write_model(
+    path: Path, name: str, *, layers: int = 200, table: int = 8, scale: float = 1.0, weights_mb: int = 0
+) -> Path:
     """One layer run `layers` times, and an entry of a table that the request names: one beyond its end fails the run.
 
-    The layer is the body of a loop: as 200 nodes it would be packed 200 times (13 MB), and a candidate that gets a
-    fifth of the traffic would find less of it in the processor's cache than the stable version does.
+    The layer is the body of a loop: as 200 nodes it would be packed 200 times (13 MB). So many more megabytes are read
+    at every run if there are `weights_mb`.
     """
     draw = np.random.default_rng(0)
     matrix = (draw.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
@@ -70,11 +80,19 @@ def write_model(path: Path, name: str, *, layers: int = 200, table: int = 8, sca
         [value("going_on", TensorProto.BOOL, []), value("after", TensorProto.FLOAT, ["batch", WIDTH])],
         [numpy_helper.from_array(matrix, "w")],
     )
+    wide = 2**20 * weights_mb // (4 * WIDTH)
+    much = [
+        helper.make_node("MatMul", ["last", "there"], ["wide"]),
+        helper.make_node("ReduceMean", ["wide"], ["mean"]),
+        helper.make_node("Mul", ["mean", "nothing"], ["zero"]),
+        helper.make_node("Add", ["last", "zero"], ["end"]),
+    ]
     graph = helper.make_graph(
         [
             helper.make_node("Loop", ["layers", "", "x"], ["last"], body=layer),
+            *(much if wide else [helper.make_node("Identity", ["last"], ["end"])]),
             helper.make_node("Gather", ["table", "pick"], ["picked"]),
-            helper.make_node("Mul", ["last", "picked"], ["y"]),
+            helper.make_node("Mul", ["end", "picked"], ["y"]),
         ],
         name,
         [value("x", TensorProto.FLOAT, ["batch", WIDTH]), value("pick", TensorProto.INT64, ["batch"])],
@@ -82,6 +100,12 @@ def write_model(path: Path, name: str, *, layers: int = 200, table: int = 8, sca
         [
             numpy_helper.from_array(np.array(layers, np.int64), "layers"),
             numpy_helper.from_array(np.full((table, 1), scale, np.float32), "table"),
+            *(
+                [numpy_helper.from_array(draw.standard_normal((WIDTH, wide)).astype(np.float32), "there")]
+                if wide
+                else []
+            ),
+            *([numpy_helper.from_array(np.zeros(1, np.float32), "nothing")] if wide else []),
         ],
     )
     path.parent.mkdir(parents=True)
@@ -146,13 +170,13 @@ class Site:
         settle(self.ports, ENDPOINT)
         return f"v{published['fp32']}"
 
-    def load(self) -> LoadProcess:
+    def load(self, connections: int = 1) -> LoadProcess:
         address = self.local.address(self.config)
         plan = LoadPlan(
             url=f"{address}/v2/models/{MODEL}/infer",
             payloads=payloads(),
             headers={"content-type": "application/json"},
-            connections=1,
+            connections=connections,
             seconds=2 * PATIENCE_S,
         )
         return LoadProcess(plan)
@@ -183,13 +207,21 @@ def site(tmp_path: Path) -> Iterator[Site]:
     made.local.stop(made.config)
 
 
-def rolled_out(site: Site, policy: RolloutPolicy, **candidate: float) -> tuple[str, Records]:
-    """How the rollout of a candidate ended, and what the clients saw."""
+def rolled_out(
+    site: Site,
+    policy: RolloutPolicy,
+    *,
+    connections: int = 1,
+    stable: Mapping[str, float] | None = None,
+    **other: float,
+) -> tuple[str, Records]:
+    """How the rollout of a candidate, in which some things are other than in `stable`, ended, and what clients saw."""
     configure(site.ports, site.config, policy)
-    site.release("first")
-    with site.load() as load:
+    before = dict(stable or {})
+    site.release("first", **before)
+    with site.load(connections) as load:
         time.sleep(2)
-        site.release("second", **candidate)
+        site.release("second", **{**before, **other})
         why = site.drive()
         time.sleep(1)
         records = load.stop()
@@ -201,6 +233,36 @@ def test_a_healthy_candidate_reaches_all_traffic(site: Site) -> None:
     assert site.traffic() == {"v2": 100}, why
     assert records.failed == 0
     assert set(records.by_deployment()) == {"v1", "v2"}
+
+
+def test_a_model_that_runs_as_long_as_the_event_loops_limit_is_not_held_against_itself(site: Site) -> None:
+    """Two versions that are the same were run in two places, and one was rolled back for that."""
+    session = ort.InferenceSession(write_model(site.folder / "timed" / "model.onnx", "timed", layers=100), one_thread())
+    feed = {"x": np.ones((1, WIDTH), np.float32), "pick": np.zeros(1, np.int64)}
+    times = []
+    for _ in range(300):
+        began = time.perf_counter()
+        session.run(None, feed)
+        times.append(time.perf_counter() - began)
+    at_the_limit = round(100 * INLINE_S / float(np.median(times)))
+    why, records = rolled_out(site, CANARY, stable={"layers": at_the_limit})
+    assert site.traffic() == {"v2": 100}, why
+    assert records.failed == 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.75])
+def test_waiting_is_held_against_no_version(site: Site, share: float) -> None:
+    """With several clients most of a request's time is waiting, and more so for the version with more of them."""
+    why, records = rolled_out(site, replace(CANARY, steps=(share, 1.0)), connections=4)
+    assert site.traffic() == {"v2": 100}, why
+    assert records.failed == 0
+
+
+def test_cold_caches_are_held_against_no_version(site: Site) -> None:
+    """12 MB of weights are gone from the processor's caches when their version gets a tenth of the traffic."""
+    why, records = rolled_out(site, replace(CANARY, steps=(0.1, 1.0)), stable={"layers": 1, "weights_mb": 12})
+    assert site.traffic() == {"v2": 100}, why
+    assert records.failed == 0
 
 
 def test_a_candidate_that_fails_on_three_percent_is_rolled_back(site: Site) -> None:

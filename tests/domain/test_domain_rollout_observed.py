@@ -70,12 +70,26 @@ def test_shadow_counts_must_grow_too() -> None:
     assert found.shadow == ShadowTally(compared=10)
 
 
+def test_requests_that_were_timed_are_counted_apart() -> None:
+    before = Tally(requests=100, over_p50=20, over_p99=1, timed=40)
+    now = Tally(requests=150, over_p50=30, over_p99=1, timed=50)
+    assert now.minus(before) == Tally(requests=50, over_p50=10, over_p99=0, timed=10)
+    assert (now.measured, Tally(requests=7).measured) == (50, 7)
+    assert replace(now, timed=45).minus(before) is None, "ten of five"
+    assert replace(now, timed=None).minus(before) is None
+    assert now.minus(replace(before, timed=None)) is None
+
+
 def test_a_deployment_that_appears_began_at_nothing() -> None:
     later = Reading(origin="a", at=1.0, tallies={"v2": Tally(requests=5, over_p50=2), "v1": Tally(requests=9)})
     found = between(Reading(origin="a", at=0.0, tallies={"v1": Tally(requests=4)}), later)
     assert found is not None
     assert found.canary == Tally(requests=5, over_p50=2)
     assert found.stable == Tally(requests=5)
+    timed = replace(later, tallies={**later.tallies, "v2": Tally(requests=5, over_p50=2, timed=3)})
+    found = between(Reading(origin="a", at=0.0, tallies={"v1": Tally(requests=4)}), timed)
+    assert found is not None
+    assert found.canary == Tally(requests=5, over_p50=2, timed=3)
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))

@@ -18,7 +18,7 @@ from onnx_ops.protocol.table import Table, follow
 from onnx_ops.serving.app import PublicApp
 from onnx_ops.serving.connections import Connections
 from onnx_ops.serving.inference import Inference
-from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane, RunTime
+from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane
 from onnx_ops.serving.listeners import bound
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.models import load_model
@@ -26,6 +26,7 @@ from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.protocol import protocol_for
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents
+from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.shadow import Shadow
 from onnx_ops.serving.shared import Row, Shared, Slots
 
@@ -73,7 +74,8 @@ class Worker:
         try:
             yield self
         finally:
-            self.loop.call_soon_threadsafe(self._stop)
+            with contextlib.suppress(RuntimeError):  # the test has stopped it, and its loop is closed
+                self.loop.call_soon_threadsafe(self._stop)
             thread.join()
 
     def _stop(self) -> None:
@@ -88,7 +90,7 @@ class Worker:
         nowhere = self.shared.row(0, 0)
         self.residents = Residents(self.shared, 0, self._load, endpoint="e")
         self.shadow = Shadow()
-        self.hands = Hands()
+        self.hands = Hands(self.threads)
         outcomes = Outcomes(self.shared, 0, named=self.residents.slot_named, keyed=self.residents.slot_of_key)
         self.inference = Inference(
             self.residents, nowhere, deadline_s=self.deadline, shadow=self.shadow, outcomes=outcomes
@@ -122,7 +124,7 @@ class Worker:
         else:
             self.loop.call_later(0.001, self._tell, started)
 
-    def _load(self, deployment: Deployment, row: Row) -> Resident:
+    def _load(self, deployment: Deployment, row: Row, twin: bool) -> Resident:
         model = load_model(deployment)
         run_time = RunTime(1.0 if self.slow else 0.0)
         lane = Lane(

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import Conflict, DigestMismatch, NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, ServiceUnavailable, UserError
 from onnx_ops.protocol.table import Table
+from onnx_ops.serving import residents
 from onnx_ops.serving.endpoint import Edition, Endpoint
-from onnx_ops.serving.lanes import Hands, Lane, RunTime
+from onnx_ops.serving.lanes import Hands, Lane
 from onnx_ops.serving.models import load_model
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents
+from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.shared import LOAD_FAILURES, LOADS, Row, Shared
 from onnx_ops.serving.table import TableFile
 from onnx_ops.testing.endpoints import state_of
@@ -28,9 +30,12 @@ class Loads:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.twins = True
 
-    def __call__(self, deployment: Deployment, row: Row) -> Resident:
-        self.names.append(deployment.name)
+    def __call__(self, deployment: Deployment, row: Row, twin: bool) -> Resident:
+        if twin and not self.twins:
+            raise EnvironmentFailure("there is no memory for another one")
+        self.names.append(f"twin of {deployment.name}" if twin else deployment.name)
         model = load_model(deployment)
         lane: Lane[Any] = Lane(Hands(), lambda _: None, limit=1, together=1, threads=1, row=row, run_time=RunTime())
         return Resident(
@@ -101,6 +106,66 @@ def test_only_what_is_missing_is_loaded_and_the_previous_edition_stays(
     server.residents.current()
     assert [r.deployment.name for r in server.residents.dismiss()] == ["green"]
     assert server.dismissed == []
+
+
+def test_the_deployment_with_more_of_the_traffic_has_a_twin_while_it_is_compared(
+    server: Server, blue: Deployment, green: Deployment
+) -> None:
+    server.publish(1, state_of(blue, blue=100))
+    assert server.residents.current().pair is None
+    server.publish(2, state_of(blue, green, blue=90, green=10))
+    pair = server.residents.current().pair
+    assert pair is not None
+    assert (pair.resident.deployment, pair.share) == (blue, 1 / 9)
+    assert (pair.twin.deployment, pair.twin.slot, pair.twin.lines) == (blue, pair.resident.slot, pair.resident.lines)
+    assert pair.twin.row is pair.resident.row
+    assert pair.twin.lane.row is not pair.resident.row
+    server.publish(3, state_of(blue, green, blue=75, green=25))
+    again = server.residents.current().pair
+    assert again is not None
+    assert again.twin is pair.twin
+    assert again.share == 1 / 3
+    server.publish(4, state_of(blue, green, blue=50, green=50))
+    assert server.residents.current().pair is None
+    server.publish(5, state_of(blue, green, blue=20, green=80))
+    assert server.loads.names == ["blue", "green", "twin of blue", "twin of green"]
+    assert pair.twin not in server.residents.dismiss()
+    server.publish(6, state_of(blue, green, blue=0, green=100))
+    server.publish(7, state_of(blue, green, blue=0, green=100))
+    server.residents.current()
+    gone = server.residents.dismiss()
+    assert sorted(resident.deployment.name for resident in gone) == ["blue", "green"]
+    assert pair.twin in gone
+    assert not {*gone} & {*server.residents.current().residents.values()}
+
+
+def test_a_twin_that_is_too_large_or_cannot_be_loaded_is_done_without(
+    server: Server, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residents, "_LARGEST_TWIN", 10)
+    server.publish(1, state_of(blue, green, blue=90, green=10))
+    assert server.residents.current().pair is None
+    monkeypatch.undo()
+    server.loads.twins = False
+    server.publish(2, state_of(blue, green, blue=80, green=20))
+    assert server.residents.current().pair is None
+    assert set(server.residents.current().residents) == {"blue", "green"}
+
+
+def test_who_says_where_models_are_run_stays_the_same_until_a_rollout_ends(
+    server: Server, blue: Deployment, green: Deployment
+) -> None:
+    def leader(generation: int, **weights: int) -> str:
+        server.publish(generation, state_of(blue, green, **weights))
+        held = server.residents.current().residents
+        (name,) = [name for name, resident in held.items() if resident.run_time is server.residents.leader]
+        return name
+
+    assert leader(1, blue=50, green=50) == "blue"
+    assert leader(2, blue=10, green=90) == "blue"
+    assert leader(3, blue=0, green=100) == "green"
+    assert leader(4, blue=90, green=10) == "green"
+    assert leader(5, blue=100, green=0) == "blue"
 
 
 def test_an_edition_is_served_from_the_moment_its_number_is_set(

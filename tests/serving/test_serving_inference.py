@@ -20,7 +20,7 @@ from serving_worker import Worker, post, received
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.batches import groups
-from onnx_ops.serving.lanes import INLINE_S, RunTime
+from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.wire import Call
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 
@@ -321,24 +321,28 @@ def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) 
     assert (first[slab.column_of(200)], first[slab.column_of(400)]) == (16, 4)
     assert (second[slab.column_of(200)], second[slab.column_of(400)]) == (8, 2)
     assert (nowhere[slab.column_of(415)], nowhere[slab.column_of(404)]) == (1, 1)
-    assert sum(first[slab.BUCKETS : slab.NANOSECONDS]) == 20
+    assert sum(slab.request_times(first).buckets) == 20
     blue_labels = 'endpoint="e",deployment="blue",version="1",variant="fp32"'
     assert f'onnx_ops_request_seconds_bucket{{{blue_labels},le="+Inf"}} 20\n' in text
     assert f"onnx_ops_model_runs_total{{{blue_labels}}} 16\n" in text
 
 
-def test_fast_models_run_at_once_and_slow_ones_do_not() -> None:
-    run_time = RunTime(20e-6)
-    run_time.observe(5e-3)  # the system took the processor away once
-    assert run_time.seconds < INLINE_S
-    run_time.observe(5e-3)
-    run_time.observe(5e-3)
-    assert run_time.seconds > INLINE_S
-    for _ in range(30):
-        run_time.observe(20e-6)
-    assert run_time.seconds < INLINE_S
-    run_time.observe(1.0)
-    assert run_time.seconds > INLINE_S
+@pytest.mark.parametrize("slow", [False, True])
+def test_versions_are_compared_by_as_many_requests_of_either(blue: Deployment, green: Deployment, slow: bool) -> None:
+    """The version with most of the traffic by those that its twin answers, which counts as the version does."""
+    with Worker(state_of(blue, green, blue=80, green=20), slow=slow, queue=1000).running() as worker:
+        for _ in range(400):
+            assert status(worker.send(post(INFER, body([1, 1])))) == 200
+        first, second = (worker.shared.totals(slot) for slot in (1, 2))
+        pair = worker.residents.current().pair
+        assert pair is not None
+        assert (pair.resident.deployment, pair.share) == (blue, 0.25)
+    assert first[slab.column_of(200)] + second[slab.column_of(200)] == 400
+    assert sum(slab.request_times(first).buckets) == first[slab.column_of(200)]
+    assert sum(slab.service_times(second).buckets) == second[slab.column_of(200)]
+    compared = sum(slab.service_times(first).buckets)
+    assert 0.1 * first[slab.column_of(200)] < compared < 0.4 * first[slab.column_of(200)]
+    assert (first[slab.QUEUED], first[slab.RUNNING]) == (0, 0)
 
 
 def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]:
@@ -365,10 +369,8 @@ def test_what_takes_long_to_read_is_read_in_the_lane(
 ) -> None:
     with Worker(state_of(blue, blue=100), bounds={"max_body": 4 << 20}).running() as worker:
         (resident,) = worker.residents.current().residents.values()
-        assert (
-            resident.at_once({name.encode(): value.encode() for name, value in headers.items()}, request_body)
-            is at_once
-        )
+        head = {name.encode(): value.encode() for name, value in headers.items()}
+        assert resident.at_once(RunTime(), head, request_body) is at_once
         answer = worker.send(post(INFER, request_body, headers))
     assert status(answer) == (400 if "x" in headers.values() else 200)
 
@@ -379,8 +381,8 @@ def test_text_is_read_in_the_lane_in_every_form(build: Callable[..., Deployment]
     model = build([same], [("x", TensorProto.STRING, ["b"])], [("y", TensorProto.STRING, ["b"])])
     with Worker(state_of(model, blue=100)).running() as worker:
         (resident,) = worker.residents.current().residents.values()
-        assert resident.at_once({b"inference-header-content-length": b"100"}, bytes(60_000))
-        assert not resident.at_once({b"inference-header-content-length": b"100"}, bytes(70_000))
+        assert resident.at_once(RunTime(), {b"inference-header-content-length": b"100"}, bytes(60_000))
+        assert not resident.at_once(RunTime(), {b"inference-header-content-length": b"100"}, bytes(70_000))
 
 
 def call(rows: int, width: int, outputs: tuple[str, ...]) -> Call:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,18 @@ from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.table import Table, follow
 from onnx_ops.serving import shared as slab
-from onnx_ops.serving.shared import BOUNDS_S, SLOTS, STATUSES, Shared, Slots, column_of, observe
+from onnx_ops.serving.shared import (
+    BOUNDS_S,
+    SLOTS,
+    STATUSES,
+    Shared,
+    Slots,
+    column_of,
+    observe,
+    observe_else,
+    request_times,
+    service_times,
+)
 
 
 def table(*names: str, previous: Table | None = None) -> Table:
@@ -38,11 +50,26 @@ def test_totals_are_those_of_all_workers(events: list[tuple[int, int, int, float
         totals = shared.totals(slot)
         by_column = Counter(column_of(status) for status, _ in mine)
         assert totals[: slab.BUCKETS] == [by_column[column] for column in range(slab.BUCKETS)]
-        buckets = totals[slab.BUCKETS : slab.NANOSECONDS]
+        buckets = totals[slab.BUCKETS : slab.OTHER_BUCKETS]
         assert sum(buckets) == len(mine)
         for number, bound in enumerate(BOUNDS_S):
             assert sum(buckets[: number + 1]) == sum(seconds <= bound for _, seconds in mine)
         assert totals[slab.NANOSECONDS] == sum(int(seconds * 1e9) for _, seconds in mine)
+
+
+def test_all_requests_have_a_time_and_some_may_be_compared() -> None:
+    shared = Shared(2)
+    observe(shared.row(0, 1), 200, 1.0)
+    observe_else(shared.row(0, 1), 200, 3.0, 2.0)
+    observe_else(shared.row(1, 1), 504, 5.0, 0.0)
+    totals = shared.totals(1)
+    every, compared = request_times(totals), service_times(totals)
+    assert (sum(every.buckets), every.nanoseconds) == (3, 9_000_000_000)
+    assert (sum(compared.buckets), compared.nanoseconds) == (2, 3_000_000_000)
+    assert (totals[column_of(200)], totals[column_of(504)]) == (2, 1)
+    for histogram, times in ((every, (1.0, 3.0, 5.0)), (compared, (1.0, 2.0))):
+        for number, bound in enumerate(BOUNDS_S):
+            assert sum(histogram.buckets[: number + 1]) == sum(time <= bound for time in times)
 
 
 def test_a_restarted_worker_goes_on_counting_but_begins_with_empty_gauges() -> None:
@@ -61,7 +88,8 @@ def test_columns_do_not_overlap() -> None:
     singles = [value for value in after if value >= slab.NANOSECONDS]
     assert sorted(singles) == list(range(slab.NANOSECONDS, slab.COLUMNS))
     assert len(STATUSES) == slab.OTHER
-    assert len(BOUNDS_S) + 1 == slab.NANOSECONDS - slab.BUCKETS
+    ends = (slab.BUCKETS, slab.OTHER_BUCKETS, slab.SERVED_BUCKETS, slab.NANOSECONDS)
+    assert [b - a for a, b in pairwise(ends)] == [len(BOUNDS_S) + 1] * 3
 
 
 def test_a_deployment_that_comes_back_keeps_its_counts() -> None:

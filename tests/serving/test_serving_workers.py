@@ -105,10 +105,10 @@ POISON = """
 import os
 from onnx_ops.serving import worker
 load = worker._Worker._load
-def poisoned(self, deployment, row):
+def poisoned(self, deployment, row, twin):
     if deployment.name == "poison":
         os.kill(os.getpid(), 9)
-    return load(self, deployment, row)
+    return load(self, deployment, row, twin)
 worker._Worker._load = poisoned
 """
 

@@ -26,10 +26,11 @@ class ServerMetrics:
         return frozenset({"exceedances", "shadow", "outcomes"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """All requests that the deployment has answered since the server was started."""
+        """How long requests to the deployment took since the server was started, without waiting for their turn: how
+        long they wait says what traffic there is, and not how fast the deployment is."""
         found = self._counts(config)
         counted = found.deployments.get(deployment)
-        return None if counted is None else (found.bounds_s, counted.latency)
+        return None if counted is None else (found.bounds_s, counted.service)
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
         found = self._counts(config)
@@ -52,7 +53,7 @@ def _tally(counted: DeploymentCounts, bounds_s: Sequence[float], thresholds: Thr
         if latency_s is None:
             return None
         at = next((i for i, bound in enumerate(bounds_s) if math.isclose(bound, latency_s, rel_tol=_SAME)), None)
-        return None if at is None else sum(counted.latency[at + 1 :])
+        return None if at is None else sum(counted.service[at + 1 :])
 
     p50, p99 = (None, None) if thresholds is None else (thresholds.p50_s, thresholds.p99_s)
     return Tally(
@@ -63,4 +64,5 @@ def _tally(counted: DeploymentCounts, bounds_s: Sequence[float], thresholds: Thr
         over_p99=over(p99),
         outcomes=counted.outcomes,
         successes=counted.successes,
+        timed=sum(counted.service),
     )

@@ -155,6 +155,7 @@ def _tally(page: _Page, deployment: str, thresholds: Thresholds | None) -> Tally
         over_p99=_over(buckets, p99),
         outcomes=page.counters[_OUTCOMES[0]][deployment],
         successes=page.counters[_OUTCOMES[1]][deployment],
+        timed=max(buckets.values(), default=None),
     )
 
 

@@ -27,7 +27,7 @@ class Names:
     deployment_label: str = "deployment"
     status_label: str = "status"
     requests: str = "onnx_ops_requests_total"
-    histogram: str = "onnx_ops_request_seconds"
+    histogram: str = "onnx_ops_service_seconds"
     origin: str = "onnx_ops_counts"
     select: str = ""
 

@@ -120,9 +120,9 @@ def rows_of(rail: Guardrail, intervals: Sequence[Interval]) -> list[Row]:
     """Events and requests of either version in each interval in which the source could tell them."""
     found = []
     for one in intervals:
-        mine, theirs = _events(rail, one.canary), _events(rail, one.stable)
+        (mine, of_mine), (theirs, of_theirs) = _events(rail, one.canary), _events(rail, one.stable)
         if mine is not None and theirs is not None:
-            found.append((mine, one.canary.requests, theirs, one.stable.requests))
+            found.append((mine, of_mine, theirs, of_theirs))
     return found
 
 
@@ -177,14 +177,15 @@ def outcomes(here: Sequence[Interval], test: SplitTest) -> tuple[ev.Decision, st
     return decision, f"{told.line.removesuffix(' -> ROLL BACK')} -> {decision.upper()}"
 
 
-def _events(rail: Guardrail, tally: Tally) -> int | None:
+def _events(rail: Guardrail, tally: Tally) -> tuple[int | None, int]:
+    """Events, and the requests that they are events of."""
     match rail.name:
         case "errors":
-            return tally.errors
+            return tally.errors, tally.requests
         case "latency_p50":
-            return tally.over_p50
+            return tally.over_p50, tally.measured
         case "latency_p99":
-            return tally.over_p99
+            return tally.over_p99, tally.measured
 
 
 def _by_signs(
