@@ -36,10 +36,11 @@ class RunTime:
         self.fast = self.seconds < INLINE_S
 
     def observe(self, seconds: float) -> None:
-        if seconds < _CERTAIN_S and self.seconds < _FAR_S:
-            seconds = min(seconds, max(_FAR_S, _STALLED * self.seconds))
-        self.seconds += (seconds - self.seconds) * _WEIGHT
-        self.fast = self.seconds < (_LEAVES_S if self.fast else INLINE_S)
+        before = self.seconds
+        if _FAR_S < seconds < _CERTAIN_S and before < _FAR_S:
+            seconds = min(seconds, max(_FAR_S, _STALLED * before))
+        self.seconds = mean = before + (seconds - before) * _WEIGHT
+        self.fast = mean < (_LEAVES_S if self.fast else INLINE_S)
 
     def follows(self, leader: RunTime) -> bool:
         """Whether the event loop is the place for its runs, beside the leader's."""
