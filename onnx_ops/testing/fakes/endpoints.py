@@ -1,0 +1,112 @@
+"""Endpoints in memory, and what they count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
+from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.errors import Conflict, ServiceUnavailable
+from onnx_ops.testing.fakes.process import FakeClock
+
+
+class FakeProvider:
+    """Endpoints that exist in memory and take effects in the order of their generations.
+
+    While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change of every endpoint.
+    `left` are leftovers of endpoints, each named by the manifest that it is a part of.
+    """
+
+    def __init__(self) -> None:
+        self.down = False
+        self.applied: list[tuple[str, EndpointState]] = []
+        self.counted = FakeMetrics()
+        self.left: dict[str, list[Leftover]] = {}
+        self._states: dict[str, EndpointState] = {}
+        self._generations: dict[str, int] = {}
+
+    def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
+        return frozenset({"split"})
+
+    def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
+        """Endpoints in memory have no settings of their own, and take any."""
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        return None if self.down else self._states.get(config.endpoint)
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        if self.down:
+            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+        name, state = config.endpoint, replace(state, generation=generation)
+        last = self._generations.get(name, -1)
+        current = self._states.get(name)
+        if generation < last or (generation == last and current is not None and current != state):
+            raise Conflict(f"generation {last} was applied already", where=name)
+        if current is None or not current.same_as(state):
+            self.applied.append((name, state))
+        self._states[name], self._generations[name] = state, generation
+
+    def address(self, config: EndpointConfig) -> str | None:
+        return f"memory:{config.endpoint}" if config.endpoint in self._states else None
+
+    def metrics(self) -> FakeMetrics:
+        return self.counted
+
+    def remove(self, config: EndpointConfig) -> None:
+        if self.down:
+            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+        self._states.pop(config.endpoint, None)
+        self._generations.pop(config.endpoint, None)
+
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[Leftover]:
+        if self.down:
+            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+        return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
+
+    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+        if self.down:
+            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != leftover]
+
+    def interfere(self, endpoint: str, state: EndpointState | None) -> None:
+        """The endpoint becomes this, or is lost, and nobody told the ledger. Its generation stays."""
+        self._states.pop(endpoint, None)
+        if state is not None:
+            self._states[endpoint] = state
+
+
+class FakeMetrics:
+    """Counts that a test writes. While `down`, they cannot be read; `clock` says when they were."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self.clock = FakeClock()
+        self.origin = "first"
+        self.tallies: dict[str, Tally] = {}
+        self.shadow = ShadowTally()
+        self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = ((0.001, 0.002), (500, 490, 10))
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({"exceedances", "shadow", "outcomes"})
+
+    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+        del deployment
+        self._answer(config)
+        return self.histogram
+
+    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+        self._answer(config)
+        ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
+        return Reading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow)
+
+    def count(self, deployment: str, **more: int) -> None:
+        """So many more requests of a deployment, and of them so many errors, and so on."""
+        before = self.tallies.get(deployment, Tally(over_p50=0, over_p99=0))
+        added = {name: (getattr(before, name) or 0) + number for name, number in more.items()}
+        self.tallies[deployment] = replace(before, **added)
+
+    def _answer(self, config: EndpointConfig) -> None:
+        if self.down:
+            raise ServiceUnavailable("the metrics do not answer", where=config.endpoint)
