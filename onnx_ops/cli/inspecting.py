@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from onnx_ops.cli.common import AsJson, print_json, reported
 from onnx_ops.cli.tools import sizes_of
 from onnx_ops.errors import UserError
+from onnx_ops.scratch import Scratch
 
 
 @reported
@@ -87,8 +87,8 @@ def _local(place: str) -> Iterator[Path]:
     from onnx_ops.settings import load_settings
     from onnx_ops.wiring import connect
 
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-inspect-") as scratch:
-        yield model_file(connect(load_settings()).models.path(place, Path(scratch) / "model"))
+    with Scratch() as folder:
+        yield model_file(connect(load_settings()).models.path(place, folder / "model"))
 
 
 def _write(path: Path, output: Path, entries: list[str]) -> None:

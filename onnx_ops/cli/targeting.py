@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, SpecError
 from onnx_ops.ports import Runtime
+from onnx_ops.scratch import Scratch
 from onnx_ops.spec.targets import profile_names
 from onnx_ops.stages.machine import fitting
 from onnx_ops.wiring.project import Project
@@ -33,8 +33,8 @@ class Told:
 def tell_targets(project: Project) -> Iterator[Told]:
     """Targets of the project, then the shipped profiles that it has no file for; each by name."""
     own = project.targets.names()
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-        probe = _tiny_model(Path(folder) / "probe.onnx")
+    with Scratch() as folder:
+        probe = _tiny_model(folder / "probe.onnx")
         for name in own:
             yield _told(project, name, probe)
         for name in profile_names():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from onnx_ops.domain.artifact import CUSTOM_OPS, Digest, short
@@ -12,6 +11,7 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import DigestMismatch, Refused
 from onnx_ops.operations.decided import passing_decision
 from onnx_ops.ports import Ports
+from onnx_ops.scratch import Scratch
 
 
 def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> DecisionRecord:
@@ -51,8 +51,8 @@ def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | 
     """
     location = ports.files.location(record.manifest)
     if location is None:
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-            manifest = ports.registry().fetch(record, Path(folder))
+        with Scratch() as folder:
+            manifest = ports.registry().fetch(record, folder)
             if manifest.digest() != record.manifest:
                 raise DigestMismatch(
                     f"the registry holds {short(manifest.digest())}, but {short(record.manifest)} was registered",

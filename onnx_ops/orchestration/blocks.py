@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +19,7 @@ from pydantic import Field, HttpUrl, SecretStr, field_validator
 
 from onnx_ops.domain.pipeline import NAME_PATTERN
 from onnx_ops.errors import ServiceUnavailable, SpecError, UserError
+from onnx_ops.scratch import Scratch
 
 _LOGO = HttpUrl(
     "https://raw.githubusercontent.com/onnx/onnx/7c945e43f1d016474647ebdefbfd98ba952f9f79/docs/docsgen/source/"
@@ -175,8 +175,8 @@ class TargetDefinitions(Block, EnvironmentBlock):
         wrong = [f"{name}: {problem}" for name, target in value.items() for problem in _forbidden(target)]
         if wrong:
             raise ValueError(f"only a project's own files may say: {'; '.join(wrong)}")
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-            _check(_written(value, Path(folder)), value)
+        with Scratch() as folder:
+            _check(_written(value, folder), value)
         return value
 
     def environ(self, folder: Path) -> Mapping[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import Field
 from onnx_ops.errors import UserError
 from onnx_ops.orchestration.blocks import EnvironmentBlock, load_block
 from onnx_ops.orchestration.events import telling
+from onnx_ops.scratch import Scratch
 from onnx_ops.wiring.project import Project, open_project
 
 
@@ -42,8 +42,8 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     """
     settings = CollectionSettings()
     named = tuple(blocks) or tuple(part for part in map(str.strip, settings.blocks.split(",")) if part)
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-        found = dict(environment(named, Path(folder)))
+    with Scratch() as folder:
+        found = dict(environment(named, folder))
         if settings.root is not None and "ONNX_OPS_ROOT" not in os.environ:
             found["ONNX_OPS_ROOT"] = str(settings.root)
         with _surrounded(found):

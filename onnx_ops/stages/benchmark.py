@@ -20,9 +20,10 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import refusal
 from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
+from onnx_ops.scratch import Scratch
 from onnx_ops.stages.champion import Champion, champion_of
 from onnx_ops.stages.coverage import Examined, examine
-from onnx_ops.stages.files import MODEL, PACKAGE, checkout, get_dataset, pack, put_document, put_folder, scratch
+from onnx_ops.stages.files import MODEL, PACKAGE, checkout, get_dataset, pack, put_document, put_folder
 from onnx_ops.stages.hardware import departure
 from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.machine import fitting
@@ -55,7 +56,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     data = get_dataset(store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
     runtime = ports.runtime(target.runtime)
     hardware = fitting(runtime, target)
-    with scratch() as folder:
+    with Scratch() as folder:
         champion = champion_of(stage, ports)
         manifest = variant.subset(MODEL)
         bench = Bench(

@@ -12,7 +12,7 @@ from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import DigestMismatch
 from onnx_ops.ports import Ports
-from onnx_ops.stages.files import scratch
+from onnx_ops.scratch import Scratch
 
 HINT = "champion"
 
@@ -42,7 +42,7 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
     record = registry.version(model, version)
     location = ports.files.location(record.manifest)
     if location is None:
-        with scratch() as folder:
+        with Scratch() as folder:
             manifest = registry.fetch(record, folder)
             if manifest.digest() != record.manifest:
                 raise DigestMismatch(

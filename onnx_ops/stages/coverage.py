@@ -14,7 +14,7 @@ from onnx_ops.graph.advice import advise
 from onnx_ops.graph.coverage import int8_coverage
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.ports import RewritingRuntime, Runtime
-from onnx_ops.stages.files import scratch
+from onnx_ops.scratch import Scratch
 
 _INTEGERS = frozenset(
     {"ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
@@ -42,7 +42,7 @@ def examine(runtime: Runtime, source: Path, variant: Path, target: Target, exclu
     """
     if not isinstance(runtime, RewritingRuntime):
         return Examined()
-    with scratch() as folder:
+    with Scratch() as folder:
         copy = folder / "rewritten.onnx"
         try:
             runtime.rewritten(variant, target, copy)

@@ -15,9 +15,9 @@ from onnx_ops.errors import UserError
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import ConfiguredOptimizer, OptimizeRequest, Ports, Tensors
+from onnx_ops.scratch import Scratch
 from onnx_ops.stages.coverage import Examined, examine
 from onnx_ops.stages.effect import Effect, time_effect
-from onnx_ops.stages.files import scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def derive(
     """
     check_places(source, path)
     machines = machines_of(ports, targets)
-    with scratch() as folder:
+    with Scratch() as folder:
         made = folder / MODEL_FILE
         optimizer = ports.optimizer(section.method, section.env)
         quantized = optimizer.quantized

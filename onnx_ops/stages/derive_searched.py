@@ -15,8 +15,8 @@ from onnx_ops.domain.search import Budget, SearchRecord
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Dataset, Ports, Tensors
+from onnx_ops.scratch import Scratch
 from onnx_ops.stages.derive import Derived, check_places, delivered, machines_of
-from onnx_ops.stages.files import scratch
 from onnx_ops.stages.search import Tell, recipe_notes, search
 from onnx_ops.stages.trying import Ground
 
@@ -44,7 +44,7 @@ def derive_searched(ports: Ports, order: Order, *, tell: Tell) -> tuple[Derived,
     """
     check_places(order.source, order.path)
     key = _key(ports, order)
-    with scratch() as folder:
+    with Scratch() as folder:
         source = folder / "source" / MODEL_FILE
         source.parent.mkdir()
         for file in (order.source, order.source.with_name(f"{order.source.name}.data")):

@@ -14,8 +14,9 @@ from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
 from onnx_ops.graph.operators import carry_libraries
 from onnx_ops.ports import ExportRequest, Ports
+from onnx_ops.scratch import Scratch
 from onnx_ops.stages.asking import ask_source
-from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, scratch
+from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder
 from onnx_ops.stages.reference import put_reference
 from onnx_ops.stages.source import exporter_of, operators_of
 from onnx_ops.stages.usercode import importable
@@ -34,7 +35,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
         origins=codec.from_json(stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id),
     )
-    with scratch() as folder, importable(ports.root):
+    with Scratch() as folder, importable(ports.root):
         model = exporter.load(checkout(ports.store, inputs["train"], TRAINED, folder / "trained"))
         exported = folder / "onnx"
         exported.mkdir()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,6 @@ PACKAGE = "package/"
 
 TRAINED = "trained/"
 """Prefix of the trained model's files in a manifest."""
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A private temporary folder."""
-    folder = Path(tempfile.mkdtemp(prefix="onnx-ops-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_folder(store: Store, folder: Path, prefix: str) -> dict[str, Digest]:

@@ -19,8 +19,9 @@ from onnx_ops.graph.metadata import write_lineage
 from onnx_ops.graph.operators import carry_libraries
 from onnx_ops.graph.weights import kept_weights, quantized_weights
 from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
+from onnx_ops.scratch import Scratch
 from onnx_ops.stages.activations import AS_WRITTEN, ROWS, measure_activations
-from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder, scratch
+from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder
 from onnx_ops.stages.search import recipe_notes
 from onnx_ops.stages.source import environment_of, operators_of
 
@@ -30,7 +31,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     dataset = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"]) if section.calibrate else None
-    with scratch() as folder:
+    with Scratch() as folder:
         source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
         made = _chosen(settings, inputs, ports, folder) if "search" in settings else None
         made = made or _derived(section, stage, dataset, source, folder, ports)

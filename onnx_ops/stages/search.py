@@ -20,7 +20,8 @@ from onnx_ops.errors import StageFailure
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.simulate import OPERATORS, products
 from onnx_ops.ports import Journal, Ports
-from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder, scratch
+from onnx_ops.scratch import Scratch
+from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder
 from onnx_ops.stages.trying import Ground, Workshop
 from onnx_ops.stages.usercode import importable, load_function
 
@@ -36,7 +37,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     if section.calibrate is not None:
         calibration = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"])
         calibration = calibration.head(section.calibrate.samples)
-    with scratch() as folder, importable(ports.root):
+    with Scratch() as folder, importable(ports.root):
         source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
         ground = Ground(
             ports=ports,

@@ -10,7 +10,8 @@ from typing import Any
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.ports import Ports, TrainingExporter
-from onnx_ops.stages.files import TRAINED, get_dataset, put_folder, scratch
+from onnx_ops.scratch import Scratch
+from onnx_ops.stages.files import TRAINED, get_dataset, put_folder
 from onnx_ops.stages.source import exporter_of
 from onnx_ops.stages.usercode import call_training, importable
 
@@ -19,7 +20,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     del key
     settings: Mapping[str, Any] = stage.settings
     exporter = exporter_of(stage, ports, settings["framework"])
-    with scratch() as folder, importable(ports.root):
+    with Scratch() as folder, importable(ports.root):
         if "run" in settings:
             data = {name.removeprefix("data/"): get_dataset(ports.store, inputs[name]) for name in inputs}
             if isinstance(exporter, TrainingExporter):
@@ -27,7 +28,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             else:
                 exporter.save(call_training(settings["run"], data, settings["with_"]), folder)
         else:
-            with scratch() as aside:
+            with Scratch() as aside:
                 brought = ports.models.path(settings["model"], aside / "brought")
                 if settings["framework"] == "onnx":
                     exporter.save(brought, folder)

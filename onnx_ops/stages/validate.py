@@ -18,8 +18,9 @@ from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
+from onnx_ops.scratch import Scratch
 from onnx_ops.stages.divergence import Look, locate, worst_of
-from onnx_ops.stages.files import MODEL, TRAINED, checkout, put_document, scratch
+from onnx_ops.stages.files import MODEL, TRAINED, checkout, put_document
 from onnx_ops.stages.hardware import REFERENCE_TARGET
 from onnx_ops.stages.parity import measure_parity, mismatched
 from onnx_ops.stages.reference import get_reference
@@ -33,7 +34,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     target = replace(REFERENCE_TARGET, custom_ops=operators_here(stage))
     divergence: tuple[Divergence, ...] = ()
     trees: tuple[TreeStructure, ...] = ()
-    with scratch() as folder:
+    with Scratch() as folder:
         path = checkout(ports.store, export, MODEL, folder) / MODEL_FILE
         try:
             full_check(path)

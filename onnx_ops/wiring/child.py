@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.errors import StageFailure, from_document
 from onnx_ops.ports import Pools, Ports
+from onnx_ops.scratch import Scratch
 from onnx_ops.settings import Settings, to_environ
 from onnx_ops.stages import execute
 from onnx_ops.stages.champion import with_champion
@@ -73,8 +73,8 @@ def in_child(
     settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], tell: Told = _silent
 ) -> Manifest:
     """Raises what the stage raised; StageFailure if its process crashed, was killed or ran past the time-out."""
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-        result, scratch = Path(folder) / "result.json", Path(folder) / "tmp"
+    with Scratch() as folder:
+        result, scratch = folder / "result.json", folder / "tmp"
         scratch.mkdir()
         request = {
             "stage": codec.to_json(stage),

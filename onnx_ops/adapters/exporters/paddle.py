@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import read_model, write_model
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
+from onnx_ops.scratch import Scratch
 
 STEM = "model"
 
@@ -67,8 +67,8 @@ class PaddleExporter:
         check_opset(section, *OPSETS, "paddle2onnx")
         source: Path = model.onnx_ops_file  # type: ignore[attr-defined]
         answer = _call(model, {name: array[:2] for name, array in request.samples.items()})
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "converted.onnx"
+        with Scratch() as folder:
+            path = folder / "converted.onnx"
             try:
                 importlib.import_module("paddle2onnx").export(
                     str(source), str(source.with_suffix(".pdiparams")), str(path), opset_version=section.opset

@@ -9,7 +9,6 @@ import select
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from onnx_ops.adapters.isolation.environments import clean_environ
 from onnx_ops.adapters.isolation.interpreter import Command
 from onnx_ops.adapters.isolation.output import Tail, ending
 from onnx_ops.errors import StageFailure, from_document
+from onnx_ops.scratch import Scratch
 
 GRACE_S = 5.0
 """Seconds that a process gets, after its time is up, to say where it hangs; and to end when it is asked to."""
@@ -51,16 +51,16 @@ class Process:
         self._where = where
         self._limits = limits
         self._memory = limits.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._scratch = tempfile.TemporaryDirectory(prefix="onnx-ops-", ignore_cleanup_errors=True)
+        self._scratch = Scratch()
         answers, inner = os.pipe()
         self._process = subprocess.Popen(
-            command(Path(self._scratch.name), inner, self._memory),
+            command(self._scratch.path, inner, self._memory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(inner,),
-            env={**clean_environ(), "TMPDIR": self._scratch.name},
-            cwd=self._scratch.name,
+            env={**clean_environ(), "TMPDIR": str(self._scratch.path)},
+            cwd=self._scratch.path,
             start_new_session=True,
         )
         os.close(inner)
@@ -78,7 +78,7 @@ class Process:
         """A folder that both sides see. Raises StageFailure if the process has ended."""
         if not self._end.alive:
             raise StageFailure("its process has ended before", where=self._where, remedy="Load the model again.")
-        return Path(self._scratch.name)
+        return self._scratch.path
 
     def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
         """The answer to one request.
@@ -142,7 +142,7 @@ class Process:
         )
 
 
-def _end(process: subprocess.Popen[bytes], answers: Any, scratch: tempfile.TemporaryDirectory[str]) -> None:
+def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> None:
     """Ask it to end, which closes what it has opened (a browser); then end it, and whatever is left of its group."""
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
@@ -163,12 +163,12 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _removed(scratch: tempfile.TemporaryDirectory[str]) -> bool:
+def _removed(scratch: Scratch) -> bool:
     """Whether it is gone; processes of other groups that end just now may still write into it."""
-    shutil.rmtree(scratch.name, ignore_errors=True)
-    if Path(scratch.name).exists():
+    shutil.rmtree(scratch.path, ignore_errors=True)
+    if scratch.path.exists():
         return False
-    scratch.cleanup()
+    scratch.remove()
     return True
 
 

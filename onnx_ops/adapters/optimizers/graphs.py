@@ -4,7 +4,6 @@ fixed."""
 from __future__ import annotations
 
 import importlib
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import EXTERNAL_LIMIT, nodes, read_model, write_model
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.ports.optimize import OptimizeRequest
+from onnx_ops.scratch import Scratch
 
 LEVELS = ("basic", "extended", "all")
 FAMILIES = ("bart", "bert", "clip", "gpt2", "phi", "t5", "unet", "vit")
@@ -46,8 +46,8 @@ class GraphOptimizer:
                 where=f"variant {request.section.name}, options",
                 remedy="Set level: extended, or make a pipeline for each kind.",
             )
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-graph-") as scratch, quiet():
-            result = Path(scratch) / "result.onnx"
+        with Scratch() as folder, quiet():
+            result = folder / "result.onnx"
             with told("ONNX Runtime cannot optimize the graph", request.section.name, _LEAVE_OUT):
                 _save(request.source, result, level)
             derived = read_model(result)

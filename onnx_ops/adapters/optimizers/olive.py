@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import logging
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from onnx_ops.graph.files import read_model, write_model
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.optimize import OptimizeRequest
+from onnx_ops.scratch import Scratch
 
 CONFIG = "config"
 
@@ -106,8 +106,8 @@ class OliveOptimizer:
                 where=f"variant {section.name}",
                 remedy="Add calibrate: {data: train, samples: 256}. They stand for the data sets of the configuration.",
             )
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-olive-") as scratch:
-            made = _run(_workflow(request, config, Path(scratch)), section.name)
+        with Scratch() as folder:
+            made = _run(_workflow(request, config, folder), section.name)
             derived = read_model(made)
             like_source(derived, source)
             write_model(derived, request.path)

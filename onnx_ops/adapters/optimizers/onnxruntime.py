@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from onnx_ops.graph.files import EXTERNAL_LIMIT, constants, read_model, write_mo
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS, flatten_biases, like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports.optimize import OptimizeRequest
+from onnx_ops.scratch import Scratch
 
 TOOLS = ("onnxruntime", "onnx", "numpy")
 
@@ -190,8 +190,7 @@ def _check_opset(request: OptimizeRequest, activations: str) -> None:
 
 def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]) -> None:
     source = read_model(request.source)
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-quantize-") as scratch, quiet():
-        folder = Path(scratch)
+    with Scratch() as folder, quiet():
         large = sum(len(tensor.raw_data) for tensor in source.graph.initializer) > EXTERNAL_LIMIT
         prepared = _prepare(source, folder, large)
         job = _Job(

@@ -6,7 +6,6 @@ Each runs in a process of its own: their native code may take its process down, 
 from __future__ import annotations
 
 import importlib
-import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +21,7 @@ from onnx_ops.graph.hygiene import like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.plugins import install_hint
 from onnx_ops.ports.optimize import OptimizeRequest
+from onnx_ops.scratch import Scratch
 
 Clean = Callable[[Path, Path, Sequence[str]], None]
 """Writes to the second path what a tool makes of the model at the first."""
@@ -51,8 +51,8 @@ class _Passes:
         where = f"variant {request.section.name}"
         source = read_model(request.source)
         follow(request.section.exclude, source, source)  # in float they stay by themselves
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-passes-") as scratch:
-            result = Path(scratch) / "result.onnx"
+        with Scratch() as folder:
+            result = folder / "result.onnx"
             self._run(request.source, result, chosen, where)
             derived = read_model(result)
             like_source(derived, source)

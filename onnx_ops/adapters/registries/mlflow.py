@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_file
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, UserError
+from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -167,11 +167,11 @@ class MlflowRegistry:
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
         if source is None:
             raise NotFound("the files of this version were not put there by onnx-ops", where=where)
-        with self._mlflow.session(where) as client, tempfile.TemporaryDirectory(prefix="onnx-ops-") as aside:
+        with self._mlflow.session(where) as client, Scratch() as aside:
             download = Download(self._mlflow, client.get_logged_model(source[1]).artifact_location, where)
-            mlmodel = download.file(mlflow_folder.MLMODEL, Path(aside))
+            mlmodel = download.file(mlflow_folder.MLMODEL, aside)
             download.expect(mlmodel, Digest(record.tags.get(MLMODEL_DIGEST, "")))
-            manifest = download.file(mlflow_folder.MANIFEST, Path(aside))
+            manifest = download.file(mlflow_folder.MANIFEST, aside)
             download.expect(manifest, record.manifest)
             names = codec.loads(manifest.read_bytes(), dict[str, str], where=where)
             if unsafe := sorted(name for name in names if not mlflow_folder.is_safe_name(name)):
@@ -188,11 +188,11 @@ class MlflowRegistry:
         """
         where = f"{record.model} version {record.version}"
         run_id = self._version(record.model, record.version).run_id
-        with self._mlflow.session(where) as client, tempfile.TemporaryDirectory(prefix="onnx-ops-") as aside:
+        with self._mlflow.session(where) as client, Scratch() as aside:
             if run_id and mlflow_folder.is_safe_name(name):
                 download = Download(self._mlflow, client.get_run(run_id).info.artifact_uri, where)
                 if download.has(name):
-                    return download.file(name, Path(aside)).read_bytes()
+                    return download.file(name, aside).read_bytes()
         raise NotFound(f"there is no document {name!r}", where=where, remedy="Register the release again")
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:

@@ -6,7 +6,6 @@ killed attempt left before that point is taken up if it is finished, and marked 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from onnx_ops.adapters.registries.mlflow_tags import (
 )
 from onnx_ops.domain.artifact import short
 from onnx_ops.domain.release import Publication, VariantRecord, flat_origins
+from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -159,10 +159,10 @@ class Publisher:
                 self._experiment, name=record.variant, source_run_id=run_id, tags=tags, params=parameters
             )
             log_parameters(client, run_id, parameters)
-            with tempfile.TemporaryDirectory(prefix="onnx-ops-") as name:
-                digest = mlflow_folder.build_folder(record, Path(name), model_id=model.model_id, run_id=run_id)
+            with Scratch() as built:
+                digest = mlflow_folder.build_folder(record, built, model_id=model.model_id, run_id=run_id)
                 client.set_logged_model_tags(model.model_id, {MLMODEL_DIGEST: str(digest)})
-                client.log_model_artifacts(model.model_id, name)
+                client.log_model_artifacts(model.model_id, str(built))
             self._log_figures(run_id, model.model_id, record, child.info.start_time)
             client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
             client.finalize_logged_model(model.model_id, "READY")
@@ -248,12 +248,12 @@ class Publisher:
     def _upload_evidence(self, run_id: str, record: VariantRecord) -> None:
         if not record.evidence:
             return
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
+        with Scratch() as folder:
             for name, path in record.evidence.items():
                 link = Path(folder, name)
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(path.absolute())
-            self._client.log_artifacts(run_id, folder)
+            self._client.log_artifacts(run_id, str(folder))
 
     def _log_figures(self, run_id: str, model_id: str, record: VariantRecord, timestamp: int) -> None:
         lineage, name = self._publication.lineage, record.measured_on

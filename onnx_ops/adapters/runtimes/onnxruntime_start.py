@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from onnx_ops.adapters.runtimes.ort_format import loaded_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, from_document
 from onnx_ops.ports.data import Tensors
+from onnx_ops.scratch import Scratch
 
 CHILD = "onnx_ops.adapters.runtimes.onnxruntime_child"
 PATIENCE_S = 600.0
@@ -30,8 +30,8 @@ _LAST_LINES = 15
 @contextmanager
 def stored_feed(feed: Tensors) -> Iterator[Path]:
     """One request as a file, for processes that have none of this one's memory."""
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-") as folder:
-        yield put_arrays(feed, Path(folder) / "feed.npz")
+    with Scratch() as folder:
+        yield put_arrays(feed, folder / "feed.npz")
 
 
 def start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from onnx_ops.domain.target import OrtFormat, Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.files import model_digest
 from onnx_ops.graph.operators import check_libraries
+from onnx_ops.scratch import Scratch
 
 MODEL = "model.ort"
 OPERATORS = "required_operators_and_types.config"
@@ -45,7 +46,7 @@ def loaded_file(model: Path, target: Target) -> Path:
         raise MeasurementFailure(
             "the model cannot be made an .ort file", where=model.name, why=f"{error.what}: {error.why}"
         ) from error
-    folder = Path(_scratch().name) / key
+    folder = _scratch().path / key
     if not (folder / MODEL).is_file():
         folder.mkdir(exist_ok=True)
         _make(model.resolve(), target, target.ort_format, folder)
@@ -83,9 +84,9 @@ def _make(model: Path, target: Target, form: OrtFormat, folder: Path) -> None:
 
 
 @functools.cache
-def _scratch() -> tempfile.TemporaryDirectory[str]:
+def _scratch() -> Scratch:
     """Gone with this process."""
-    return tempfile.TemporaryDirectory(prefix="onnx-ops-ort-")
+    return Scratch()
 
 
 def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Path | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.errors import DigestMismatch, NotFound
 from onnx_ops.ports.data import Array
+from onnx_ops.scratch import Scratch
 
 _FOLDER = ".dvc"
 
@@ -82,7 +82,7 @@ class DvcSource:
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         found = self._find(section, root)
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-") as name, self._objects(found, Path(name)) as objects:
+        with Scratch() as folder, self._objects(found, folder) as objects:
             copy = objects.file(found.pointer)
             return read_arrays(copy, where=f"{found.settings.path} at {found.commit.oid[:12]}")
 

@@ -36,6 +36,7 @@ from onnx_ops.ports.runtime import (
     StartSamples,
     StartSchedule,
 )
+from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -64,7 +65,7 @@ class NodeRuntime:
     """Of packages; a temporary one where none was given."""
 
     _held: Held = field(default_factory=Held)
-    _temporary: tempfile.TemporaryDirectory[str] | None = None
+    _temporary: Scratch | None = None
 
     def housed(self, folder: Path) -> NodeRuntime:
         return type(self)(folder=folder)
@@ -188,8 +189,8 @@ class NodeRuntime:
         if self.folder is not None:
             return self.folder
         if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="onnx-ops-")
-        return Path(self._temporary.name)
+            self._temporary = Scratch()
+        return self._temporary.path
 
     def _requirements(self, target: Target) -> tuple[str, ...]:
         own = self._defaults(target)

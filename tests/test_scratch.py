@@ -1,0 +1,158 @@
+"""Temporary folders of processes that end, are killed, and run side by side."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.scratch import PREFIX, Scratch
+
+HOLDS = """
+import sys
+from onnx_ops.scratch import Scratch
+with Scratch() as folder:
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "deep" / "er" / "model.onnx").write_bytes(b"model")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+FORKS = """
+import os, sys
+from onnx_ops.scratch import Scratch
+with Scratch() as folder:
+    if os.fork() == 0:
+        print(folder, flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+"""
+SWEEPS = "from onnx_ops.scratch import Scratch; Scratch().remove()"
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@contextmanager
+def held(code: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process, Path(process.stdout.readline().strip())
+        process.kill()
+
+
+def sweep() -> None:
+    """What any other process does that makes a folder."""
+    subprocess.run([sys.executable, "-c", SWEEPS], check=True)
+
+
+def test_a_folder_is_private_and_goes_at_the_end(temporary: Path) -> None:
+    with Scratch() as folder:
+        assert folder.is_dir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").write_bytes(b"")
+    assert not folder.exists()
+
+
+def test_a_folder_goes_with_its_object() -> None:
+    scratch = Scratch()
+    path = scratch.path
+    scratch.remove()
+    scratch.remove()
+    assert not path.exists()
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(temporary: Path) -> None:
+    with held(HOLDS) as (process, folder):
+        process.kill()
+        process.wait()
+        assert (folder / "deep" / "er" / "model.onnx").exists()
+        sweep()
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_a_living_process_needs_stays(temporary: Path) -> None:
+    with held(HOLDS) as (_, folder):
+        os.utime(folder, (0, 0))
+        sweep()
+        assert (folder / "deep" / "er" / "model.onnx").exists()
+
+
+def test_what_a_forked_process_still_needs_stays(temporary: Path) -> None:
+    with held(FORKS) as (process, folder):
+        process.wait()
+        sweep()
+        assert folder.exists()
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.stdout is not None
+        process.stdout.read()  # its end is the end of whoever was forked
+        sweep()
+        assert not folder.exists()
+
+
+def test_nothing_but_folders_of_that_name_is_touched(temporary: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").write_bytes(b"")
+    (temporary / f"{PREFIX}link").symlink_to(mine)
+    (temporary / f"{PREFIX}file").write_bytes(b"")
+    (temporary / "other").mkdir()
+    sweep()
+    assert (mine / "file").exists()
+    assert {path.name for path in temporary.iterdir()} == {f"{PREFIX}link", f"{PREFIX}file", "other"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to somebody else")
+def test_what_belongs_to_somebody_else_stays(temporary: Path) -> None:
+    folder = temporary / f"{PREFIX}theirs"
+    folder.mkdir()
+    os.chown(folder, 4711, 4711)
+    sweep()
+    assert folder.exists()
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+    taken: list[str] = []
+
+    def too_late(path: str, flags: int) -> int:
+        if not taken:
+            taken.append(path)
+            os.rmdir(path)
+        return opened(path, flags)
+
+    monkeypatch.setattr(os, "open", too_late)
+    with Scratch() as folder:
+        assert folder.is_dir()
+        assert str(folder) != taken[0]
+
+
+def test_processes_that_come_and_go_side_by_side_never_take_each_others(temporary: Path) -> None:
+    code = """
+from pathlib import Path
+from onnx_ops import scratch
+for number in range(300):
+    scratch._sweep.cache_clear()
+    with scratch.Scratch() as folder:
+        (folder / "file").write_text(str(number))
+        assert (folder / "file").read_text() == str(number)
+"""
+    several = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    assert [process.wait() for process in several] == [0, 0, 0, 0]
+    sweep()
+    assert list(temporary.iterdir()) == []
