@@ -16,6 +16,7 @@ Head = Mapping[bytes, bytes]
 
 _JSON_LINE = b"content-type: application/json\r\n"
 _ECHOED = (headers.REQUEST_ID.encode(), headers.TRACE_PARENT.encode())
+_NOTHING_TO_ECHO = frozenset(_ECHOED).isdisjoint
 _LONGEST_ECHO = 256
 
 
@@ -58,6 +59,8 @@ def naming(deployment: str) -> bytes:
 def echo(head: Head) -> bytes:
     """Request id and trace context of the request, where they are short and printable."""
     lines = b""
+    if _NOTHING_TO_ECHO(head):
+        return lines
     for name in _ECHOED:
         value = head.get(name)
         if value is not None and len(value) <= _LONGEST_ECHO and value.isascii() and value.decode().isprintable():

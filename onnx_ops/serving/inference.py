@@ -88,7 +88,7 @@ class Inference:
         self._shadow = shadow
         self._outcomes = outcomes
         self._access_log = access_log
-        self._random = random.Random()  # noqa: S311 (traffic is split, nothing is kept secret)
+        self._draw = random.Random().random  # noqa: S311 (traffic is split, nothing is kept secret)
         self._loop = asyncio.get_running_loop()
 
     def call(self, request: Request) -> Answer | None:
@@ -100,7 +100,7 @@ class Inference:
             request.snapshot = snapshot = self.residents.current()
             request.resident = resident = self._choose(snapshot, request.route, request.head)
             if (pair := snapshot.pair) is not None and resident is pair.resident:
-                request.telling = self._random.random() < pair.share
+                request.telling = self._draw() < pair.share
                 if request.telling:
                     request.resident = resident = pair.twin
             if not resident.at_once(self.residents.leader, request.head, request.body):
@@ -192,7 +192,7 @@ class Inference:
 
     def _mirror(self, request: Request, resident: Resident, snapshot: Snapshot, answer: Answer) -> None:
         for mirror, percent in snapshot.shadow:
-            if mirror is not resident and self._random.random() * 100 < percent:
+            if mirror is not resident and self._draw() * 100 < percent:
                 item = Item(request.route.invocation, request.head, request.body)
                 self._shadow.put(mirror, item, answer, snapshot.table.state.split.shadow_tolerance)
 
@@ -205,7 +205,7 @@ class Inference:
         name = router.pinned(head)
         if name is None:
             key = head.get(_USER_KEY)
-            name = router.by_chance(self._random.random()) if key is None else router.by_key(key)
+            name = router.by_chance(self._draw()) if key is None else router.by_key(key)
         return snapshot.residents.get(name) or snapshot.loaded(name)
 
 

@@ -12,6 +12,7 @@ from onnx_ops.protocol.table import Table, experiment, slots
 
 _MASK = 0xFFFFFFFF
 _PINS = tuple(name.encode() for name in headers.PINS)
+_NO_PIN = frozenset(_PINS).isdisjoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class Router:
         Raises:
             NotFound: there is no such deployment.
         """
+        if _NO_PIN(head):
+            return None
         for header in _PINS:
             value = head.get(header)
             if value is not None:

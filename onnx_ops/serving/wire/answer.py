@@ -39,6 +39,9 @@ def write(call: Call, signature: Signature, arrays: Sequence[Array]) -> tuple[by
     if call.form is not _INFER:
         return _predictions(call, arrays), _JSON
     writers = signature.writers
+    if len(arrays) == 1 and not call.binary and call.identity is None:  # what most requests ask for
+        (name,), (array,) = call.outputs, arrays
+        return b'%b,"outputs":[%b]}' % (signature.opening, writers[name].json(array)), _JSON
     tail: list[bytes] = []
     items = []
     for name, array, as_bytes in zip(call.outputs, arrays, call.binary or (False,) * len(arrays), strict=True):
