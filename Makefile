@@ -16,8 +16,8 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
 truth: $(VENV)/.dev
-	$(BIN)/python benchmarks/gate_truth.py --quick
-	$(BIN)/python benchmarks/rollout_truth.py --quick
+	$(BIN)/python -m benchmarks.gate_truth --quick
+	$(BIN)/python -m benchmarks.rollout_truth --quick
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """The main job as a bare script: the same calls on the same data, without plan, store, ledger or orchestrator.
 
-Run by `overhead.py`; on its own: python benchmarks/bare.py FOLDER
+Run by `overhead.py`; on its own: python -m benchmarks.bare FOLDER
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from digits_job import CALIBRATION_ROWS, SCORED, TRAINING, feed, publication
 
+from benchmarks.digits_job import CALIBRATION_ROWS, SCORED, TRAINING, feed, publication
 from examples.digits_mlp import train
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.adapters.endpoints.local import LocalEndpoints

@@ -1,9 +1,9 @@
 """Kill the server's processes under load, at every moment of a publication and at random ones.
 
-    python benchmarks/chaos.py [--quick] [--only supervisor|worker|random] [--json]
+    python -m benchmarks.chaos [--quick] [--only supervisor|worker|random] [--json]
 
 A moment is the time just before or after a call by which the supervisor touches the disk or speaks with a worker
-(onnx_ops.testing.dying). After each blow: what was published comes back, no answer is stale, the next publication is
+(tests.support.dying). After each blow: what was published comes back, no answer is stale, the next publication is
 accepted; a killed supervisor costs no request, a killed worker at most the one under way on each connection.
 Ends 1 if a promise does not hold. `--quick` takes every fifth moment.
 """
@@ -18,12 +18,11 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from truth.claims import Claim, table
-from truth.page import fill, promises
-
+from benchmarks.truth.claims import Claim, table
+from benchmarks.truth.page import fill, promises
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.testing.chaos import Victim, count_moments, publish_and_kill
 from onnx_ops.testing.endpoints import scaling_deployment
+from tests.support.chaos import Victim, count_moments, publish_and_kill
 
 STEP = 5
 RANDOM_BLOWS = 40

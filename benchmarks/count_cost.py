@@ -1,6 +1,6 @@
 """What counting a request costs: status, latency bucket and sum, in the memory that all workers share.
 
-    python benchmarks/count_cost.py
+    python -m benchmarks.count_cost
 
 Prints the least of many rounds, in nanoseconds of one thread's processor time; the limit is one microsecond.
 """

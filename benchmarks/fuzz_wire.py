@@ -1,6 +1,6 @@
 """Damaged requests against the wire for as long as asked: only refusals with a status of 4xx may come out of it.
 
-    python benchmarks/fuzz_wire.py --minutes 10 [--seed 1]
+    python -m benchmarks.fuzz_wire --minutes 10 [--seed 1]
 
 Prints the number of requests read and refused, and the growth of memory after the first tenth. An error that is no
 refusal ends it with the seed and the number of the request that repeat it.
@@ -14,11 +14,8 @@ import resource
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/serving/wire"))
-
-from wire_mutations import attack, seeds
+from tests.serving.wire.wire_mutations import attack, seeds
 
 _ALLOWED_MB = 64
 

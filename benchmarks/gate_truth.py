@@ -1,6 +1,6 @@
 """Do the gates keep their promises? Injected faults and known truths against the product's own code.
 
-    python benchmarks/gate_truth.py [--quick] [--only latency|parity|quantization|metric] [--trials N] [--load bursts]
+    python -m benchmarks.gate_truth [--quick] [--only latency|parity|quantization|metric] [--trials N] [--load bursts]
 
 Ends 1 if a promised bound does not hold. The full run takes minutes; `--quick` has fewer trials and seeds.
 """
@@ -12,7 +12,7 @@ import importlib
 import sys
 import time
 
-from truth.claims import Claim, summary
+from benchmarks.truth.claims import Claim, summary
 
 GATES = ("metric", "parity", "quantization", "latency")
 
@@ -28,7 +28,7 @@ def main() -> int:
     for gate in [options.only] if options.only else GATES:
         begun = time.perf_counter()
         extra = {"trials": options.trials, "load": options.load} if gate == "latency" else {}
-        claims += importlib.import_module(f"truth.{gate}").prove(quick=options.quick, **extra)
+        claims += importlib.import_module(f"benchmarks.truth.{gate}").prove(quick=options.quick, **extra)
         print(f"  ({gate}: {time.perf_counter() - begun:.0f} s)", flush=True)
     summary(claims)
     return 0 if all(claim.held for claim in claims) else 1

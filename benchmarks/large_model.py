@@ -1,6 +1,6 @@
 """A model larger than a protobuf may be, through a whole pipeline: how much memory does each process take?
 
-    python benchmarks/large_model.py [--layers N]
+    python -m benchmarks.large_model [--layers N]
 
 Makes a model of N layers with 64 MiB of weights each in a file beside it (34 layers: 2.28 GB), runs it from export to
 registration in a project of its own, and prints the largest private memory of each process. Takes some minutes, and

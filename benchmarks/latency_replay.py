@@ -1,6 +1,6 @@
 """How often does the latency gate err, and how long does it measure? Thousands of decisions from one recording.
 
-    python benchmarks/latency_replay.py [--heats 240] [--decisions 2000] [--load "as it is"|bursts]
+    python -m benchmarks.latency_replay [--heats 240] [--decisions 2000] [--load "as it is"|bursts]
 
 One model races two copies of itself for a while; the decisions draw from that recording, so that what the machine does
 later does not matter. Each starts at a heat of its own, takes the heats that follow, deals the three sessions of every
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from truth.claims import Claim, at_least, at_most, summary, table
-from truth.latency import LIMIT, LOADS, QUIET, TARGET, WIDTH, write_layers
 
+from benchmarks.truth.claims import Claim, at_least, at_most, summary, table
+from benchmarks.truth.latency import LIMIT, LOADS, QUIET, TARGET, WIDTH, write_layers
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.analysis.blocks import block_logs
 from onnx_ops.analysis.latency import LOOKS, compare, needs_more, withheld

@@ -3,7 +3,7 @@
 Each model is looked over and held against itself, in a process that may die of it. A process that died (`crashed`)
 or an exception without a type of its own (`untyped`) is a fault, and then this script ends with 1.
 
-    python benchmarks/model_sweep.py > docs/models-table.md
+    python -m benchmarks.model_sweep > docs/models-table.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from onnx_ops.testing.backend_models import IR_VERSION, OPSET, Outcome, outcomes, write_models
+from tests.support.backend_models import IR_VERSION, OPSET, Outcome, outcomes, write_models
 
 HEAD = f"""# The test models of the onnx package
 

@@ -1,6 +1,6 @@
 """What the house costs: a whole run against the same calls in a bare script, and runs and commands with nothing to do.
 
-    python benchmarks/overhead.py [--rounds 3] [--prefect]
+    python -m benchmarks.overhead [--rounds 3] [--prefect]
 
 Every figure is a ratio of whole processes that were timed side by side in this run, in turns, on this machine: the
 median of the rounds, with the seconds behind it. `--prefect` adds the same run as a Prefect flow on a real server.

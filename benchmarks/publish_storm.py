@@ -1,6 +1,6 @@
 """Publish and roll back under load: does a request fail, or a replaced version answer?
 
-    python benchmarks/publish_storm.py [--publications 1000] [--workers 2] [--connections 16] [--quick] [--json]
+    python -m benchmarks.publish_storm [--publications 1000] [--workers 2] [--connections 16] [--quick] [--json]
 
 Every publication moves all traffic: to a newcomer with a name of its own, back to the version before, to the next
 newcomer. A stale answer is one by a version that was replaced by a publish which had returned before the request was
@@ -16,13 +16,12 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from truth.claims import Claim, table
-from truth.page import fill, markdown, promises
-
+from benchmarks.truth.claims import Claim, table
+from benchmarks.truth.page import fill, markdown, promises
 from onnx_ops.testing.endpoints import scaling_deployment
-from onnx_ops.testing.load import LoadPlan, Payload
-from onnx_ops.testing.server import ServerFamily
-from onnx_ops.testing.storm import Storm, storm
+from tests.support.load import LoadPlan, Payload
+from tests.support.server import ServerFamily
+from tests.support.storm import Storm, storm
 
 BODY = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
 LEAST_REQUESTS = 10

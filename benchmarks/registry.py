@@ -1,6 +1,6 @@
 """What a reconcile pass that finds nothing to do costs the registry, with few versions and with many.
 
-    python benchmarks/registry.py [--versions 10000] [--models 50] [--rounds 40] [--page docs/reconcile.md]
+    python -m benchmarks.registry [--versions 10000] [--models 50] [--rounds 40] [--page docs/reconcile.md]
 
 Two MLflow servers side by side in one run, in turns: one with 100 versions, one with `--versions`, over the same number
 of models, each model with an endpoint that serves its champion. Behind them SQLite, then PostgreSQL, which is started
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from registries.databases import create_database, populate, postgresql, why_no_postgresql
-from truth.page import fill, markdown
 
+from benchmarks.registries.databases import create_database, populate, postgresql, why_no_postgresql
+from benchmarks.truth.page import fill, markdown
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
@@ -39,7 +39,7 @@ from onnx_ops.operations.promote import configure
 from onnx_ops.operations.watch import Kind, Watcher, WatchReport
 from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeWorld
-from onnx_ops.testing.mlflow_server import mlflow_server
+from tests.support.mlflow_server import mlflow_server
 
 FEW, ALIAS, TARGET = 100, "champion-cpu-1t", "cpu-1t"
 WARM_UP, PER_MODEL = 3, "the same, one question per model"

@@ -1,6 +1,6 @@
 """How long from the command to all traffic on the previous version? On a real endpoint under load, with MLflow down.
 
-    python benchmarks/rollback.py [--turns N]
+    python -m benchmarks.rollback [--turns N]
 
 Inside a process that is up, and as a whole command with Python's start. Ends 1 if a promised bound does not hold: a
 median under 100 ms inside, under 1 s as a command, and no failed request.
@@ -19,8 +19,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from truth.claims import Claim, summary
-
+from benchmarks.truth.claims import Claim, summary
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -31,9 +30,9 @@ from onnx_ops.operations.reconcile import settle
 from onnx_ops.operations.rollback import roll_back
 from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeRegistry
-from onnx_ops.testing.load import LoadPlan, LoadProcess, Payload
 from onnx_ops.testing.registries import publication
 from onnx_ops.wiring.project import open_project
+from tests.support.load import LoadPlan, LoadProcess, Payload
 
 ENDPOINT, MODEL, TARGET = "digits", "linear", "cpu-1t"
 NOBODY = "http://127.0.0.1:9"

@@ -1,6 +1,6 @@
 """Do rollouts keep their promises? Simulated traffic of known truth against the product's own code.
 
-    python benchmarks/rollout_truth.py [--quick] [--trials N]
+    python -m benchmarks.rollout_truth [--quick] [--trials N]
 
 Ends 1 if a promised bound does not hold. The full run takes a few minutes; `--quick` has a tenth of the trials.
 """
@@ -11,8 +11,8 @@ import argparse
 import sys
 import time
 
-from truth.claims import summary
-from truth.rollouts import prove
+from benchmarks.truth.claims import summary
+from benchmarks.truth.rollouts import prove
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """What many pipelines cost: planning, the house's own work for each stage, memory, and a second run.
 
-    python benchmarks/scale.py [--pipelines 200] [--variants 4] [--targets 4] [--processes 2]
+    python -m benchmarks.scale [--pipelines 200] [--variants 4] [--targets 4] [--processes 2]
 
 Exporter, optimizer and runtime are plugins of this benchmark that cost next to nothing; planner, engine, statistics,
 codec and store are the real ones. Stages run in this process, so that starting processes does not hide the rest; what a

@@ -4,7 +4,7 @@ Each is fitted on a bundled set (iris, diabetes) with its defaults, exported at 
 all rows. The outcome is `same`, `differs` with how far, or the typed error that says where it ends; anything else
 ends this script with its traceback.
 
-    python benchmarks/sklearn_estimators.py > docs/sklearn-estimators.md
+    python -m benchmarks.sklearn_estimators > docs/sklearn-estimators.md
 """
 
 from __future__ import annotations

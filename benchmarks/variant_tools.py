@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from variant_models import Model
-from variant_peers import PRESETS, Preset, Work, interpreter
 
+from benchmarks.variant_models import Model
+from benchmarks.variant_peers import PRESETS, Preset, Work, interpreter
 from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize

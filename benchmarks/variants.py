@@ -4,7 +4,7 @@ One run: a CNN and two encoders (one with outlier channels) are made, every tool
 variants of a model are then timed in turns, in one thread each, by that thread's CPU time. Accuracy is on rows that no
 tool has seen. Figures are judged only on a CPU with AVX512-VNNI; elsewhere they are printed.
 
-    python benchmarks/variants.py --peers FOLDER
+    python -m benchmarks.variants --peers FOLDER
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from variant_models import Model, make
-from variant_tools import DROP, TARGET, ort_defaults, others, ours, session
 
+from benchmarks.variant_models import Model, make
+from benchmarks.variant_tools import DROP, TARGET, ort_defaults, others, ours, session
 from onnx_ops.analysis.agreement import tango_interval
 from onnx_ops.settings import load_settings
 from onnx_ops.wiring import connect

@@ -1,6 +1,6 @@
 """What a request costs on the wire, beside the snippet of the tutorials: `json` and pydantic lists in FastAPI.
 
-    python benchmarks/wire.py
+    python -m benchmarks.wire
 
 Only bytes to arrays and arrays to bytes, in one process, no HTTP and no model; the least of many interleaved rounds.
 The second table shows from which size simdjson gains on orjson (`LARGE` in serving/wire/document.py).

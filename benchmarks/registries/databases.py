@@ -15,7 +15,7 @@ from pathlib import Path
 import sqlalchemy
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from onnx_ops.testing.ports import free_port
+from tests.support.ports import free_port
 
 TAG_BYTES = 900
 """About what a signed decision takes."""

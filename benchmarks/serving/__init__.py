@@ -1,1 +1,1 @@
-"""The endpoint server beside others, one interleaved run on one machine. Entry: `python benchmarks/serving.py`."""
+"""The endpoint server beside others, one interleaved run on one machine. Entry: `python -m benchmarks.serving`."""

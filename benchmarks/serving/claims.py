@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from truth.claims import Claim, table
-
-from serving.rounds import Score
+from benchmarks.serving.rounds import Score
+from benchmarks.truth.claims import Claim, table
 
 OURS, KEYED, BINARY, SNIPPET, TUNED, MLFLOW = (
     "onnx-ops",

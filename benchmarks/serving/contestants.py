@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.serving.models import Model
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import state_of
-from onnx_ops.testing.ports import free_port
-from onnx_ops.testing.processes import session_of
-from onnx_ops.testing.server import ServerFamily
-from serving.models import Model
+from tests.support.ports import free_port
+from tests.support.processes import session_of
+from tests.support.server import ServerFamily
 
 _PEERS = Path(__file__).with_name("peers")
 _READY_S = 180.0

@@ -1,4 +1,4 @@
-"""One burst of load, by `wrk` where it is installed (Debian package `wrk`), else by onnx_ops.testing.load."""
+"""One burst of load, by `wrk` where it is installed (Debian package `wrk`), else by tests.support.load."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.testing.load import LoadPlan, LoadProcess, Payload
-from serving.contestants import Call
+from benchmarks.serving.contestants import Call
+from tests.support.load import LoadPlan, LoadProcess, Payload
 
 _SCRIPT = Path(__file__).with_name("wrk.lua")
 
@@ -27,7 +27,7 @@ class Burst:
 
 
 def generator() -> str:
-    return "wrk" if shutil.which("wrk") else "onnx_ops.testing.load"
+    return "wrk" if shutil.which("wrk") else "tests.support.load"
 
 
 def burst(call: Call, port: int, *, connections: int, seconds: float, folder: Path) -> Burst:

@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnx_ops.testing.processes import cpu_seconds, memory
-from serving.contestants import Call, Contestant
-from serving.load import Burst, burst
-from serving.models import Model
+from benchmarks.serving.contestants import Call, Contestant
+from benchmarks.serving.load import Burst, burst
+from benchmarks.serving.models import Model
+from tests.support.processes import cpu_seconds, memory
 
 _BARE = Path(__file__).with_name("peers") / "bare_run.py"
 _BARE_RUNS = 20_000

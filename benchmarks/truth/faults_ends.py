@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from truth.faults import after_input as put_after_input
-from truth.faults import attribute, fault, nodes_of, pick, rewire, set_attribute
+from benchmarks.truth.faults import after_input as put_after_input
+from benchmarks.truth.faults import attribute, fault, nodes_of, pick, rewire, set_attribute
 
 _FLOAT16 = TensorProto.FLOAT16
 _LINEAR, _TREES = "LinearClassifier", "TreeEnsembleClassifier"

@@ -18,6 +18,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from benchmarks.truth.claims import Claim, at_least, at_most, table
+from benchmarks.truth.evidence import evidence
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.analysis.rules.latency import judge_latency
 from onnx_ops.domain.artifact import Digest
@@ -25,8 +27,6 @@ from onnx_ops.domain.gate import LatencyGate, Verdict
 from onnx_ops.domain.target import Target
 from onnx_ops.ports import Tensors
 from onnx_ops.stages.timing import Race, time_against
-from truth.claims import Claim, at_least, at_most, table
-from truth.evidence import evidence
 
 LIMIT = 0.05
 LAYERS = 100

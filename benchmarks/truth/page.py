@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from truth.claims import Claim
+from benchmarks.truth.claims import Claim
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

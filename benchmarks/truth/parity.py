@@ -15,6 +15,10 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from benchmarks.truth.claims import Claim, at_least, at_most, table
+from benchmarks.truth.evidence import evidence
+from benchmarks.truth.families import Exported, exports
+from benchmarks.truth.faults import FAULTS
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.analysis.probes import edge_inputs, nonfinite_inputs
 from onnx_ops.analysis.rules.parity import judge_parity
@@ -27,12 +31,8 @@ from onnx_ops.graph.forest import read_trees
 from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Tensors
 from onnx_ops.stages.parity import measure_parity
-from truth.claims import Claim, at_least, at_most, table
-from truth.evidence import evidence
-from truth.families import Exported, exports
-from truth.faults import FAULTS
 
-importlib.import_module("truth.faults_ends")  # registers its faults
+importlib.import_module("benchmarks.truth.faults_ends")  # registers its faults
 
 TARGET = Target(name="truth")
 LEVELS, THREADS = ("disabled", "basic", "extended", "all"), (1, 2)

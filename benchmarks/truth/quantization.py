@@ -14,6 +14,9 @@ import torch
 from onnx import numpy_helper
 from sklearn.datasets import load_digits
 
+from benchmarks.truth.claims import Claim, table
+from benchmarks.truth.evidence import evidence
+from benchmarks.truth.families import Cnn, Mlp, trained
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -31,9 +34,6 @@ from onnx_ops.stages.labels import classes_of
 from onnx_ops.stages.predictions import read
 from onnx_ops.stages.quantize import measure_weights
 from onnx_ops.stages.scoring import paired
-from truth.claims import Claim, table
-from truth.evidence import evidence
-from truth.families import Cnn, Mlp, trained
 
 TARGET = Target(name="truth")
 SEEDS, QUICK_SEEDS = 3, 1

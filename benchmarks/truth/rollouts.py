@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import ndtr, ndtri
 
+from benchmarks.truth.claims import Claim, at_least, at_most, table
+from benchmarks.truth.rollout_rivals import HEAD, draw, shown
+from benchmarks.truth.rollout_world import Rates, Result, Rollouts, World
 from onnx_ops.analysis.rollout import clean_requests, quantiles, slo
 from onnx_ops.analysis.rollout import evidence as ev
 from onnx_ops.analysis.rollout.likelihood import log_likelihood
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_policy import Guardrail, ServiceLevel, SplitTest
-from truth.claims import Claim, at_least, at_most, table
-from truth.rollout_rivals import HEAD, draw, shown
-from truth.rollout_world import Rates, Result, Rollouts, World
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
 SPREAD = 0.5

@@ -16,8 +16,8 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import Pace, _ml_client
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
-from onnx_ops.testing.clouds.azureml import AzureCloud, Trouble
-from onnx_ops.testing.clouds.azureml_web import Call
+from tests.support.clouds.azureml import AzureCloud, Trouble
+from tests.support.clouds.azureml_web import Call
 
 PACE = Pace(patience=30, answers=5, lag=1, pause=0.01, longest=0.1)
 _CLOUD = "AZUREML_CURRENT_CLOUD"

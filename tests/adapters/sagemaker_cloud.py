@@ -17,8 +17,8 @@ from botocore.exceptions import ClientError
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
-from onnx_ops.testing.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client, fake_sagemaker
 from onnx_ops.testing.endpoints import scaling_deployment
+from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client, fake_sagemaker
 
 QUIET = {"taken_back": "", "stuck": "", "quota": "", "lag": 0, "reads": 2}
 

@@ -20,7 +20,7 @@ from onnx_ops.spec.targets import TargetFiles
 from onnx_ops.stages.bench import facts_of
 from onnx_ops.stages.compare import compare
 from onnx_ops.stages.probing import made_up, shared_inputs
-from onnx_ops.testing.operators import build_library, write_softsign
+from tests.support.operators import build_library, write_softsign
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
 CPU = Target(name="cpu")

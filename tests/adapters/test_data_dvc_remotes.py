@@ -15,10 +15,10 @@ import pytest
 from onnx_ops.adapters.data.dvc.source import DvcSource
 from onnx_ops.adapters.isolation.npm import NpmPackages
 from onnx_ops.errors import DigestMismatch, MissingPackage, NotFound, OnnxOpsError, ServiceUnavailable, UserError
-from onnx_ops.testing.ports import free_port
 from tests.adapters.dvc_parts import Repository, archive, dvc, expected, first, md5, section, source
 from tests.adapters.registry_services import BUCKET, s3
 from tests.adapters.runtime_places import require
+from tests.support.ports import free_port
 
 PATH = "data/train.npz"
 

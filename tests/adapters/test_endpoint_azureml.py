@@ -13,15 +13,14 @@ import pytest
 
 pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
-from azureml_parts import PACE, World, config_of, inside
-
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, Refused, UserError
-from onnx_ops.testing.clouds.azureml import AzureCloud
-from onnx_ops.testing.clouds.azureml_nodes import Nodes
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
+from tests.adapters.azureml_parts import PACE, World, config_of, inside
+from tests.support.clouds.azureml import AzureCloud
+from tests.support.clouds.azureml_nodes import Nodes
 
 pytestmark = pytest.mark.services
 

@@ -15,18 +15,17 @@ import pytest
 
 pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
-from azureml_parts import PACE, World, config_of, inside
-
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import _ml_client
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import Conflict, EnvironmentFailure, ServiceUnavailable
-from onnx_ops.testing.clouds.azureml import AzureCloud, Trouble
-from onnx_ops.testing.clouds.azureml_nodes import Nodes
-from onnx_ops.testing.clouds.azureml_web import Fault
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.adapters.azureml_parts import PACE, World, config_of, inside
+from tests.support.clouds.azureml import AzureCloud, Trouble
+from tests.support.clouds.azureml_nodes import Nodes
+from tests.support.clouds.azureml_web import Fault
 
 pytestmark = pytest.mark.services
 

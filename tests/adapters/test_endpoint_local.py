@@ -25,7 +25,7 @@ from onnx_ops.errors import Conflict, DigestMismatch, NotFound, OnnxOpsError, Se
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
-from onnx_ops.testing.ports import free_port
+from tests.support.ports import free_port
 
 CONFIG = EndpointConfig(
     endpoint="digits",

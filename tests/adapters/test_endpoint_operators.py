@@ -29,7 +29,7 @@ from onnx_ops.graph.operators import carry_libraries
 from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
 from onnx_ops.testing.endpoints import state_of
 from onnx_ops.testing.models import write_external
-from onnx_ops.testing.operators import build_library, released, write_softsign
+from tests.support.operators import build_library, released, write_softsign
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
 CONFIG = EndpointConfig(

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
-from sagemaker_cloud import cloud, config_of, fake, invoke, pair
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, NotFound, Refused, UserError
-from onnx_ops.testing.clouds.sagemaker import BUCKET, FakeSageMaker, client
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
+from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke, pair
+from tests.support.clouds.sagemaker import BUCKET, FakeSageMaker, client
 
 __all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from sagemaker_cloud import (
+
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.testing.endpoints import state_of
+from tests.adapters.sagemaker_cloud import (
     Load,
     all_that_stands,
     apply_when_told,
@@ -21,13 +26,8 @@ from sagemaker_cloud import (
     pair,
     process_context,
 )
-
-from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import ServiceUnavailable
-from onnx_ops.testing.clouds.sagemaker import FakeSageMaker
-from onnx_ops.testing.clouds.sagemaker_faults import can_conflict
-from onnx_ops.testing.endpoints import state_of
+from tests.support.clouds.sagemaker import FakeSageMaker
+from tests.support.clouds.sagemaker_faults import can_conflict
 
 __all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from sagemaker_cloud import cloud, config_of, fake, invoke
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.rollout import DAY, Action, Roles, RolloutPolicy, Wait, Word, next_action, rollback
-from onnx_ops.testing.clouds.sagemaker import FakeSageMaker, client
 from onnx_ops.testing.endpoints import scaling_deployment
+from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke
+from tests.support.clouds.sagemaker import FakeSageMaker, client
 
 __all__ = ["cloud", "fake"]
 pytestmark = pytest.mark.services

@@ -19,10 +19,10 @@ from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
-from onnx_ops.testing.clouds.sagemaker import SETTINGS
-from onnx_ops.testing.clouds.sagemaker_parts import check_config
-from onnx_ops.testing.clouds.sagemaker_wire import Wire
 from onnx_ops.testing.endpoints import scaling_deployment
+from tests.support.clouds.sagemaker import SETTINGS
+from tests.support.clouds.sagemaker_parts import check_config
+from tests.support.clouds.sagemaker_wire import Wire
 
 NAMES = some.from_regex(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", fullmatch=True)
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sagemaker_cloud import apply_when_told, cloud, config_of, fake, invoke, pair, process_context
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError
-from onnx_ops.testing.clouds.sagemaker import FakeSageMaker, client
 from onnx_ops.testing.endpoints import state_of
+from tests.adapters.sagemaker_cloud import apply_when_told, cloud, config_of, fake, invoke, pair, process_context
+from tests.support.clouds.sagemaker import FakeSageMaker, client
 
 __all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services

@@ -28,7 +28,7 @@ from onnx_ops.stages.compare import compare
 from onnx_ops.stages.probing import made_up, shared_inputs
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_external, write_perceptron
-from onnx_ops.testing.operators import write_softsign
+from tests.support.operators import write_softsign
 
 CPU = Target(name="cpu")
 

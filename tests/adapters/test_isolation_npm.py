@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from runtime_places import require
 
 from onnx_ops.adapters.isolation.npm import NpmPackages, pinned
 from onnx_ops.adapters.isolation.places import MARKER
 from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
+from tests.adapters.runtime_places import require
 
 SMALL = "long@5.3.2"
 

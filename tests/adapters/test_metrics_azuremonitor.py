@@ -11,14 +11,13 @@ import pytest
 
 pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure Monitor is not tested")
 
-from azureml_parts import config_of, inside
-
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.rollout_observed import Quantiles
 from onnx_ops.errors import ServiceUnavailable, UserError
-from onnx_ops.testing.clouds.azureml import AzureCloud, Trouble
 from onnx_ops.testing.endpoints import scaling_deployment
+from tests.adapters.azureml_parts import config_of, inside
+from tests.support.clouds.azureml import AzureCloud, Trouble
 
 NOON = datetime.datetime(2026, 11, 20, 12, tzinfo=datetime.UTC).timestamp()
 

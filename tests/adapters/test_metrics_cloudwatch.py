@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
-from sagemaker_cloud import cloud, config_of, fake, invoke
 
 from onnx_ops import plugins
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.metrics.cloudwatch import CloudWatchMetrics
 from onnx_ops.domain.rollout_observed import interval
 from onnx_ops.errors import ServiceUnavailable, UserError
-from onnx_ops.testing.clouds.sagemaker import FakeSageMaker, client
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke
+from tests.support.clouds.sagemaker import FakeSageMaker, client
 
 __all__ = ["cloud", "fake"]
 pytestmark = pytest.mark.services

@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from registry_services import BUCKET, s3
 
-from onnx_ops.testing.objects import RemoteLedgerSuite, RemoteStoreSuite
+from tests.adapters.registry_services import BUCKET, s3
+from tests.support.objects import RemoteLedgerSuite, RemoteStoreSuite
 
 pytestmark = pytest.mark.services
 

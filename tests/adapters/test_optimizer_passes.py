@@ -26,8 +26,8 @@ from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.stages.compare import compare
 from onnx_ops.stages.probing import made_up, shared_inputs
 from onnx_ops.testing.models import write_convolution, write_perceptron
-from onnx_ops.testing.operators import write_softsign
 from onnx_ops.testing.optimizers import OptimizerSuite
+from tests.support.operators import write_softsign
 
 TOOLS = (SlimOptimizer, SimplifyOptimizer, PassOptimizer)
 CPU = Target(name="cpu")

@@ -27,9 +27,9 @@ from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.ports.release import Registry
-from onnx_ops.testing.mlflow_server import mlflow_server as started_server
-from onnx_ops.testing.ports import free_port
 from onnx_ops.testing.registries import RegistrySuite, publication
+from tests.support.mlflow_server import mlflow_server as started_server
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="session")

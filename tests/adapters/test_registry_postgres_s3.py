@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from registry_services import BUCKET, s3
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.ports.release import Registry
-from onnx_ops.testing.postgres import postgres
 from onnx_ops.testing.registries import RegistrySuite
+from tests.adapters.registry_services import BUCKET, s3
+from tests.support.postgres import postgres
 
 
 @pytest.fixture(scope="module")

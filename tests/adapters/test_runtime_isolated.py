@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runtime_places import ended_in_the_middle
 
 from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime, build_of
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -22,6 +21,7 @@ from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
 from onnx_ops.ports import HousedRuntime, RewritingRuntime
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
+from tests.adapters.runtime_places import ended_in_the_middle
 
 PINNED = Environment(requirements=("onnxruntime==1.31.1",))
 APART = Target(name="apart", env=PINNED)

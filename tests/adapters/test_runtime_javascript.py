@@ -12,7 +12,6 @@ import numpy as np
 import psutil
 import pytest
 from onnx import helper
-from runtime_places import ended_in_the_middle, environments, require
 
 from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRuntime
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -24,6 +23,7 @@ from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.ports import RaceSchedule, RewritingRuntime
 from onnx_ops.testing.models import rows, write_external, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
+from tests.adapters.runtime_places import ended_in_the_middle, environments, require
 
 NODE = Target(name="node", runtime="node", providers=(Provider(name="cpu"),))
 NODE_WASM = Target(name="node-wasm", runtime="node", providers=(Provider(name="wasm"),))

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_analysis_judge import FP32, GATES, INT8, against, counts, parity, timed
 
 from onnx_ops.analysis.drift import changes, drift
 from onnx_ops.domain.evidence import Evidence, Interval, RuntimeFacts, ScoreComparison
 from onnx_ops.domain.gate import GateResult, LatencyGate, MetricGate, Verdict, combine
+from tests.analysis.test_analysis_judge import FP32, GATES, INT8, against, counts, parity, timed
 
 MS = 1_000_000
 INT8_NOW = replace(INT8, baseline="", comparisons=(against("fp32", 0.7),), metrics=(counts(""), counts("fp32")))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from onnx_ops.testing.processes import memory, peak_memory
-from onnx_ops.testing.server import ServerFamily
+from tests.support.processes import memory, peak_memory
+from tests.support.server import ServerFamily
 
 INFER = "/v2/models/m/infer"
 X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}

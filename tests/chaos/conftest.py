@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from chaos_parts import INFER, Make, Patient
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from onnx_ops.testing.load import LoadPlan, Payload
-from onnx_ops.testing.server import ServerFamily
+from tests.chaos.chaos_parts import INFER, Make, Patient
+from tests.support.load import LoadPlan, Payload
+from tests.support.server import ServerFamily
 
 
 @pytest.fixture

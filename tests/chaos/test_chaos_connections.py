@@ -8,10 +8,10 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 
 import pytest
-from chaos_parts import MB, Make, Patient, post, status_of
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import state_of
+from tests.chaos.chaos_parts import MB, Make, Patient, post, status_of
 
 CONNECTIONS = 10_000
 SPARE_FILES = 200

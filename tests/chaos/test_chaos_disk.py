@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from chaos_parts import Make, Patient
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.serving.table import TableFile
 from onnx_ops.testing.endpoints import state_of
-from onnx_ops.testing.server import ServerFamily
+from tests.chaos.chaos_parts import Make, Patient
+from tests.support.server import ServerFamily
 
 
 def refuses_until_room_is_made(server: ServerFamily, blue: Deployment, green: Deployment) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos_parts import Make, Patient
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.testing.chaos import Victim, publish_and_kill
 from onnx_ops.testing.endpoints import state_of
-from onnx_ops.testing.load import LoadPlan, LoadProcess
-from onnx_ops.testing.server import ServerFamily
+from tests.chaos.chaos_parts import Make, Patient
+from tests.support.chaos import Victim, publish_and_kill
+from tests.support.load import LoadPlan, LoadProcess
+from tests.support.server import ServerFamily
 
 Plan = Callable[..., LoadPlan]
 
@@ -124,8 +124,8 @@ def test_killed_within_a_publication(
 
 @pytest.fixture(scope="module")
 def moments_of_a_publication(tmp_path_factory: pytest.TempPathFactory) -> int:
-    from onnx_ops.testing.chaos import count_moments
     from onnx_ops.testing.endpoints import scaling_deployment
+    from tests.support.chaos import count_moments
 
     root = tmp_path_factory.mktemp("counted")
     counted = count_moments(

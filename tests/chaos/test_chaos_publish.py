@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chaos_parts import Make
-
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.testing.load import LoadPlan
-from onnx_ops.testing.server import ServerFamily
-from onnx_ops.testing.storm import storm
+from tests.chaos.chaos_parts import Make
+from tests.support.load import LoadPlan
+from tests.support.server import ServerFamily
+from tests.support.storm import storm
 
 Plan = Callable[..., LoadPlan]
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from chaos_parts import GOOD, INFER, MB, Patient, X, answers_of, chunked, post, status_of
+
+from tests.chaos.chaos_parts import GOOD, INFER, MB, Patient, X, answers_of, chunked, post, status_of
 
 
 @pytest.fixture(autouse=True)

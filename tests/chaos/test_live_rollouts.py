@@ -34,7 +34,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
 from onnx_ops.serving.run_time import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
-from onnx_ops.testing.load import LoadPlan, LoadProcess, Payload, Records
+from tests.support.load import LoadPlan, LoadProcess, Payload, Records
 
 pytestmark = pytest.mark.services
 

@@ -20,9 +20,9 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.promote import configure
-from onnx_ops.testing.clouds.sagemaker import SETTINGS
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
 from onnx_ops.wiring.project import open_project
+from tests.support.clouds.sagemaker import SETTINGS
 
 AZURE: Mapping[str, str | int | float | bool] = {
     "subscription": "00000000-0000-0000-0000-000000000001",

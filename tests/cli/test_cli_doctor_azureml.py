@@ -14,9 +14,9 @@ pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not instal
 from onnx_ops.cli.main import app
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.operations.promote import configure
-from onnx_ops.testing.clouds.azureml import AzureCloud
 from onnx_ops.wiring.project import open_project
 from tests.adapters.azureml_parts import config_of, inside
+from tests.support.clouds.azureml import AzureCloud
 
 Captured = pytest.CaptureFixture[str]
 

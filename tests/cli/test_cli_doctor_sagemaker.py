@@ -14,7 +14,7 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.cli.main import app
 from onnx_ops.domain.finding import Finding
 from onnx_ops.ports import Diagnosing
-from onnx_ops.testing.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
+from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
 
 pytestmark = pytest.mark.services
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from onnx_ops.cli.main import app
 from onnx_ops.graph.inspect import info
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
-from onnx_ops.testing.operators import write_softsign
+from tests.support.operators import write_softsign
 
 
 @pytest.fixture

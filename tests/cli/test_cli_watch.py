@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 from cryptography.fernet import Fernet
-from watch_parts import CHALLENGER, CHAMPION, Site, until, watching
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
@@ -19,8 +18,9 @@ from onnx_ops.adapters.webhooks.secret import read_secret
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
 from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, sign
-from onnx_ops.testing.mlflow_server import mlflow_server
-from onnx_ops.testing.ports import free_port
+from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, until, watching
+from tests.support.mlflow_server import mlflow_server
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.services
 

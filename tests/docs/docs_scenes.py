@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 import psutil
 from cryptography.fernet import Fernet
-from docs_shell import Shell
 from skl2onnx import to_onnx
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
@@ -27,9 +26,10 @@ from onnx_ops.operations.journal import Journal, bound_endpoints
 from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
 from onnx_ops.testing.endpoints import state_of
 from onnx_ops.testing.inbox import Inbox
-from onnx_ops.testing.mlflow_server import mlflow_server
-from onnx_ops.testing.server import ServerFamily
 from onnx_ops.wiring.project import open_project
+from tests.docs.docs_shell import Shell
+from tests.support.mlflow_server import mlflow_server
+from tests.support.server import ServerFamily
 
 
 def stop(project: Path) -> None:

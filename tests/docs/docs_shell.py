@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
-from docs_blocks import Command
 
-from onnx_ops.testing.processes import session_of
+from tests.docs.docs_blocks import Command
+from tests.support.processes import session_of
 
 PATIENCE_S = 600.0
 _MARK = "--- ended with"

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 from cli_page import commands, flags
-from docs_blocks import PAGES, ROOT, SHELL, Block, blocks_of, calls, commands_of
 
 from onnx_ops.spec.loader import load_pipeline
 from onnx_ops.spec.policy import load_policy
 from onnx_ops.spec.schema import pipeline_schema, target_schema
 from onnx_ops.spec.targets import TargetFiles
 from onnx_ops.spec.text import read_text
+from tests.docs.docs_blocks import PAGES, ROOT, SHELL, Block, blocks_of, calls, commands_of
 
 COMMANDS = dict(commands())
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

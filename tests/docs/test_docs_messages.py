@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from docs_blocks import ROOT, blocks_of
+
+from tests.docs.docs_blocks import ROOT, blocks_of
 
 TROUBLES = sorted((ROOT / "docs" / "troubles").glob("*.md"))
 SECTIONS = ["You see", "Now", "Why", "So that it does not happen"]

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from docs_blocks import ROOT, Block, Command, blocks_of, commands_of
-from docs_shell import Shell, missing, outcome_of, without_ports
 
 from onnx_ops.testing.inbox import Inbox, Reply
+from tests.docs.docs_blocks import ROOT, Block, Command, blocks_of, commands_of
+from tests.docs.docs_shell import Shell, missing, outcome_of, without_ports
 
 PAGE = ROOT / "docs" / "four-ways.md"
 SOON_S = 300.0

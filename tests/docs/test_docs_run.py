@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from docs_blocks import PAGES, ROOT, SHELL, Block, Command, blocks_of, commands_of
-from docs_scenes import broken, stop, there
-from docs_shell import Shell, missing, outcome_of, wait_for
 from sklearn.datasets import load_digits
 
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.wiring.project import open_project
 from onnx_ops.wiring.scaffold import scaffold
+from tests.docs.docs_blocks import PAGES, ROOT, SHELL, Block, Command, blocks_of, commands_of
+from tests.docs.docs_scenes import broken, stop, there
+from tests.docs.docs_shell import Shell, missing, outcome_of, wait_for
 
 PIPELINE = "configs/pipelines/digits-mlp.yaml"
 ONNX_OPS = Path(sys.executable).with_name("onnx-ops")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 from cli_page import commands, flags
-from docs_blocks import ROOT
 from jsonschema import Draft202012Validator
 from keys import keys, sections
 
 from onnx_ops.settings import load_settings, to_environ
 from onnx_ops.spec.schema import pipeline_schema, target_schema
 from onnx_ops.spec.text import read_text
+from tests.docs.docs_blocks import ROOT
 
 BY_GENERATORS = {"reference/cli.md", "reference/pipeline-file.md", "reference/target-file.md"}
 CONFIGURATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

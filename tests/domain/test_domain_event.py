@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_domain_ledger import CONFIGURED, FINISH, START, intent, log, version
-from test_domain_notification import ALARM, ON_TRIAL, told
 
 from onnx_ops.domain.event import NAMES, event_of
 from onnx_ops.domain.ledger import Outcome
 from onnx_ops.domain.notification import Notification, Severity, What, news
 from onnx_ops.domain.rollout import ActionKind, rollback
+from tests.domain.test_domain_ledger import CONFIGURED, FINISH, START, intent, log, version
+from tests.domain.test_domain_notification import ALARM, ON_TRIAL, told
 
 
 def followed(*bodies: object) -> list[Notification]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_domain_ledger import CONFIGURED, FINISH, FIRST, START, intent, log, version
 
 from onnx_ops.domain.ledger import Body, Held, Outcome, RefusedVersion, Spoken
 from onnx_ops.domain.notification import QUIET_S, Notification, Severity, What, news, trial
 from onnx_ops.domain.rollout import ActionKind, WaitKind, Word, abort, rollback
+from tests.domain.test_domain_ledger import CONFIGURED, FINISH, FIRST, START, intent, log, version
 
 LINE = "errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) -> ROLL BACK"
 ALARM = abort(START.roles, "cpu", why=LINE, reject=True)

@@ -30,8 +30,8 @@ from onnx_ops.adapters.endpoints.server_process import ServerProcess
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
-from onnx_ops.testing.clouds.azureml import AzureCloud
-from onnx_ops.testing.clouds.sagemaker import SETTINGS, FakeSageMaker, client
+from tests.support.clouds.azureml import AzureCloud
+from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
 
 PACE = Pace(patience=60, answers=5, lag=1, pause=0.01, longest=0.1)
 LATE_S = 240.0

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_project import Project, make_project
+
+from tests.e2e.e2e_project import Project, make_project
 
 
 @pytest.fixture(scope="module")

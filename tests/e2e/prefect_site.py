@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from e2e_project import Project, until
 
-from onnx_ops.testing.ports import free_port
+from tests.e2e.e2e_project import Project, until
+from tests.support.ports import free_port
 
 PREFECT = Path(sys.executable).with_name("prefect")
 

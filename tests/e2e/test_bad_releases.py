@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_project import MLP, Project
+
+from tests.e2e.e2e_project import MLP, Project
 
 pytestmark = pytest.mark.services
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_project import Project
+
+from tests.e2e.e2e_project import Project
 
 OTHERWISE = """
 import numpy as np

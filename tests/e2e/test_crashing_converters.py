@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_project import Project
+
+from tests.e2e.e2e_project import Project
 
 pytestmark = pytest.mark.services
 

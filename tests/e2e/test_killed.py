@@ -7,11 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e_project import MLP, Project
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.ledger import Intent, Outcome, fold
+from tests.e2e.e2e_project import MLP, Project
 
 pytestmark = pytest.mark.services
 

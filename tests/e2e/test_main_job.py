@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from e2e_project import MLP, Project
 from sklearn.datasets import load_digits
+
+from tests.e2e.e2e_project import MLP, Project
 
 pytestmark = pytest.mark.services
 

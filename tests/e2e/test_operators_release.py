@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from e2e_project import ROOT, Project, until
 
-from onnx_ops.testing.operators import build_library, write_softsign
+from tests.e2e.e2e_project import ROOT, Project, until
+from tests.support.operators import build_library, write_softsign
 
 pytestmark = pytest.mark.services
 

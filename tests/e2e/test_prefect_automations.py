@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_project import ROOT, Project, until
 from prefect import flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Failed, Running
-from prefect_site import PREFECT, PrefectSite, served
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.event import GATE_FAILED, Event, model_id
 from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.orchestration.events import post
 from onnx_ops.testing.inbox import Inbox
+from tests.e2e.e2e_project import ROOT, Project, until
+from tests.e2e.prefect_site import PREFECT, PrefectSite, served
 
 pytestmark = pytest.mark.services
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import psycopg2
 import pytest
-from e2e_project import ROOT, Project
-from prefect_site import PrefectSite, served
 
-from onnx_ops.testing.postgres import postgres
+from tests.e2e.e2e_project import ROOT, Project
+from tests.e2e.prefect_site import PrefectSite, served
+from tests.support.postgres import postgres
 
 pytestmark = pytest.mark.services
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from e2e_project import Project, until
-from prefect_site import PrefectSite, served
+
+from tests.e2e.e2e_project import Project, until
+from tests.e2e.prefect_site import PrefectSite, served
 
 pytestmark = pytest.mark.services
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import psutil
 import pytest
-from e2e_project import Project, until
-from prefect_site import PrefectSite, served
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+from tests.e2e.e2e_project import Project, until
+from tests.e2e.prefect_site import PrefectSite, served
 
 pytestmark = pytest.mark.services
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from e2e_project import Project, until
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from onnx_ops.testing.ports import free_port
+from tests.e2e.e2e_project import Project, until
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.services
 

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from e2e_project import Project
 from sklearn.datasets import load_digits
+
+from tests.e2e.e2e_project import Project
 
 pytestmark = pytest.mark.services
 

@@ -13,9 +13,6 @@ import pytest
 
 pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so no cloud is tested end to end")
 
-from cloud_sites import LATE_S, AzureMl, Clients, Local, SageMaker, Site, Wound, body_of, environment, write_model
-from e2e_project import Project
-
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -27,9 +24,22 @@ from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.ports import Ports
 from onnx_ops.settings import load_settings
-from onnx_ops.testing.clouds.azureml import AzureCloud
-from onnx_ops.testing.clouds.sagemaker import fake_sagemaker
 from onnx_ops.wiring import connect
+from tests.e2e.cloud_sites import (
+    LATE_S,
+    AzureMl,
+    Clients,
+    Local,
+    SageMaker,
+    Site,
+    Wound,
+    body_of,
+    environment,
+    write_model,
+)
+from tests.e2e.e2e_project import Project
+from tests.support.clouds.azureml import AzureCloud
+from tests.support.clouds.sagemaker import fake_sagemaker
 
 pytestmark = pytest.mark.services
 

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
-from engine_parts import PIPELINE, TARGETS, TableProbe
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from onnx_ops.engine import InlineExecutor, RunResult, Silent, in_order, plan, r
 from onnx_ops.engine.crew import Crew
 from onnx_ops.errors import StageFailure
 from onnx_ops.testing.fakes import FakeClock
+from tests.engine.engine_parts import PIPELINE, TARGETS, TableProbe
 
 PATIENCE_S = 30.0
 PLAN = plan(PIPELINE, TARGETS, TableProbe())

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
@@ -17,6 +16,7 @@ from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import SessionSettings
 from onnx_ops.engine import InlineExecutor, Silent, plan, run
 from onnx_ops.testing.fakes import FakeClock
+from tests.engine.engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
 
 VARIANTS = ("fp32", "int8-dynamic", "int8-static")
 

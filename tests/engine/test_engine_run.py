@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
-from engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, Watching
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.gate import SizeGate
@@ -14,6 +13,7 @@ from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.engine import InlineExecutor, RunResult, Silent, plan, preview, run
 from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError, StageFailure, StateCorrupt, UserError
 from onnx_ops.testing.fakes import FakeClock
+from tests.engine.engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, Watching
 
 PLAN = plan(PIPELINE, TARGETS, TableProbe())
 OTHER_GATES = plan(replace(PIPELINE, gates=(SizeGate(max=5),)), TARGETS, TableProbe())

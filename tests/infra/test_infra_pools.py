@@ -11,7 +11,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from infra_tools import INFRA
+
+from tests.infra.infra_tools import INFRA
 
 MANIFESTS = INFRA / "kubernetes" / "onnx-ops.yaml"
 POOLS = {path.stem: path for path in sorted((INFRA / "pools").glob("*.json"))}

@@ -7,11 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from veto_parts import POLICY
-from veto_process import AUTH, PASSWORD, GuardedServer, await_answer, server_command, server_environment
 
 from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, create_key, public_path
-from onnx_ops.testing.ports import free_port
+from tests.integrations.veto_parts import POLICY
+from tests.integrations.veto_process import (
+    AUTH,
+    PASSWORD,
+    GuardedServer,
+    await_answer,
+    server_command,
+    server_environment,
+)
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from veto_parts import (
+
+from onnx_ops import codec
+from onnx_ops.adapters.signers.ed25519 import TrustedKeys, create_key
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.override import SignedOverride
+from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
+from onnx_ops.integrations.mlflow_app.names import folded, guarded
+from onnx_ops.operations.decided import standing_override
+from tests.integrations.veto_parts import (
     CHALLENGER,
     CHAMPION,
     MODEL,
@@ -21,15 +30,6 @@ from veto_parts import (
     sign,
     tags_of,
 )
-
-from onnx_ops import codec
-from onnx_ops.adapters.signers.ed25519 import TrustedKeys, create_key
-from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.override import SignedOverride
-from onnx_ops.errors import OnnxOpsError, Refused
-from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
-from onnx_ops.integrations.mlflow_app.names import folded, guarded
-from onnx_ops.operations.decided import standing_override
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from veto_parts import CHALLENGER, CHAMPION, SLOW, TARGET, judged, sign
-from veto_process import PASSWORD, GuardedServer, server_command, server_environment
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
@@ -25,6 +23,8 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused
 from onnx_ops.operations.decided import standing_override
 from onnx_ops.testing.registries import publication
+from tests.integrations.veto_parts import CHALLENGER, CHAMPION, SLOW, TARGET, judged, sign
+from tests.integrations.veto_process import PASSWORD, GuardedServer, server_command, server_environment
 
 pytestmark = pytest.mark.services
 

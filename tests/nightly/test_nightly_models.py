@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.testing.backend_models import outcomes, write_models
+from tests.support.backend_models import outcomes, write_models
 
 
 @pytest.mark.nightly

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.isolation.npm import NpmPackages
-from onnx_ops.testing.objects import RemoteLedgerSuite, RemoteStoreSuite
-from onnx_ops.testing.ports import free_port
+from tests.support.objects import RemoteLedgerSuite, RemoteStoreSuite
+from tests.support.ports import free_port
 
 AZURITE = "azurite@3.37.0"
 CONTAINER = "onnx-ops"

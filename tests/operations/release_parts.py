@@ -20,7 +20,7 @@ from onnx_ops.operations.reconcile import StepReport, settle
 from onnx_ops.operations.rollback import Rolled, roll_back, say
 from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeSigner, FakeWorld
-from onnx_ops.testing.faults import Faults
+from tests.support.faults import Faults
 
 MODEL, TARGET = "digits", "cpu"
 CHAMPION, CHALLENGER, PREVIOUS = f"champion-{TARGET}", f"challenger-{TARGET}", f"previous-{TARGET}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects
-
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
 from onnx_ops.domain.rollout_policy import Guardrail
+from tests.operations.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects
 
 GUARDED = RolloutPolicy(
     steps=(0.1, 0.5, 1.0),

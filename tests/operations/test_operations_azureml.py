@@ -12,8 +12,6 @@ import pytest
 
 pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
-from release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene, decision_record, sign
-
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
@@ -23,9 +21,10 @@ from onnx_ops.domain.rollout import Word
 from onnx_ops.operations.orphans import discard, survey
 from onnx_ops.operations.promote import configure
 from onnx_ops.ports import Ports
-from onnx_ops.testing.clouds.azureml import AzureCloud
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, inside
+from tests.operations.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene, decision_record, sign
+from tests.support.clouds.azureml import AzureCloud
 
 
 class Azure(Scene):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from release_parts import MODEL, TARGET, Scene, decision_record, sign
 
 from onnx_ops import codec
 from onnx_ops.adapters.objects import LocalObjects
@@ -20,6 +19,7 @@ from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.operations.collect import collect, digests_in, reachable, unneeded
 from onnx_ops.operations.prune import plan_pruning, prune
 from onnx_ops.ports import Ports
+from tests.operations.release_parts import MODEL, TARGET, Scene, decision_record, sign
 
 MONTH = 30 * DAY
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of
 from typer.testing import CliRunner
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
@@ -27,6 +26,7 @@ from onnx_ops.operations.status import Wanted, history, status_each, wanted_endp
 from onnx_ops.operations.watch import Watcher, WatchReport
 from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
+from tests.operations.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of
 
 FACES = replace(config_of("faces"), provider="local", model="faces", target="gpu")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from release_parts import CHAMPION, Scene, config_of
 
 from onnx_ops.domain.ledger import Deleted
 from onnx_ops.errors import Conflict, NotFound, Refused, ServiceUnavailable
 from onnx_ops.operations.delete import delete
 from onnx_ops.operations.journal import Journal, bound_endpoints
 from onnx_ops.operations.reconcile import settle
-from onnx_ops.testing.faults import Faults, Killed
+from tests.operations.release_parts import CHAMPION, Scene, config_of
+from tests.support.faults import Faults, Killed
 
 
 @pytest.fixture

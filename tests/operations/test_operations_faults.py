@@ -11,8 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
-from release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
-from release_scenes import (
+
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.ledger import Override, Spoken
+from onnx_ops.domain.rollout import Word
+from onnx_ops.errors import Conflict, NotFound, Refused
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.promote import promote
+from onnx_ops.operations.reconcile import settle
+from onnx_ops.operations.rollback import roll_back
+from tests.operations.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
+from tests.operations.release_scenes import (
     asked_for,
     counted_out,
     end_of,
@@ -27,16 +36,7 @@ from release_scenes import (
     with_candidate,
     withdrawn,
 )
-
-from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.ledger import Override, Spoken
-from onnx_ops.domain.rollout import Word
-from onnx_ops.errors import Conflict, NotFound, Refused
-from onnx_ops.operations.journal import Journal
-from onnx_ops.operations.promote import promote
-from onnx_ops.operations.reconcile import settle
-from onnx_ops.operations.rollback import roll_back
-from onnx_ops.testing.faults import Faults, Killed
+from tests.support.faults import Faults, Killed
 
 
 @dataclass(frozen=True)

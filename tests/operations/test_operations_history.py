@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from release_parts import MODEL, TARGET, Scene
 
 from onnx_ops.domain.rollout import DAY
 from onnx_ops.errors import NotFound
@@ -12,6 +11,7 @@ from onnx_ops.operations.promote import promote
 from onnx_ops.operations.status import HistoryLine, Wanted, wanted_endpoints
 from onnx_ops.operations.status import history as read_history
 from onnx_ops.ports import Ports
+from tests.operations.release_parts import MODEL, TARGET, Scene
 
 
 def history(ports: Ports, wanted: Wanted) -> tuple[HistoryLine, ...]:

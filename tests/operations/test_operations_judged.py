@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from release_parts import CHALLENGER, CHAMPION, Scene, effects
-from release_scenes import GUARDED, begun, counted_out
 
 from onnx_ops.domain.ledger import Frozen, Observed
 from onnx_ops.domain.rollout import RolloutPolicy, Word
@@ -12,7 +10,9 @@ from onnx_ops.domain.rollout_observed import ShadowTally, Tally
 from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
 from onnx_ops.errors import Refused, ServiceUnavailable
 from onnx_ops.operations.observe import RECORD_EVERY_S
-from onnx_ops.testing.faults import Faults, Killed
+from tests.operations.release_parts import CHALLENGER, CHAMPION, Scene, effects
+from tests.operations.release_scenes import GUARDED, begun, counted_out
+from tests.support.faults import Faults, Killed
 
 SHADOWED = RolloutPolicy(steps=(0.5, 1.0), shadow=ShadowTrial(min_requests=100), min_requests=(200,))
 

@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from release_parts import CHALLENGER, Scene
-from release_scenes import (
+
+from onnx_ops.domain.ledger import Intent, LedgerEntry, Mirrored, Observed, Outcome, RefusedVersion
+from onnx_ops.domain.rollout import Word
+from onnx_ops.operations.bell import Bell
+from onnx_ops.operations.watch import Kind, Watcher, WatchReport
+from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Ports, Registry
+from onnx_ops.testing.fakes import FakeWorld
+from tests.operations.release_parts import CHALLENGER, Scene
+from tests.operations.release_scenes import (
     asked_for,
     counted_out,
     end_of,
@@ -31,13 +38,6 @@ from release_scenes import (
     with_candidate,
     withdrawn,
 )
-
-from onnx_ops.domain.ledger import Intent, LedgerEntry, Mirrored, Observed, Outcome, RefusedVersion
-from onnx_ops.domain.rollout import Word
-from onnx_ops.operations.bell import Bell
-from onnx_ops.operations.watch import Kind, Watcher, WatchReport
-from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Ports, Registry
-from onnx_ops.testing.fakes import FakeWorld
 
 EFFECTS = frozenset({"append", "apply", "admit", "set_alias", "delete_alias", "annotate", "mirror"})
 """Everything by which a reconciler changes ledger, endpoints, model folders and registry."""

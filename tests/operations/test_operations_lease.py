@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from release_parts import Scene, effects
-from release_scenes import serving, with_candidate
 
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Renewed
 from onnx_ops.errors import ServiceUnavailable
@@ -17,6 +15,8 @@ from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.lease import LEASE_SECONDS
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.operations.rollback import roll_back
+from tests.operations.release_parts import Scene, effects
+from tests.operations.release_scenes import serving, with_candidate
 
 UPDATE_S = 20 * 60
 PATIENCE_S = 30.0

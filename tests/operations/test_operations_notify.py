@@ -9,8 +9,6 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_parts import CANARY, CHAMPION, Scene
-from release_scenes import misled, on_trial, serving
 
 from onnx_ops.domain.ledger import Held, LedgerEntry, Notified, Spoken, fold
 from onnx_ops.domain.notification import QUIET_S, Notification, What, news
@@ -20,7 +18,9 @@ from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.notify import Herald, Told, note_wait, notify_due, notify_each, notify_test
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.testing.fakes import FakeNotifier
-from onnx_ops.testing.faults import Faults, Killed
+from tests.operations.release_parts import CANARY, CHAMPION, Scene
+from tests.operations.release_scenes import misled, on_trial, serving
+from tests.support.faults import Faults, Killed
 
 CHAT = "chat"
 

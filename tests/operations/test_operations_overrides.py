@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene
 
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import LedgerEntry, Override
 from onnx_ops.domain.override import reason_tag, record_tag
 from onnx_ops.errors import Refused
 from onnx_ops.testing.fakes import FakeRegistry, FakeSigner, FakeWorld
+from tests.operations.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene
 
 
 @pytest.fixture

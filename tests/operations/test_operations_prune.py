@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_parts import CANARY, CHAMPION, MODEL, Scene
 
 from onnx_ops.domain.endpoint import Leftover
 from onnx_ops.domain.rollout import DAY
 from onnx_ops.operations.orphans import Orphan, Survey, survey
 from onnx_ops.operations.prune import PrunePlan, plan_pruning, prune
+from tests.operations.release_parts import CANARY, CHAMPION, MODEL, Scene
 
 
 def versions(plan: PrunePlan) -> list[str]:

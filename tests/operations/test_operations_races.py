@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene, effects
-from release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
@@ -22,7 +20,9 @@ from onnx_ops.operations.journal import LOOKS, Journal
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeWorld
-from onnx_ops.testing.faults import Faults
+from tests.operations.release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene, effects
+from tests.operations.release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate
+from tests.support.faults import Faults
 
 DRIVERS = 4
 

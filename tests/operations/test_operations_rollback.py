@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from release_parts import AT_ONCE, CANARY, CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of, effects
 
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
 from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
 from onnx_ops.operations.promote import configure
 from onnx_ops.operations.reconcile import settle, step
+from tests.operations.release_parts import (
+    AT_ONCE,
+    CANARY,
+    CHALLENGER,
+    CHAMPION,
+    MODEL,
+    PREVIOUS,
+    Scene,
+    config_of,
+    effects,
+)
 
 
 @pytest.fixture

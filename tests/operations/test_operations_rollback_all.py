@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from release_parts import CHAMPION, Scene
 
 from onnx_ops.operations.rollback import roll_back
+from tests.operations.release_parts import CHAMPION, Scene
 
 
 @pytest.fixture

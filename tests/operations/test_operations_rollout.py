@@ -6,19 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from release_parts import (
-    CANARY,
-    CHALLENGER,
-    CHAMPION,
-    MODEL,
-    PREVIOUS,
-    TARGET,
-    Scene,
-    config_of,
-    decision_record,
-    effects,
-    sign,
-)
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
@@ -31,6 +18,19 @@ from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import settle, step
 from onnx_ops.operations.status import Wanted, history, status
 from onnx_ops.testing.fakes import FakeSigner
+from tests.operations.release_parts import (
+    CANARY,
+    CHALLENGER,
+    CHAMPION,
+    MODEL,
+    PREVIOUS,
+    TARGET,
+    Scene,
+    config_of,
+    decision_record,
+    effects,
+    sign,
+)
 
 
 @pytest.fixture

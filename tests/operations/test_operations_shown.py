@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from release_scenes import serving
 
 from onnx_ops.cli.endpoint_tables import history_table, status_document, status_report
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.operations.status import EndpointStatus, Wanted, history, status
 from onnx_ops.ports import EndpointProvider
 from onnx_ops.testing.fakes import FakeProvider
+from tests.operations.release_scenes import serving
 
 
 class Outlived(FakeProvider):

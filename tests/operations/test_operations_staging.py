@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, config_of
 
 from onnx_ops.domain.rollout import RolloutPolicy, Word
 from onnx_ops.errors import NotFound
 from onnx_ops.operations.promote import configure
 from onnx_ops.operations.rollback import chosen, roll_back_each
+from tests.operations.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, config_of
 
 NAMES = ("digits", "region", "world")
 SOAK_S = 3600.0

@@ -6,9 +6,6 @@ import base64
 import re
 import xml.etree.ElementTree as ET
 
-from release_parts import Scene
-from release_scenes import on_trial, serving
-
 from onnx_ops.analysis.rollout.judge import EvidencePath, paths
 from onnx_ops.domain.ledger import Observed
 from onnx_ops.domain.rollout import ActionKind, RolloutPolicy, Word
@@ -17,6 +14,8 @@ from onnx_ops.domain.rollout_policy import Guardrail
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.trace import Trace, trace
 from onnx_ops.reporting.evidence_plot import as_data_url, evidence_svg
+from tests.operations.release_parts import Scene
+from tests.operations.release_scenes import on_trial, serving
 
 
 def traced(scene: Scene) -> Trace | None:

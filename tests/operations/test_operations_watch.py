@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from release_parts import CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of
-from release_scenes import lost, misled, past_its_time, serving, with_candidate
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
@@ -22,6 +20,8 @@ from onnx_ops.operations.reconcile import StepReport
 from onnx_ops.operations.watch import Kind, Watcher, WatchReport
 from onnx_ops.ports import Registry
 from onnx_ops.testing.fakes import FakeWorld
+from tests.operations.release_parts import CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of
+from tests.operations.release_scenes import lost, misled, past_its_time, serving, with_candidate
 
 
 class Counting:

@@ -11,11 +11,11 @@ import yaml
 from prefect import State, flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
-from test_orchestration_rollouts import run_of, task_runs
 
 from onnx_ops.domain.notification import What
 from onnx_ops.orchestration.champions import look_after
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
+from tests.orchestration.test_orchestration_rollouts import run_of, task_runs
 from tests.wiring.champion_parts import SLOWER, Throne
 
 

@@ -10,7 +10,6 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from test_orchestration_flows import SERVED, UNSERVED, summary
 
 from onnx_ops.domain.notification import Notification, What, trial
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
@@ -22,6 +21,7 @@ from onnx_ops.ports import Following, Notifier
 from onnx_ops.testing.fakes import FakeNotifier
 from tests.engine.engine_parts import PIPELINE
 from tests.operations.release_parts import CANARY, Scene
+from tests.orchestration.test_orchestration_flows import SERVED, UNSERVED, summary
 
 assert PIPELINE.register is not None
 PIPE = replace(PIPELINE, register=replace(PIPELINE.register, model="digits-mlp"))

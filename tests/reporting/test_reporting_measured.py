@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_reporting_html import evidence_of, page_of
 
 from onnx_ops.analysis.judge import judge
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.gate import Gate, MetricGate, SizeGate
 from onnx_ops.reporting.measured import headline, task_metric, unit_of
+from tests.reporting.test_reporting_html import evidence_of, page_of
 
 ERROR = Interval(estimate=2.5, low=2.25, high=2.75)
 CLOSE = Interval(estimate=0.9, low=0.8, high=1.0)

@@ -9,10 +9,10 @@ from typing import Any
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from serving_process import Server, deploy
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import scaling_deployment
+from tests.serving.serving_process import Server, deploy
 
 Tensor = tuple[str, int, list[Any]]
 

@@ -21,7 +21,7 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import SERVER_FILE, STATE_PATH, TOKEN_FILE, AdminState, ServerRecord
-from onnx_ops.testing.ports import free_port
+from tests.support.ports import free_port
 
 
 def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str = "m") -> Deployment:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_process import wait_until
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.testing.endpoints import scaling_deployment
-from onnx_ops.testing.ports import free_port
+from tests.serving.serving_process import wait_until
+from tests.support.ports import free_port
 
 COMMAND = [sys.executable, "-P", "-m", "onnx_ops.serving.container"]
 BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import resource
 
-from serving_process import Server
-
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.admin import AUDIT_FILE
 from onnx_ops.serving.table import CURRENT, PREVIOUS, TableFile
 from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import Server
 
 
 def test_a_full_disk_refuses_a_publication_and_changes_nothing(

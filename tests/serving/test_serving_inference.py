@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
-from serving_worker import Worker, post, received
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.serving import shared as slab
@@ -23,6 +22,7 @@ from onnx_ops.serving.batches import groups
 from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.wire import Call
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.serving.serving_worker import Worker, post, received
 
 INFER = "/v2/models/m/infer"
 

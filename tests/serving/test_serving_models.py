@@ -8,13 +8,13 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from serving_process import deploy
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, UserError
 from onnx_ops.serving.http import Unfit
 from onnx_ops.serving.models import load_model
+from tests.serving.serving_process import deploy
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 

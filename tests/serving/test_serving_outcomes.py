@@ -16,7 +16,7 @@ from onnx_ops.serving import shared as slab
 from onnx_ops.serving.outcomes import MOST_REPORTS, Outcomes
 from onnx_ops.serving.shared import Shared
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from onnx_ops.testing.server import Answer, ServerFamily
+from tests.support.server import Answer, ServerFamily
 
 INFER = "/v2/models/m/infer"
 BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving_worker import Worker, post, received, without_date
 
 from onnx_ops.serving.connections import READING
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.serving.serving_worker import Worker, post, received, without_date
 
 INFER = "/v2/models/m/infer"
 X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}

@@ -19,13 +19,13 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from serving_process import Clients, Server
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.admin import STATE_PATH, TOKEN_FILE, AdminState
 from onnx_ops.serving.table import CURRENT
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.serving.serving_process import Clients, Server
 
 INFER = "/v2/models/m/infer"
 X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}

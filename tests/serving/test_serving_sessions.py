@@ -10,12 +10,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
-from serving_process import deploy
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.serving import sessions
 from onnx_ops.serving.models import load_model
 from onnx_ops.serving.sessions import Prepacked
+from tests.serving.serving_process import deploy
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ import socket
 import subprocess
 from collections import Counter
 
-from serving_process import INFER, Clients, Server, infer_body, wait_until
-
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.admin import HANDOVER_SOCKET
 from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import INFER, Clients, Server, infer_body, wait_until
 
 BODY = infer_body([1, 2])
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serving_process import INFER, Clients, Server, infer_body, wait_until
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.admin import AUDIT_FILE
 from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import INFER, Clients, Server, infer_body, wait_until
 
 BODY = infer_body([1, 2])
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_ops.testing import backend_models
-from onnx_ops.testing.backend_models import Outcome, hold_against_itself, look, outcomes, write_models
+from tests.support import backend_models
+from tests.support.backend_models import Outcome, hold_against_itself, look, outcomes, write_models
 
 TROUBLE = {
     "node/test_stft": ("MeasurementFailure", signal.SIGFPE.name),

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from search_parts import LAYERS, SLOW, fragile_ground, write_fragile
 
 from onnx_ops import codec
 from onnx_ops.adapters.journals import FileJournal
@@ -24,6 +23,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageFailure
 from onnx_ops.stages.search import search
 from onnx_ops.stages.trying import Ground
+from tests.stages.search_parts import LAYERS, SLOW, fragile_ground, write_fragile
 
 PATIENCE_S = 60.0
 
@@ -146,7 +146,7 @@ def test_another_file_from_the_same_recipe_is_refused(fragile: Callable[[str], P
 CHILD = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[2])
-from search_parts import fragile_ground
+from tests.stages.search_parts import fragile_ground
 from onnx_ops import codec
 from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.stages.search import search
@@ -159,7 +159,7 @@ found = search(fragile_ground(root), FileJournal(root / "journal"), lambda line:
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_search_that_was_killed_goes_on_and_repeats_nothing(fragile: Callable[[str], Path], steps: int) -> None:
     root = fragile("killed")
-    argv = [sys.executable, "-W", "ignore", "-c", CHILD, str(root), str(Path(__file__).parent)]
+    argv = [sys.executable, "-W", "ignore", "-c", CHILD, str(root), str(Path(__file__).parents[2])]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for _ in range(steps):

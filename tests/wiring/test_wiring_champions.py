@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from champion_parts import AS_IT_WAS, SLOWER, Throne
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.drift import Drift, exit_code, notice_of
@@ -18,6 +17,7 @@ from onnx_ops.domain.pipeline import Stage
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.wiring.champions import measure_again, reigns
 from tests.operations.release_parts import MODEL, TARGET
+from tests.wiring.champion_parts import AS_IT_WAS, SLOWER, Throne
 
 
 def looked(throne: Throne) -> Drift:

@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from serving_process import Server, deploy
 from skl2onnx import to_onnx
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 
 from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import Server, deploy
 
 TYPES = {
     "fp32": TensorProto.FLOAT,

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving_process import Server
+
+from tests.serving.serving_process import Server
 
 HERE = Path(__file__).parent
 

@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from botocore.exceptions import ClientError
-from serving_process import Server
 from sklearn.linear_model import LogisticRegression
+
+from tests.serving.serving_process import Server
 
 Fitted = tuple[LogisticRegression, np.ndarray]
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving_process import Server
+
+from tests.serving.serving_process import Server
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 

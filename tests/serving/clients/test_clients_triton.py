@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from serving_process import Server
 from tritonclient.utils import InferenceServerException
+
+from tests.serving.serving_process import Server
 
 VALUES: dict[str, tuple[str, np.ndarray[Any, Any]]] = {
     "fp32": ("FP32", np.array([[1.5, -2], [3, 0.1]], np.float32)),

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_cases import encode
 
 from onnx_ops.errors import TooLarge
 from onnx_ops.serving.wire import document
 from onnx_ops.serving.wire.document import Block, parse
+from tests.serving.wire.wire_cases import encode
 
 PAD = {"pad": " " * 3000}
 SCALARS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from wire_mutations import SIGNATURES, attack, seeds
+from tests.serving.wire.wire_mutations import SIGNATURES, attack, seeds
 
 
 def test_mutated_requests_are_read_or_refused() -> None:

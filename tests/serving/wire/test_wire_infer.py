@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from wire_cases import binary, encode, signature, spec, split_answer, text_bytes
 
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.tensors import DATATYPE_OF
 from onnx_ops.serving.wire import Call, Signature, read_header_length, read_infer, write
+from tests.serving.wire.wire_cases import binary, encode, signature, spec, split_answer, text_bytes
 
 JSON_TYPES = [dtype for dtype in DATATYPE_OF if dtype != "bfloat16"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)

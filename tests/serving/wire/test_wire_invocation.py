@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from wire_cases import binary, encode, signature, spec, split_answer
 
 from onnx_ops.errors import UserError
 from onnx_ops.serving.wire import Call, Form, Signature, read_invocation, write
+from tests.serving.wire.wire_cases import binary, encode, signature, spec, split_answer
 
 JSON = "application/json"
 PIXELS = signature([spec("x", "float32", "batch", 3)])

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
-from wire_cases import encode, signature, spec
 
 from onnx_ops.protocol.tensors import DATATYPE_OF
 from onnx_ops.serving.openapi import describe
 from onnx_ops.serving.wire import read_infer, write
+from tests.serving.wire.wire_cases import encode, signature, spec
 
 MODEL = signature(
     [spec("x", "float32", "batch", 2), spec("t", "int8", 1)], [spec("y", "float16", "b"), spec("s", "string", "b")]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_cases import encode, signature, spec
 
 from onnx_ops.errors import UserError
 from onnx_ops.serving.wire import Signature, read_infer
+from tests.serving.wire.wire_cases import encode, signature, spec
 
 PLACE = "\0data"
 KINDS = {

@@ -7,12 +7,12 @@ import random
 from typing import Any, Literal
 
 import numpy as np
-from wire_cases import binary, encode, signature, spec
 
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol.tensors import numpy_dtype
 from onnx_ops.serving.http import status_of
 from onnx_ops.serving.wire import Call, Signature, read_header_length, read_infer, read_invocation, write
+from tests.serving.wire.wire_cases import binary, encode, signature, spec
 
 SIGNATURES: dict[str, Signature] = {
     "pixels": signature([spec("x", "float32", "batch", 2)]),

@@ -1,0 +1,147 @@
+"""The endpoint server beside others, in one interleaved run on one machine.
+
+    python -m benchmarks.serving [--quick] [--only mlp|cnn|image] [--json]
+
+Contestants: the server of this project with a split, metrics, with and without user keys; the FastAPI and pydantic
+snippet of the tutorials, as they write and start it, and tuned; `mlflow models serve`; MLServer; an ASGI application
+and a server in C that run no model; `session.run` alone.
+Load comes from `wrk` where it is installed, else from tests.support.load. Ends 1 if a promise does not hold.
+MLServer is installed once into a virtual environment of its own below --cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.serving.claims import (
+    BINARY,
+    HEAD,
+    KEYED,
+    MLFLOW,
+    OURS,
+    SNIPPET,
+    TUNED,
+    Board,
+    claim_of_failures,
+    claims_of_cnn,
+    claims_of_image,
+    claims_of_mlp,
+    rows_of,
+    show,
+)
+from benchmarks.serving.contestants import Call, Contestant, Floor, MlflowServe, MlServer, Ours, TunedUvicorn, Uvicorn
+from benchmarks.serving.load import generator
+from benchmarks.serving.models import CNN, IMAGE, MLP, Model, write_all
+from benchmarks.serving.rounds import Heat, Score, bare_run_us, contest
+from benchmarks.truth.claims import Claim
+from benchmarks.truth.page import fill, markdown, promises
+
+Play = Callable[[list[Heat]], list[Score]]
+
+
+def main() -> int:
+    options = arguments()
+    rounds, seconds, starts = (3, 1.0, 1) if options.quick else (options.rounds, 3.0, 3)
+    scores: list[Score] = []
+    claims: list[Claim] = []
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-serving-") as name:
+        folder = Path(name)
+        write_all(folder)
+
+        def play(heats: list[Heat]) -> list[Score]:
+            played = contest(heats, rounds=rounds, seconds=seconds, starts=starts, folder=folder)
+            scores.extend(played)
+            return played
+
+        for model in [options.only] if options.only else ["mlp", "cnn", "image"]:
+            if model == "mlp":
+                board = Board(play(heats_of_mlp(folder, options.cache)))
+                claims += claims_of_mlp(board, bare_run_us(MLP, folder, rounds))
+            elif model == "cnn":
+                claims += claims_of_cnn(Board(play(heats_of_cnn(folder))))
+            else:
+                claims += claims_of_image(Board(play(heats_of_image(folder))))
+    board = Board(scores)
+    claims.append(claim_of_failures(board))
+    if options.page:
+        told = f"Load by {generator()}, {rounds} rounds of {seconds:g} s, {os.cpu_count()} cores."
+        fill(options.page, "serving", f"{told}\n\n{markdown(HEAD, rows_of(board))}\n\n{promises(claims)}")
+    if options.json:
+        heats = [score.document() for score in scores]
+        print(json.dumps({"load": generator(), "heats": heats, "claims": [asdict(claim) for claim in claims]}))
+    else:
+        print(f"load by {generator()}, {rounds} rounds of {seconds:g} s")
+        show(board, claims)
+    return 0 if all(claim.held for claim in claims) else 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three rounds of a second: shows gross breaks")
+    parser.add_argument("--only", choices=("mlp", "cnn", "image"), help="one model")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of every contestant (7)")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--page", type=Path, help="page to write the figures into")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onnx-ops-benchmarks"
+    parser.add_argument("--cache", type=Path, default=cache, help=f"environments of the others ({cache})")
+    return parser.parse_args()
+
+
+def heats_of_mlp(folder: Path, cache: Path) -> list[Heat]:
+    ours, snippet = Ours(OURS, MLP, folder), fastapi_snippet(MLP, folder)
+    others: list[Contestant] = [
+        tuned_snippet(MLP, folder),
+        MlflowServe(MLFLOW, MLP, folder),
+        MlServer(MLP, folder, cache),
+        TunedUvicorn("raw ASGI, no model", "hello", "/", MLP, folder),
+        *floor(MLP, folder, ours.call()),
+    ]
+    callers: list[tuple[str, Contestant, Call]] = [
+        (OURS, ours, ours.call()),
+        (KEYED, ours, ours.keyed()),
+        (SNIPPET, snippet, snippet.call()),
+        *((other.name, other, other.call()) for other in others),
+    ]
+    return [
+        Heat(name=name, contestant=contestant, call=call, connections=connections, together=together)
+        for connections, together in ((1, False), (1, True), (16, False))
+        for name, contestant, call in callers
+    ]
+
+
+def heats_of_cnn(folder: Path) -> list[Heat]:
+    contestants = (Ours(OURS, CNN, folder), fastapi_snippet(CNN, folder), tuned_snippet(CNN, folder))
+    return [Heat(name=c.name, contestant=c, call=c.call(), connections=8) for c in contestants]
+
+
+def heats_of_image(folder: Path) -> list[Heat]:
+    ours = Ours(OURS, IMAGE, folder)
+    others = [fastapi_snippet(IMAGE, folder), tuned_snippet(IMAGE, folder), *floor(IMAGE, folder, ours.binary())]
+    return [
+        Heat(name=BINARY, contestant=ours, call=ours.binary(), connections=1),
+        *(Heat(name=c.name, contestant=c, call=c.call(), connections=1) for c in (ours, *others)),
+    ]
+
+
+def floor(model: Model, folder: Path, call: Call) -> list[Contestant]:
+    """Nothing where there is no C compiler."""
+    return [Floor(model, folder, call)] if Floor.can_be_built() else []
+
+
+def fastapi_snippet(model: Model, folder: Path) -> Uvicorn:
+    return Uvicorn(SNIPPET, "snippet", "/predict", model, folder)
+
+
+def tuned_snippet(model: Model, folder: Path) -> Uvicorn:
+    return TunedUvicorn(TUNED, "snippet", "/tuned", model, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

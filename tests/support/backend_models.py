@@ -1,0 +1,224 @@
+"""The test models that ship with the onnx package, and what `inspect` and `compare` make of each.
+
+`python -m tests.support.backend_models` reads paths from standard input and writes one JSON line for each: it is the
+process that a model may take down with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnx_ops.errors import OnnxOpsError
+from tests.support.processes import ROOT
+
+if TYPE_CHECKING:
+    import onnx
+
+OPSET, IR_VERSION = 26, 13
+"""What ONNX Runtime 1.31 accepts; the models for single operators are made at the newest of the onnx package."""
+
+ON_DISK = ("pytorch-converted", "pytorch-operator", "simple", "light")
+
+LOOKED_AT_ONLY = "light"
+"""Whole image classifiers, with weights of one number each: running one on all groups takes many minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a tool made of a model: a verdict, a typed error, or neither.
+
+    `kind` is a verdict, the name of an error type, `crashed`, or `untyped` for any other exception; only the last two
+    are faults.
+    """
+
+    model: str
+    tool: str
+    kind: str
+    text: str
+
+    @property
+    def fault(self) -> bool:
+        return self.kind in ("crashed", "untyped")
+
+
+def write_models(folder: Path) -> tuple[Path, ...]:
+    """Copy or make all of them, one folder each: `folder/KIND/NAME/model.onnx`. Takes about half a minute."""
+    found = [*_stored(folder), *_made(folder)]
+    return tuple(sorted(found))
+
+
+def outcomes(models: Sequence[Path], *, timeout: float = 120.0) -> Iterator[Outcome]:
+    """What `inspect` and `compare` make of each, in processes of their own that are replaced when one dies.
+
+    Args:
+        models: files as `write_models` gives them.
+        timeout: seconds for one model.
+    """
+    waiting = list(models)
+    while waiting:
+        done = 0
+        for model, lines, ending in _batch(waiting, timeout):
+            told = [Outcome(**json.loads(line)) for line in lines]
+            yield from told
+            if ending:
+                tool = "compare" if told else "inspect"
+                yield Outcome(model=_name(model), tool=tool, kind="crashed", text=ending)
+            done += 1
+        waiting = waiting[done:]
+
+
+def _batch(models: Sequence[Path], timeout: float) -> Iterator[tuple[Path, list[str], str]]:
+    """Each model with its lines, in one process, up to the first that ends it."""
+    environ = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.support.backend_models"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        env=environ,
+        cwd=ROOT,
+    ) as process:
+        for model in models:
+            process.stdin.write(f"{model}\n".encode())  # type: ignore[union-attr]
+            lines, ending = _lines(process, timeout, 1 if _looked_at_only(model) else 2)
+            yield model, lines, ending
+            if ending:
+                return
+        process.stdin.close()  # type: ignore[union-attr]
+
+
+def _lines(process: subprocess.Popen[bytes], timeout: float, wanted: int) -> tuple[list[str], str]:
+    """The lines of one model, and how the process ended if it did."""
+    stream = process.stdout.fileno()  # type: ignore[union-attr]
+    told = b""
+    while told.count(b"\n") < wanted:
+        if not select.select([stream], [], [], timeout)[0]:
+            process.kill()
+            return told.decode().splitlines(), f"no answer in {timeout:g} s"
+        more = os.read(stream, 1 << 16)
+        if not more:
+            return told.decode().splitlines(), f"exit {process.wait()}"
+        told += more
+    return told.decode().splitlines(), ""
+
+
+def look(model: Path) -> Outcome:
+    """What `inspect` makes of a file."""
+    from onnx_ops.graph.cost import cost
+    from onnx_ops.graph.survey import survey
+
+    def run() -> tuple[str, str]:
+        found = survey(model)
+        cost(model)
+        return ("invalid", found.problem) if found.problem else ("valid", "")
+
+    return _outcome(model, "inspect", run)
+
+
+def hold_against_itself(model: Path) -> Outcome:
+    """What `compare` makes of a file and itself, on a few random rows."""
+    from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+    from onnx_ops.spec.builtin import BUILTIN
+    from onnx_ops.stages.compare import compare
+    from onnx_ops.stages.probing import made_up, shared_inputs
+
+    def run() -> tuple[str, str]:
+        samples = made_up(shared_inputs(model, model), count=4, dims={})
+        found = compare(ShieldedRuntime(), BUILTIN["cpu-1t"], model, model, samples)
+        return found.verdict.value, found.reason
+
+    return _outcome(model, "compare", run)
+
+
+def _outcome(model: Path, tool: str, run: Callable[[], tuple[str, str]]) -> Outcome:
+    try:
+        kind, text = run()
+    except OnnxOpsError as error:
+        kind, text = type(error).__name__, str(error)
+    except Exception as error:
+        kind, text = "untyped", f"{type(error).__name__}: {error}"
+    return Outcome(model=_name(model), tool=tool, kind=kind, text=text.replace(str(model.parent), "…")[:300])
+
+
+def _looked_at_only(model: Path) -> bool:
+    return model.parent.parent.name == LOOKED_AT_ONLY
+
+
+def _name(model: Path) -> str:
+    return "/".join(model.parts[-3:-1])
+
+
+def _stored(folder: Path) -> Iterator[Path]:
+    origin = _package() / "backend" / "test" / "data"
+    for kind in ON_DISK:
+        for source in sorted((origin / kind).glob("*/model.onnx" if kind != "light" else "*.onnx")):
+            name = source.parent.name if kind != "light" else source.stem
+            path = folder / kind / name / "model.onnx"
+            path.parent.mkdir(parents=True)
+            shutil.copyfile(source, path)
+            yield path
+
+
+def _made(folder: Path) -> Iterator[Path]:
+    """Models of single operators, lowered to what the runtime accepts where none of their operators is newer."""
+    from onnx.backend.test.loader import load_node_model_tests
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cases: Sequence[Any] = load_node_model_tests()
+    for case in cases:
+        path = folder / "node" / case.name / "model.onnx"
+        path.parent.mkdir(parents=True)
+        _lower(case.model)
+        path.write_bytes(case.model.SerializeToString())
+        yield path
+
+
+def _lower(model: onnx.ModelProto) -> None:
+    from onnx import defs
+
+    for entry in model.opset_import:
+        if entry.domain or entry.version <= OPSET:
+            continue
+        for node in model.graph.node:
+            with contextlib.suppress(defs.SchemaError):
+                if defs.get_schema(node.op_type, entry.version, node.domain).since_version > OPSET:
+                    return
+        entry.version = OPSET
+    model.ir_version = min(model.ir_version, IR_VERSION)
+
+
+def _package() -> Path:
+    spec = find_spec("onnx")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("the onnx package has no files")
+    return Path(spec.origin).parent
+
+
+def _main() -> None:
+    for line in sys.stdin:
+        model = Path(line.rstrip("\n"))
+        for tool in (look,) if _looked_at_only(model) else (look, hold_against_itself):
+            told = tool(model)
+            document = {"model": told.model, "tool": told.tool, "kind": told.kind, "text": told.text}
+            sys.__stdout__.write(json.dumps(document) + "\n")  # type: ignore[union-attr]
+            sys.__stdout__.flush()  # type: ignore[union-attr]
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        _main()

@@ -1,0 +1,138 @@
+"""Kill a server family under load at chosen moments, and tell what its clients noticed."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.errors import MeasurementFailure
+from tests.support.dying import Order, give, moments
+from tests.support.load import LoadPlan, LoadProcess, Payload, Records, stale
+from tests.support.server import ServerFamily
+from tests.support.storm import Publisher, states
+
+_INFER = "/v2/models/m/infer"
+_BODY = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
+_GENERATION = 3
+CONNECTIONS = 8
+
+Victim = Literal["supervisor", "worker"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one blow led to.
+
+    Args:
+        moment: where in the publication it fell.
+        reached: whether the publication went that far; else nobody was killed.
+        answered: whether the publication was answered 200.
+        generation: what the server that lives afterwards serves.
+        wanted: the generation that was being published.
+        healed: whether the next publication was accepted.
+        stale: answers by a version that was replaced before the request was sent.
+        records: the load from before the blow until after the healing.
+    """
+
+    moment: int
+    reached: bool
+    answered: bool
+    generation: int
+    wanted: int
+    healed: bool
+    stale: int
+    records: Records
+
+    def broken(self, victim: Victim) -> list[str]:
+        """The promises that did not hold, in words.
+
+        A killed supervisor costs no client anything. A killed worker costs at most the request under way on each of
+        its connections.
+        """
+        found = []
+        allowed = (self.wanted,) if self.answered else (self.wanted - 1, self.wanted)
+        if self.generation not in allowed:
+            found.append(f"it came back with generation {self.generation}, not {' or '.join(map(str, allowed))}")
+        if not self.healed:
+            found.append("the next publication was refused")
+        if self.stale:
+            found.append(f"{self.stale} stale answers")
+        failures = self.records.failures()
+        lost = sum(failures.pop(name, 0) for name in ("reset", "closed")) if victim == "worker" else 0
+        if failures or lost > CONNECTIONS:
+            found.append(f"requests failed: {self.records.failures()}")
+        if not len(self.records):
+            found.append("nothing was asked meanwhile")
+        return found
+
+
+def dying_server(folder: Path, *options: str) -> tuple[ServerFamily, Path]:
+    """A server that watches for an order, and the order's file. `folder` is the state folder."""
+    order = folder.parent / f"{folder.name}-order.json"
+    module = ("tests.support.dying", str(order))
+    return ServerFamily(folder=folder, module=module, options=options), order
+
+
+def count_moments(folder: Path, first: Deployment, *, workers: int = 2) -> int:
+    """How many moments a publication has."""
+    server, order = dying_server(folder, "--workers", str(workers))
+    try:
+        publisher, upcoming = _begun(server, first)
+        give(order, Order(at=-1))
+        publisher.publish(next(upcoming))
+        return moments(order)
+    finally:
+        server.destroy()
+
+
+def publish_and_kill(folder: Path, first: Deployment, *, moment: int, victim: Victim, workers: int = 2) -> Outcome:
+    """Publish under load, and kill the victim at that moment of the publication (see `dying`).
+
+    A killed supervisor is started again, beside the workers that it left.
+    """
+    server, order = dying_server(folder, "--workers", str(workers))
+    try:
+        publisher, upcoming = _begun(server, first)
+        payloads = [Payload(body=_BODY)]
+        plan = LoadPlan(url=server.url(_INFER), payloads=payloads, connections=CONNECTIONS, seconds=300)
+        with LoadProcess(plan) as load:
+            give(order, Order(at=moment, victim=victim))
+            try:
+                answered = publisher.publish(next(upcoming)).status == 200
+            except (OSError, http.client.HTTPException):
+                answered = False
+            reached = moment < moments(order)
+            order.unlink()
+            if victim == "supervisor" and reached:
+                server.reap()
+                server.start()
+            state = server.state()
+            healed = publisher.publish(next(upcoming)).status == 200
+            records = load.stop()
+        return Outcome(
+            moment=moment,
+            reached=reached,
+            answered=answered,
+            generation=-1 if state is None else state.generation,
+            wanted=_GENERATION,
+            healed=healed,
+            stale=len(stale(records, publisher.publications)),
+            records=records,
+        )
+    finally:
+        server.destroy()
+
+
+def _begun(server: ServerFamily, first: Deployment) -> tuple[Publisher, Iterator[EndpointState]]:
+    """A started server with two publications; the next one is of generation _GENERATION."""
+    server.start()
+    publisher, upcoming = Publisher(server), states(first)
+    for _ in range(_GENERATION - 1):
+        answer = publisher.publish(next(upcoming))
+        if answer.status != 200:
+            raise MeasurementFailure("the first publications were refused", why=repr(answer))
+    return publisher, upcoming

@@ -1,0 +1,230 @@
+"""Azure ML on this machine: the real SDK speaks to it over HTTPS, and real servers answer behind it.
+
+It knows what the provider needs, and the rules that hurt: long-running operations, `Updating` conflicts, traffic that a
+careless request zeroes, deployments with traffic that cannot be deleted, quota with a fifth in reserve, reads that are
+behind, throttling, connections that break. It was written from the SDK's requests and Azure's documents; whether Azure
+itself does the same was not tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.ports import Clock
+from tests.support.clouds.azureml_blobs import Blobs
+from tests.support.clouds.azureml_control import CONTAINER, Conditions, Control
+from tests.support.clouds.azureml_monitor import BROKEN, MODEL_ERROR, Monitor
+from tests.support.clouds.azureml_nodes import Nodes
+from tests.support.clouds.azureml_resources import refuse, reply
+from tests.support.clouds.azureml_web import FAULTS, Call, Fault, Reply, Web
+
+SUBSCRIPTION, GROUP, WORKSPACE = "00000000-0000-0000-0000-000000000001", "group", "workspace"
+TOKEN = "token-of-the-fake"  # noqa: S105 (it opens nothing)
+_PIN = "azureml-model-deployment"
+_MODEL_STATUS = "ms-azureml-model-error-statuscode"
+_STRIDE = 37
+"""Prime to 100: a hundred requests in a row visit every percent once, and neighbours are far apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What happens to one request of the control plane or the storage, before or after its effect."""
+
+    fault: Fault
+    after: bool = False
+
+
+class AzureCloud:
+    """One workspace with a datastore; whoever has the environment of `environment` speaks to it.
+
+    Args:
+        folder: for the certificate.
+        nodes: servers to share with other clouds; own ones without.
+        clock: by which requests are counted.
+    """
+
+    def __init__(self, folder: Path, *, nodes: Nodes | None = None, clock: Clock | None = None) -> None:
+        self._own = nodes is None
+        self._nodes = nodes or Nodes()
+        self._lock = threading.RLock()
+        self._served = 0
+        self._web = Web(folder, self._answer)
+        self.blobs = Blobs()
+        self.monitor = Monitor(clock or SystemClock())
+        self.calls: list[tuple[str, str]] = []
+        """Method and path of every request to the control plane and the storage."""
+        self.trouble: Callable[[int, Call], Trouble | None] = lambda *_: None
+        """Asked with the number of the request, from 0; other requests go on meanwhile."""
+        self.token_faults: list[Fault] = []
+        """What happens to the next requests for a token, in order."""
+        path = (
+            f"/subscriptions/{SUBSCRIPTION}/resourceGroups/{GROUP}"
+            f"/providers/Microsoft.MachineLearningServices/workspaces/{WORKSPACE}"
+        )
+        self.control = Control(self._web.url, path, self.blobs, self._nodes)
+
+    @property
+    def conditions(self) -> Conditions:
+        return self.control.conditions
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What a process needs to take this for Azure, with a managed identity of its own."""
+        return {
+            "REGISTRY_DISCOVERY_ENDPOINT_URL": f"{self._web.url}/",
+            "ARM_CLOUD_METADATA_URL": f"{self._web.url}/metadata/endpoints?api-version=2019-05-01",
+            "REQUESTS_CA_BUNDLE": str(self._web.certificate),
+            "SSL_CERT_FILE": str(self._web.certificate),
+            "IDENTITY_ENDPOINT": f"{self._web.url}/identity",
+            "IDENTITY_HEADER": "fake",
+            "AZURE_TOKEN_CREDENTIALS": "ManagedIdentityCredential",
+        }
+
+    @property
+    def settings(self) -> Mapping[str, str | int | float | bool]:
+        """Settings of an endpoint here."""
+        return {
+            "subscription": SUBSCRIPTION,
+            "resource_group": GROUP,
+            "workspace": WORKSPACE,
+            "image": "registry.example/onnx-ops:1",
+            "instance_type": "Standard_DS3_v2",
+            "blob_url": f"{self._web.url}/blobs",
+        }
+
+    def routes(self, endpoint: str) -> list[dict[str, int]]:
+        """Every split that took effect since the endpoint was made, oldest first."""
+        return self.control.routes.get(endpoint, [])
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What happens inside is forgotten afterwards."""
+        names = ("resources", "routes", "mirrors", "nodes", "keys", "_operations")
+        with self._lock:
+            # Operations hold functions that change their resources: nothing may be under way.
+            state = {name: copy.copy(getattr(self.control, name)) for name in names}
+            bodies = {path: copy.deepcopy(resource.body) for path, resource in self.control.resources.items()}
+            routes = copy.deepcopy(self.control.routes)
+            shared = dict(self.control.registries.models)
+            blobs = (dict(self.blobs.data), dict(self.blobs.md5))
+        try:
+            yield
+        finally:
+            with self._lock:
+                for name, value in state.items():
+                    setattr(self.control, name, value)
+                for path, resource in self.control.resources.items():
+                    resource.body, resource.left, resource.stale = bodies[path], 0, 0
+                self.control.routes = routes
+                self.control.registries.models = shared
+                self.blobs.data, self.blobs.md5 = blobs
+                self.control.conditions = Conditions()
+                self.trouble = lambda *_: None
+
+    def close(self) -> None:
+        self._web.close()
+        if self._own:
+            self._nodes.close()
+
+    def __enter__(self) -> AzureCloud:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, call: Call) -> Reply | None:
+        if call.path.startswith("/metadata/"):
+            return reply(200, [self._described()])
+        if call.path == "/identity":
+            if self.token_faults:
+                return FAULTS[self.token_faults.pop(0)]
+            expires = str(int(SystemClock().now()) + 86_400)
+            known = call.headers.get("x-identity-header") == "fake"
+            token = {"access_token": TOKEN, "expires_on": expires, "resource": "azure", "token_type": "Bearer"}
+            return reply(200, token) if known else refuse(401, "Unauthorized", "who are you?")
+        if call.path.startswith("/score/"):
+            return self._score(call)
+        if call.headers.get("authorization") != f"Bearer {TOKEN}":
+            return refuse(401, "AuthenticationFailed", "Authentication failed.")
+        with self._lock:
+            number = len(self.calls)
+            self.calls.append((call.method, call.path))
+        trouble = self.trouble(number, call)
+        with self._lock:
+            if trouble is None:
+                return self._managed(call)
+            if trouble.after:
+                self._managed(call)
+            return FAULTS[trouble.fault]
+
+    def _managed(self, call: Call) -> Reply:
+        if call.path.startswith("/blobs/"):
+            return self.blobs.answer(call, call.path.removeprefix(f"/blobs/{CONTAINER}").strip("/"))
+        if call.path.endswith("/providers/Microsoft.Insights/metrics"):
+            return self.monitor.answer(call)
+        return self.control.answer(call)
+
+    def _score(self, call: Call) -> Reply:
+        endpoint = call.path.split("/")[2]
+        with self._lock:
+            if endpoint not in self.control.keys:
+                return refuse(404, "NotFound", "There is no such endpoint.")
+            if call.headers.get("authorization") != f"Bearer {self.control.keys[endpoint]}":
+                return refuse(401, "Unauthorized", "The key is wrong.")
+            pinned = call.headers.get(_PIN)
+            chosen = pinned or self._drawn(self.routes(endpoint)[-1])
+            node = self.control.nodes.get((endpoint, chosen or ""))
+            copies = [] if pinned else list(self.control.mirrors.get(endpoint, {}).items())
+            mirrored = [self.control.nodes[endpoint, name] for name, percent in copies if self._served % 100 < percent]
+        if node is None or chosen is None:
+            return refuse(404, "NotFound", "No deployment takes the request.")
+        before = SystemClock().monotonic()
+        status, body = _forward(node.port, call)
+        self.monitor.count(endpoint, chosen, status, SystemClock().monotonic() - before)
+        for other in mirrored:
+            _forward(other.port, call)
+        if status in (200, BROKEN):
+            return Reply(status=status, body=body, headers={_PIN: chosen})
+        return Reply(status=MODEL_ERROR, body=body, headers={_PIN: chosen, _MODEL_STATUS: str(status)})
+
+    def _drawn(self, split: Mapping[str, int]) -> str | None:
+        self._served += 1
+        at = self._served * _STRIDE % 100
+        for name, percent in sorted(split.items()):
+            if at < percent:
+                return name
+            at -= percent
+        return None
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "name": "Loopback",
+            "portal": "https://portal.azure.com",
+            "resourceManager": f"{self._web.url}/",
+            "authentication": {"loginEndpoint": f"{self._web.url}/", "audiences": [f"{self._web.url}/"]},
+            "suffixes": {"storage": "core.windows.net"},
+        }
+
+
+def _forward(port: int, call: Call) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        headers = {"Content-Type": call.headers.get("content-type", "application/json")}
+        connection.request("POST", "/invocations", call.body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException):
+        return BROKEN, json.dumps(
+            {"error": {"code": "BadGateway", "message": "the container does not answer"}}
+        ).encode()
+    finally:
+        connection.close()

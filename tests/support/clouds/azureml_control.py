@@ -1,0 +1,321 @@
+"""The control plane of the fake: what Azure Resource Manager answers for one workspace."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.clouds.azureml_around import told_around
+from tests.support.clouds.azureml_blobs import Blobs
+from tests.support.clouds.azureml_nodes import Node, Nodes
+from tests.support.clouds.azureml_registry import Registries
+from tests.support.clouds.azureml_resources import BUSY, Body, Operation, Resource, refuse, reply
+from tests.support.clouds.azureml_web import Call, Reply
+
+_NAME = re.compile(r"(?=.{3,32}\Z)[a-zA-Z]([-a-zA-Z0-9]*[a-zA-Z0-9])?")
+_ENDPOINT = re.compile(r"onlineEndpoints/(?P<name>[^/]+)")
+_DEPLOYMENT = re.compile(r"onlineEndpoints/(?P<endpoint>[^/]+)/deployments/(?P<name>[^/]+)")
+_ASSET = re.compile(r"(?P<kind>models|environments)/(?P<name>[^/]+)/versions/(?P<version>[^/]+)")
+_DATASTORE_PATH = re.compile(r"azureml://(?:subscriptions/.*/)?datastores/(?P<store>\w+)/paths/(?P<path>.+)")
+_MOST_DEPLOYMENTS = 20
+_SPARE = 1.2
+_SOON = {"Retry-After": "0.01"}
+_DELETED = {"Retry-After": "1"}
+"""The SDK reads this one as a whole number, and takes 0 for none."""
+LOCATION, SIZE, CORES = "loopback", "Standard_DS3_v2", 4
+_MADE = "2026-11-20T12:00:00Z"
+STORE, CONTAINER = "workspaceblobstore", "models"
+
+
+@dataclass(slots=True, kw_only=True)
+class Conditions:
+    """How the cloud behaves. `looks` until an operation ends, `lag` reads that show what was before, `quota` in
+    instances, and what does not start."""
+
+    looks: int = 2
+    lag: int = 0
+    quota: int = 100
+    broken: set[str] = field(default_factory=set)
+    forbidden: bool = False
+    roles: list[Body] = field(default_factory=lambda: [{"actions": ["*"], "notActions": []}])
+    no_workspace: bool = False
+    container_registries: list[str] = field(default_factory=lambda: ["mlimages"])
+    pullers: list[str] = field(default_factory=lambda: ["serving"])
+
+
+class Control:
+    """Resources by their path below the workspace. One request at a time."""
+
+    def __init__(self, url: str, workspace: str, blobs: Blobs, nodes: Nodes) -> None:
+        self.conditions = Conditions()
+        self.resources: dict[str, Resource] = {}
+        self.routes: dict[str, list[dict[str, int]]] = {}
+        """Every split that ever was in effect, by endpoint; the last one is."""
+        self.mirrors: dict[str, dict[str, int]] = {}
+        self.nodes: dict[tuple[str, str], Node] = {}
+        self.keys: dict[str, str] = {}
+        self._url = url
+        self._workspace = workspace
+        self._blobs = blobs
+        self._pool = nodes
+        self._operations: dict[str, tuple[Resource, Operation]] = {}
+        self.registries = Registries(url, workspace.split("/")[2], self._copied)
+
+    def answer(self, call: Call) -> Reply:
+        if self.registries.concerns(call.path):
+            return self.registries.answer(call)
+        if call.path.startswith("/operations/"):
+            return self._operation(call.path)
+        conditions = self.conditions
+        if (told := told_around(call.path, conditions.container_registries, conditions.pullers)) is not None:
+            return told
+        if (told := self._told_about_region(call.path)) is not None:
+            return told
+        if not call.path.lower().startswith(self._workspace.lower()) or self.conditions.no_workspace:
+            return refuse(404, "ResourceNotFound", f"The Resource '{call.path}' was not found.")
+        if self.conditions.forbidden:
+            message = "The client does not have authorization to perform action over scope."
+            return refuse(403, "AuthorizationFailed", message)
+        return self._inside(call, call.path[len(self._workspace) :].strip("/"))
+
+    def _inside(self, call: Call, path: str) -> Reply:
+        fixed: dict[str, Callable[[], Body]] = {
+            "": lambda: self._described("", {"properties": {"workspaceId": "1"}}) | {"location": LOCATION},
+            f"datastores/{STORE}": lambda: self._datastore(path),
+            "providers/Microsoft.Authorization/permissions": lambda: {"value": self.conditions.roles},
+        }
+        if path in fixed:
+            return reply(200, fixed[path]())
+        if found := _DEPLOYMENT.fullmatch(path):
+            return self._deployment(call, path, found["endpoint"], found["name"])
+        if re.fullmatch(r"onlineEndpoints/([^/]+)/deployments", path):
+            return self._list(f"{path}/")
+        if found := re.fullmatch(r"onlineEndpoints/([^/]+)/listKeys", path):
+            key = self.keys.get(found[1])
+            return reply(200, {"primaryKey": key, "secondaryKey": key}) if key else self._missing(path)
+        if found := _ENDPOINT.fullmatch(path):
+            return self._endpoint(call, path, found["name"])
+        if found := _ASSET.fullmatch(path):
+            return self._asset(call, path, found)
+        return self._missing(path)
+
+    def _told_about_region(self, path: str) -> Reply | None:
+        """Sizes of machines, and how many of their cores are free."""
+        what = path.partition(f"/locations/{LOCATION}/")[2]
+        if what == "vmSizes":
+            return reply(200, {"value": [{"name": SIZE, "family": "standardDSv2Family", "vCPUs": CORES}]})
+        if what == "usages":
+            kind, limit = {"value": "standardDSv2Family"}, self.conditions.quota * CORES
+            used = sum(_instances(r.body) for p, r in self.resources.items() if "/deployments/" in p) * CORES
+            return reply(200, {"value": [{"name": kind, "currentValue": used, "limit": limit}]})
+        return None
+
+    def _endpoint(self, call: Call, path: str, name: str) -> Reply:
+        there = self.resources.get(path)
+        if call.method == "GET":
+            return self._get(there, path)
+        if there is not None and there.state in BUSY:
+            message = f"Cannot change endpoint {name} because it is in {there.state} provisioning state."
+            return refuse(409, "Conflict", message)
+        if call.method == "DELETE":
+            return self._delete(there, lambda: self._forget_endpoint(path, name))
+        body = json.loads(call.body)
+        wrong = self._wrong_endpoint(name, body)
+        if wrong is not None:
+            return wrong
+        resource, before = self._written(path, body)
+        properties = resource.body["properties"]
+        properties["traffic"] = {k.lower(): v for k, v in (properties.get("traffic") or {}).items() if v}
+        properties["mirrorTraffic"] = {k.lower(): v for k, v in (properties.get("mirrorTraffic") or {}).items() if v}
+        properties["scoringUri"] = f"{self._url}/score/{name}/invocations"
+        self.keys.setdefault(name, f"key-of-{name}")
+
+        def effect() -> None:
+            resource.state = "Succeeded"
+            self.routes.setdefault(name, []).append(dict(properties["traffic"]))
+            self.mirrors[name] = dict(properties["mirrorTraffic"])
+            resource.lags(self.conditions.lag, before)
+
+        return self._begun(resource, "Creating" if before is None else "Updating", effect)
+
+    def _wrong_endpoint(self, name: str, body: Body) -> Reply | None:
+        if not _NAME.fullmatch(name):
+            return refuse(400, "BadArgument", f"Endpoint name {name} is not valid.")
+        traffic, mirror = (body["properties"].get(key) or {} for key in ("traffic", "mirrorTraffic"))
+        if sum(traffic.values()) not in (0, 100):
+            return refuse(400, "BadArgument", "Traffic must sum to 0 or 100.")
+        if len(mirror) > 1 or any(v > 50 or traffic.get(k) for k, v in mirror.items()):
+            return refuse(400, "BadArgument", "Mirror traffic is not valid.")
+        for deployment in (*traffic, *mirror):
+            found = self.resources.get(f"onlineEndpoints/{name}/deployments/{deployment.lower()}")
+            if found is None or found.state != "Succeeded":
+                return refuse(404, "NotFound", f"Deployment {deployment} was not found in endpoint {name}.")
+        return None
+
+    def _deployment(self, call: Call, path: str, endpoint: str, name: str) -> Reply:
+        there, owner = self.resources.get(path), self.resources.get(f"onlineEndpoints/{endpoint}")
+        if call.method == "GET":
+            return self._get(there, path)
+        if owner is None:
+            return self._missing(path)
+        for what, found in ((f"endpoint {endpoint}", owner), (f"deployment {name}", there)):
+            if found is not None and found.state in BUSY:
+                message = f"Cannot create a deployment because {what} is in {found.state} provisioning state"
+                return refuse(409, "Conflict", message)
+        if call.method == "DELETE":
+            split = {**owner.body["properties"]["traffic"], **owner.body["properties"]["mirrorTraffic"]}
+            if split.get(name):
+                return refuse(400, "BadRequest", f"Deployment {name} has traffic and cannot be deleted.")
+            return self._delete(there, lambda: self._forget_deployment(path, endpoint, name))
+        return self._made(path, endpoint, name, json.loads(call.body))
+
+    def _made(self, path: str, endpoint: str, name: str, body: Body) -> Reply:
+        if not _NAME.fullmatch(name):
+            return refuse(400, "BadArgument", f"Deployment name {name} is not valid.")
+        if (refused := self._over_quota(path, body)) is not None:
+            return refused
+        resource, before = self._written(path, body)
+        resource.body["properties"]["scaleSettings"] = {"scaleType": "Default"}
+        state = "Creating" if before is None else "Updating"
+        return self._begun(resource, state, lambda: self._launched(resource, endpoint, name, before))
+
+    def _over_quota(self, path: str, body: Body) -> Reply | None:
+        others = [r for p, r in self.resources.items() if "/deployments/" in p and p != path]
+        used = sum(_instances(r.body) for r in others)
+        wanted = _instances(body)
+        if used + wanted > self.conditions.quota:
+            kind = body["properties"]["instanceType"]
+            message = f"Not enough quota available for {kind}. Current usage: {used}. Needed: {wanted}."
+            return refuse(400, "OutOfQuota", message)
+        siblings = [p for p in self.resources if p.startswith(path.rpartition("/")[0]) and p != path]
+        if len(siblings) >= _MOST_DEPLOYMENTS:
+            return refuse(400, "BadRequest", "The endpoint has the most deployments that are allowed.")
+        return None
+
+    def _launched(self, resource: Resource, endpoint: str, name: str, before: Body | None) -> tuple[str, str] | None:
+        """Mount the model and start the container; why not, if that fails."""
+        properties = resource.body["properties"]
+        shared = self.registries.files(str(properties["model"]))
+        copied = self._copied(str(properties["model"]).partition(f"{self._workspace}/")[2])
+        files = shared or (copied[1] if copied else {})
+        wanted = properties.get("environmentVariables") or {}
+        started = "broken on order" if name in self.conditions.broken else self._pool.start(files, wanted)
+        if isinstance(started, str):
+            resource.state = "Failed"
+            return "ContainerCrashed", f"User container has crashed or terminated: {started}"
+        resource.state = "Succeeded"
+        self.nodes[endpoint, name] = started
+        resource.lags(self.conditions.lag, before)
+        return None
+
+    def _copied(self, path: str) -> tuple[Body, dict[str, bytes]] | None:
+        """The model at a path below the workspace, and its files."""
+        asset = self.resources.get(path)
+        if asset is None:
+            return None
+        mounted = _DATASTORE_PATH.fullmatch(str(asset.body["properties"]["modelUri"]))
+        return copy.deepcopy(asset.body), self._blobs.below(mounted["path"]) if mounted else {}
+
+    def _asset(self, call: Call, path: str, found: re.Match[str]) -> Reply:
+        if call.method == "GET":
+            return self._get(self.resources.get(path), path)
+        resource, _ = self._written(path, json.loads(call.body))
+        resource.body["properties"] = {"tags": {}, "flavors": {}, **resource.body["properties"]}
+        resource.body["name"] = found["version"]
+        return reply(201, resource.body)
+
+    def _written(self, path: str, body: Body) -> tuple[Resource, Body | None]:
+        """The resource with its new body, and the body that it had."""
+        there = self.resources.get(path)
+        before = None if there is None else copy.deepcopy(there.body)
+        described = self._described(path, body)
+        if there is None:
+            there = self.resources[path] = Resource(body=described)
+        else:
+            there.body, there.stale = described, 0
+        return there, before
+
+    def _begun(self, resource: Resource, state: str, effect: Callable[[], Any]) -> Reply:
+        operation = resource.begin(state, self.conditions.looks, effect)
+        number = str(len(self._operations) + 1)
+        self._operations[number] = (resource, operation)
+        headers = {"Azure-AsyncOperation": f"{self._url}/operations/{number}?api-version=1", **_SOON}
+        return reply(201 if state == "Creating" else 200, resource.body, headers)
+
+    def _delete(self, there: Resource | None, effect: Callable[[], None]) -> Reply:
+        if there is None:
+            return reply(204)
+        started = self._begun(there, "Deleting", effect)
+        headers = {k: v for k, v in started.headers.items() if k != "Retry-After"}
+        return reply(202, None, {**headers, **_DELETED, "Location": headers["Azure-AsyncOperation"]})
+
+    def _operation(self, path: str) -> Reply:
+        resource, operation = self._operations[path.rpartition("/")[2]]
+        resource.look()
+        if not operation.done:
+            return reply(200, {"status": "InProgress"}, _SOON)
+        if operation.error is None:
+            return reply(200, {"status": "Succeeded"})
+        code, message = operation.error
+        return reply(200, {"status": "Failed", "error": {"code": code, "message": message}})
+
+    def _get(self, there: Resource | None, path: str) -> Reply:
+        if there is not None:
+            there.look()
+            there = self.resources.get(path)
+        body = None if there is None else there.shown()
+        return self._missing(path) if body is None else reply(200, body)
+
+    def _list(self, prefix: str) -> Reply:
+        found = [resource for path, resource in self.resources.items() if path.startswith(prefix)]
+        for resource in found:
+            resource.look()
+        kept = [resource for path, resource in self.resources.items() if path.startswith(prefix)]
+        return reply(200, {"value": [body for resource in kept if (body := resource.shown()) is not None]})
+
+    def _forget_endpoint(self, path: str, name: str) -> None:
+        for other in [p for p in self.resources if p == path or p.startswith(f"{path}/")]:
+            del self.resources[other]
+        self.nodes = {key: node for key, node in self.nodes.items() if key[0] != name}
+        for kept in (self.routes, self.mirrors, self.keys):
+            kept.pop(name, None)
+
+    def _forget_deployment(self, path: str, endpoint: str, name: str) -> None:
+        self.resources.pop(path, None)
+        self.nodes.pop((endpoint, name), None)
+
+    def _described(self, path: str, body: Mapping[str, Any]) -> Body:
+        full = f"{self._workspace}/{path}".rstrip("/")
+        return {
+            "tags": {},
+            **copy.deepcopy(dict(body)),
+            "id": full,
+            "name": full.rpartition("/")[2],
+            "type": "Microsoft.MachineLearningServices/workspaces",
+            "systemData": {"createdBy": "somebody", "createdAt": _MADE, "lastModifiedAt": _MADE},
+        }
+
+    def _datastore(self, path: str) -> Body:
+        properties = {
+            "datastoreType": "AzureBlob",
+            "accountName": "loopback",
+            "containerName": CONTAINER,
+            "endpoint": "core.windows.net",
+            "protocol": "https",
+            "isDefault": True,
+            "credentials": {"credentialsType": "None"},
+        }
+        return self._described(path, {"properties": properties})
+
+    def _missing(self, path: str) -> Reply:
+        return refuse(404, "ResourceNotFound", f"The Resource '{path}' was not found.")
+
+
+def _instances(body: Body) -> int:
+    """What Azure counts: a fifth more than runs."""
+    return math.ceil(int((body.get("sku") or {}).get("capacity", 1)) * _SPARE)

@@ -1,0 +1,77 @@
+"""Resources of the fake that change over a while, as Azure's do, and are seen a little late."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.clouds.azureml_web import Reply
+
+Body = dict[str, Any]
+BUSY = ("Creating", "Updating", "Deleting")
+
+
+@dataclass(slots=True)
+class Operation:
+    """What a long-running request has become. `error` is a code and a message."""
+
+    done: bool = False
+    error: tuple[str, str] | None = None
+
+
+@dataclass(slots=True)
+class Resource:
+    """A thing at a path. Its operation ends after it was looked at `left` times: no clock, so every run is alike.
+
+    `before` is what reads still show for `stale` more times; None of it means that they do not find it.
+    """
+
+    body: Body
+    left: int = 0
+    then: Callable[[], tuple[str, str] | None] | None = None
+    operation: Operation = field(default_factory=Operation)
+    before: Body | None = None
+    stale: int = 0
+
+    @property
+    def state(self) -> str:
+        return str(self.body["properties"].get("provisioningState", "Succeeded"))
+
+    @state.setter
+    def state(self, value: str) -> None:
+        self.body["properties"]["provisioningState"] = value
+
+    def look(self) -> None:
+        """Time goes on."""
+        if self.left:
+            self.left -= 1
+            if not self.left and self.then is not None:
+                then, self.then = self.then, None
+                self.operation.error = then()
+                self.operation.done = True
+
+    def begin(self, state: str, looks: int, then: Callable[[], tuple[str, str] | None]) -> Operation:
+        """Start an operation; the effect comes with its end."""
+        self.state, self.left, self.then, self.operation = state, max(1, looks), then, Operation()
+        return self.operation
+
+    def shown(self) -> Body | None:
+        """What a read finds now."""
+        if self.stale:
+            self.stale -= 1
+            return self.before
+        return self.body
+
+    def lags(self, reads: int, before: Body | None) -> None:
+        self.stale, self.before = reads, copy.deepcopy(before)
+
+
+def reply(status: int, document: object = None, headers: Mapping[str, str] | None = None) -> Reply:
+    return Reply(status=status, body=b"" if document is None else json.dumps(document).encode(), headers=headers or {})
+
+
+def refuse(status: int, code: str, message: str) -> Reply:
+    return reply(status, {"error": {"code": code, "message": message}})

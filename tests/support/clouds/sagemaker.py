@@ -1,0 +1,154 @@
+"""A SageMaker of one's own on loopback: real boto3 clients talk to it, real models answer behind it.
+
+It runs in a process of its own, so that a client that is killed leaves it as it would leave the cloud. At the same
+address are S3, IAM, STS, CloudWatch and Application Auto Scaling of moto.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.errors import MeasurementFailure
+from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION
+from tests.support.processes import ROOT
+
+BUCKET = "models"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/onnx-ops-sagemaker"
+SETTINGS: Mapping[str, str | int | float | bool] = {
+    "role": ROLE,
+    "image": f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/onnx-ops:1",
+    "bucket": BUCKET,
+    "region": REGION,
+    "poll_s": 0,
+    "timeout_s": 120,
+}
+_TRUST = {
+    "Version": "2012-10-17",
+    "Statement": [{"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}],
+}
+_START_S = 60.0
+_PAUSE_S = 0.01
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeSageMaker:
+    """The running fake. `environment` is what clients need to reach it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+    def fault(self, **given: Any) -> None:
+        """Order a fault (see `sagemaker_server.Fault`), or none; calls are counted anew."""
+        self._say("fault", given)
+
+    def behave(self, **given: Any) -> None:
+        """Change what the control plane does; see `sagemaker_parts.Behaviour`."""
+        self._say("behaviour", given)
+
+    def startup(self, seconds: float) -> None:
+        """How long a container may take to answer its ping."""
+        self._say("startup", {"seconds": seconds})
+
+    def shift(self, seconds: float) -> None:
+        """Put the cloud's clock forward."""
+        self._say("shift", {"seconds": seconds})
+
+    def scale(self, endpoint: str, variant: str, instances: int) -> None:
+        """What autoscaling would do."""
+        self._say("count", {"endpoint": endpoint, "variant": variant, "instances": instances})
+
+    def calls(self) -> list[str]:
+        """Names of the requests since the last order of a fault, in order; not those to the runtime."""
+        names: list[str] = self._say("calls", {})["calls"]
+        return names
+
+    def _say(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(f"{self.url}/_fake/{what}", json.dumps(given).encode())
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+
+
+@contextmanager
+def fake_sagemaker(folder: Path) -> Iterator[FakeSageMaker]:
+    """Start one, with a bucket and a role that SageMaker may assume; end it and its containers afterwards.
+
+    Raises:
+        MeasurementFailure: it did not start.
+    """
+    log = folder / "fake.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.clouds.sagemaker_server", str(folder)],
+            cwd=ROOT,
+            stdout=stream,
+            stderr=stream,
+            env={**os.environ, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"},
+        )
+    try:
+        fake = FakeSageMaker(url=_address(folder, process, log), process=process)
+        _furnish(fake)
+        yield fake
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def client(fake: FakeSageMaker, service: str) -> Any:
+    """A boto3 client of the fake's; always the same one."""
+    return _client(fake.url, service)
+
+
+@functools.cache
+def _client(url: str, service: str) -> Any:
+    import boto3
+
+    return boto3.client(
+        service,
+        region_name=REGION,
+        endpoint_url=url,
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",  # noqa: S106 (nobody's)
+    )
+
+
+def _furnish(fake: FakeSageMaker) -> None:
+    client(fake, "s3").create_bucket(Bucket=BUCKET)
+    name = ROLE.rpartition("/")[2]
+    client(fake, "iam").create_role(RoleName=name, AssumeRolePolicyDocument=json.dumps(_TRUST))
+
+
+def _address(folder: Path, process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "url").exists():
+            return (folder / "url").read_text(encoding="utf-8")
+        time.sleep(_PAUSE_S)
+    process.kill()
+    raise MeasurementFailure("the fake did not start", why=log.read_text(encoding="utf-8", errors="replace")[-1000:])

@@ -1,0 +1,242 @@
+"""The fake as a process: `python -m tests.support.clouds.sagemaker_server FOLDER` writes its address to FOLDER/url.
+
+One address serves SageMaker's control plane and runtime, and whatever moto knows. Every request of a client has two
+moments, before it takes effect and after, at which a fault may be ordered.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.clouds.sagemaker_containers import Answer, Containers
+from tests.support.clouds.sagemaker_faults import Fault, Start, answer_json, fail
+from tests.support.clouds.sagemaker_iam import policy_answer, policy_question
+from tests.support.clouds.sagemaker_moto import Moto
+from tests.support.clouds.sagemaker_parts import Fleet, Invalid, Variant
+from tests.support.clouds.sagemaker_plane import Plane
+from tests.support.clouds.sagemaker_wire import Wire
+
+_LOOPBACK = "127.0.0.1"
+_MOST_BYTES = 6_291_456
+
+
+@dataclass(slots=True)
+class Log:
+    """What clients have asked since the last order, by name, and the fault that is ordered."""
+
+    calls: list[str] = field(default_factory=list)
+    moments: int = 0
+    fault: Fault | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def moment(self, name: str) -> Fault | None:
+        """The fault that happens now."""
+        with self.lock:
+            fault = self.fault
+            if fault is not None and fault.only not in name:
+                return None
+            number, self.moments = self.moments, self.moments + 1
+            # Two moments of one request are apart by one: a fault repeats at the same moment of the next requests.
+            due = fault is not None and fault.at <= number < fault.at + 2 * fault.times
+            return fault if fault is not None and due and (number - fault.at) % 2 == 0 else None
+
+
+class Fake:
+    """A WSGI application."""
+
+    def __init__(self, folder: Path) -> None:
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
+        self.shift_s = 0.0
+        self.containers = Containers(folder)
+        self.around = Moto(self.containers, self.now)
+        self.plane = Plane(self.around, self.now)
+        self._wire = Wire()
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self._log = Log()
+        self._turns: dict[str, dict[str, float]] = {}
+        self._turning = threading.Lock()
+
+    def now(self) -> float:
+        return time.clock_gettime(time.CLOCK_REALTIME) + self.shift_s
+
+    def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
+        path, target = environ.get("PATH_INFO", ""), environ.get("HTTP_X_AMZ_TARGET", "")
+        # A connection that goes on must not hold the rest of a request that a fault has cut short.
+        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
+        if path.startswith("/_fake/"):
+            return answer_json(
+                start, 200, self._order(path.removeprefix("/_fake/"), json.loads(_body(environ) or b"{}"))
+            )
+        runtime = path.endswith("/invocations") and path.startswith("/endpoints/")
+        if runtime:
+            return self._invoke(environ, start, path.split("/")[2])
+        ours = target.startswith("SageMaker.")
+        name = (
+            target
+            if ours
+            else f"{environ['REQUEST_METHOD']} {path} {target or environ.get('QUERY_STRING', '')}".strip()
+        )
+        with self._log.lock:
+            self._log.calls.append(name)
+        if (fault := self._log.moment(name)) is not None:
+            return fail(fault, name, environ, start)
+        answer = self._answer(environ, target)
+        if (fault := self._log.moment(name)) is not None:
+            return fail(fault, name, environ, start)
+        status, headers, body = answer
+        start(status, headers)
+        return [body]
+
+    def _answer(self, environ: dict[str, Any], target: str) -> tuple[str, list[tuple[str, str]], bytes]:
+        if target.startswith("SageMaker."):
+            return self._control(environ, target)
+        if target == "ServiceQuotasV20190624.ListServiceQuotas":
+            with self.plane.lock:
+                limits = self.plane.behaviour.limits
+            quotas = [{"QuotaName": f"{kind} for endpoint usage", "Value": value} for kind, value in limits.items()]
+            headers = [("Content-Type", "application/x-amz-json-1.1")]
+            return "200 OK", headers, json.dumps({"Quotas": quotas}).encode()
+        if (asked := policy_question(environ)) is not None:
+            with self.plane.lock:
+                denied = self.plane.behaviour.denied
+            return "200 OK", [("Content-Type", "text/xml")], policy_answer(asked, denied)
+        return _whole(self._moto, environ)
+
+    def _control(self, environ: dict[str, Any], target: str) -> tuple[str, list[tuple[str, str]], bytes]:
+        headers = [("Content-Type", "application/x-amz-json-1.1")]
+        try:
+            operation, request = self._wire.read(target, _body(environ))
+            return "200 OK", headers, self._wire.write(operation, self.plane.call(operation, request))
+        except Invalid as error:
+            body = json.dumps({"__type": error.code, "message": str(error)}).encode()
+            return f"{error.status} Error", headers, body
+
+    def _invoke(self, environ: dict[str, Any], start: Start, endpoint: str) -> Iterable[bytes]:
+        body = _body(environ)
+        try:
+            fleet = self.plane.serving(endpoint)
+            if len(body) > _MOST_BYTES:
+                raise Invalid("Request size exceeded", code="ValidationError", status=413)
+            variant = self._choose(endpoint, fleet, environ.get("HTTP_X_AMZN_SAGEMAKER_TARGET_VARIANT", ""))
+        except Invalid as error:
+            return answer_json(start, error.status, {"message": str(error)}, {"x-amzn-ErrorType": error.code})
+        headers = {"content-type": environ.get("CONTENT_TYPE", "application/json")}
+        answer = self._ask(endpoint, variant, body, headers)
+        for shadow in fleet.shadow:
+            if self._due(f"{endpoint}/{shadow.name}", shadow.weight / variant.weight):
+                self._ask(endpoint, shadow, body, headers)
+        told = {"x-Amzn-Invoked-Production-Variant": variant.name}
+        if answer.status != 200:
+            document = {"OriginalStatusCode": answer.status, "OriginalMessage": answer.body.decode(errors="replace")}
+            message = f"Received server error ({answer.status}) from {variant.name} with the message above"
+            return answer_json(start, 424, {**document, "Message": message}, {**told, "x-amzn-ErrorType": "ModelError"})
+        length = ("Content-Length", str(len(answer.body)))
+        start("200 OK", [("Content-Type", answer.content_type), length, *told.items()])
+        return [answer.body]
+
+    def _ask(self, endpoint: str, variant: Variant, body: bytes, headers: Mapping[str, str]) -> Answer:
+        answer: Answer = variant.container.invoke(body, headers)
+        self.around.count(endpoint, variant.name, answer)
+        return answer
+
+    def _choose(self, endpoint: str, fleet: Fleet, pinned: str) -> Variant:
+        """By weight, so evenly that any hundred requests are split as the weights say."""
+        variants = {variant.name: variant for variant in fleet.production}
+        if pinned:
+            if pinned not in variants:
+                raise Invalid(f"Variant {pinned} not found", code="ValidationError")
+            return variants[pinned]
+        total = sum(variant.weight for variant in fleet.production)
+        if not total:
+            raise Invalid("All variants have zero weight", code="ValidationError")
+        with self._turning:
+            turns = self._turns.setdefault(f"{endpoint}/{fleet.config}", {})
+            for variant in fleet.production:
+                turns[variant.name] = turns.get(variant.name, 0.0) + variant.weight
+            name = max((v.name for v in fleet.production if v.weight), key=lambda one: turns[one])
+            turns[name] -= total
+        return variants[name]
+
+    def _due(self, key: str, share: float) -> bool:
+        with self._turning:
+            turns = self._turns.setdefault(key, {"": 0.0})
+            turns[""] += share
+            if turns[""] < 1:
+                return False
+            turns[""] -= 1
+            return True
+
+    def _order(self, what: str, given: dict[str, Any]) -> dict[str, Any]:
+        """What tests say: fault, calls, behaviour, startup, shift, count."""
+        if what == "fault":
+            self._log = Log(fault=Fault(**given) if given else None)
+        elif what == "behaviour":
+            with self.plane.lock:
+                self.plane.behaviour = replace(self.plane.behaviour, **given)
+        elif what == "startup":
+            self.containers.startup_s = given["seconds"]
+        elif what == "shift":
+            self.shift_s += given["seconds"]
+        elif what == "count":
+            instances = self.plane.serving(given["endpoint"]).production
+            next(v for v in instances if v.name == given["variant"]).count = given["instances"]
+        return {"calls": self._log.calls, "moments": self._log.moments, "behaviour": asdict(self.plane.behaviour)}
+
+
+def _whole(application: Any, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
+    """An application's answer, before any of it is sent."""
+    head: list[Any] = []
+
+    def start(status: str, headers: list[tuple[str, str]], *_: Any) -> None:
+        head[:] = [status, headers]
+
+    body = b"".join(application(environ, start))
+    return head[0], head[1], body
+
+
+def _body(environ: dict[str, Any]) -> bytes:
+    body: bytes = environ["wsgi.input"].read()
+    return body
+
+
+def serve(folder: Path) -> None:
+    """Serve until SIGTERM; the address stands in `folder/url` once it answers."""
+    from moto.moto_server.werkzeug_app import MotoRequestHandler
+    from werkzeug.serving import make_server
+
+    fake = Fake(folder)
+
+    class Handler(MotoRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # an answer in several writes would wait for acknowledgements, 40 ms each
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            text: str = super().date_time_string(fake.now() if timestamp is None else timestamp)
+            return text
+
+        def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+            pass
+
+    server = make_server(_LOOPBACK, 0, fake, threaded=True, request_handler=Handler)
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+    address = folder / "url.tmp"
+    address.write_text(f"http://{_LOOPBACK}:{server.server_port}", encoding="utf-8")
+    address.rename(folder / "url")
+    try:
+        server.serve_forever()
+    finally:
+        fake.containers.stop()
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,124 @@
+"""A load in a process of its own, so that it shares no interpreter with what it measures or with the test."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from onnx_ops.errors import MeasurementFailure
+from tests.support.load.plan import LoadPlan
+from tests.support.load.records import Records
+from tests.support.processes import ROOT
+
+_GRACE_S = 30.0
+
+
+class LoadProcess:
+    """Runs a plan between `start` and `stop`, or as a context manager.
+
+    `start` returns once all connections stand. After `stop`, or after `wait`, `records` holds every request.
+    """
+
+    def __init__(self, plan: LoadPlan, *, nice: int = 0) -> None:
+        self._plan = plan
+        self._nice = nice
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._records: Records | None = None
+
+    @property
+    def records(self) -> Records:
+        if self._records is None:
+            raise MeasurementFailure("the load has not ended yet")
+        return self._records
+
+    def start(self) -> None:
+        """Raises MeasurementFailure if the load does not begin, for one because the server takes no connection."""
+        self._folder = tempfile.TemporaryDirectory(prefix="load-")
+        self._process = subprocess.Popen(
+            self._command(Path(self._folder.name)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        assert self._process.stderr is not None
+        line = self._process.stderr.readline()
+        if not line.startswith(b"running"):
+            why = (line + self._process.stderr.read()).decode("utf-8", "replace").strip()
+            self._discard()
+            raise MeasurementFailure("the load did not begin", where=self._plan.url, why=why)
+
+    def stop(self) -> Records:
+        """End the load now; what is under way is waited for."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._collect(self._plan.timeout_s + _GRACE_S)
+
+    def wait(self) -> Records:
+        """Wait for the plan's end."""
+        return self._collect(self._plan.seconds + self._plan.timeout_s + _GRACE_S)
+
+    def __enter__(self) -> LoadProcess:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is not None:
+            self._discard()
+        elif self._records is None:
+            self.stop()
+
+    def _collect(self, patience_s: float) -> Records:
+        assert self._process is not None
+        assert self._folder is not None
+        try:
+            _, stderr = self._process.communicate(timeout=patience_s)
+            self._records = Records.read(Path(self._folder.name) / "records.npz")
+        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+            raise MeasurementFailure("the load did not end as it should", why=str(error)) from error
+        finally:
+            self._discard()
+        if stderr:
+            raise MeasurementFailure("the load complained", why=stderr.decode("utf-8", "replace")[-500:])
+        return self._records
+
+    def _discard(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _command(self, folder: Path) -> list[str]:
+        plan = self._plan
+        command = [sys.executable, "-m", "tests.support.load", plan.url, "--json"]
+        if self._nice:
+            command = ["nice", "-n", str(self._nice), *command]
+        options: dict[str, int | float | Path] = {
+            "--connections": plan.connections,
+            "--seconds": plan.seconds,
+            "--requests": plan.requests,
+            "--rate": plan.rate,
+            "--keys": plan.keys,
+            "--timeout": plan.timeout_s,
+            "--seed": plan.seed,
+            "--records": folder / "records.npz",
+        }
+        for flag, value in options.items():
+            command += [flag, str(value)]
+        for name, text in plan.headers.items():
+            command += ["--header", f"{name}: {text}"]
+        return command + self._bodies(folder)
+
+    def _bodies(self, folder: Path) -> list[str]:
+        arguments = []
+        for number, payload in enumerate(self._plan.payloads):
+            if payload.headers:
+                raise MeasurementFailure("a load in a process of its own sends the plan's headers, not a payload's own")
+            path = folder / f"body-{number}"
+            path.write_bytes(payload.body)
+            arguments += ["--body", str(path)]
+        return arguments

@@ -1,0 +1,73 @@
+"""A PostgreSQL server of its own, for the tests of what stores its records there.
+
+Elsewhere than in `.ci/run`, which installs PostgreSQL and sets REQUIRED, the tests are skipped where it is missing.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.ports import free_port
+
+REQUIRED = "ONNX_OPS_TEST_SERVICES"
+"""Set to `required` where a missing service is a failure."""
+
+
+@contextmanager
+def postgres() -> Iterator[str]:
+    """A fresh cluster; yields the SQLAlchemy URL of an empty database."""
+    programs = _programs()
+    if programs is None:
+        lacking = "PostgreSQL is not installed (Debian: apt-get install postgresql): nothing is tested on it"
+        if os.environ.get(REQUIRED) == "required":
+            pytest.fail(lacking)
+        pytest.skip(lacking)
+    folder, port = Path(tempfile.mkdtemp(prefix="onnx-ops-postgres-")), free_port()
+    user = "postgres" if os.geteuid() == 0 else getpass.getuser()
+    if os.geteuid() == 0:  # it refuses to run as root
+        owner = pwd.getpwnam(user)
+        os.chown(folder, owner.pw_uid, owner.pw_gid)
+    data = folder / "data"
+    settings = f"-c listen_addresses=127.0.0.1 -p {port} -c unix_socket_directories={folder} -c fsync=off"
+    try:
+        _as(user, [programs / "initdb", "-D", data, "-U", "onnx_ops", "--auth=trust", "-E", "UTF8", "--no-sync"])
+        _as(user, [programs / "pg_ctl", "-D", data, "-w", "-t", "120", "-l", folder / "log", "-o", settings, "start"])
+        try:
+            yield f"postgresql+psycopg2://onnx_ops@127.0.0.1:{port}/postgres"
+        finally:
+            _as(user, [programs / "pg_ctl", "-D", data, "-w", "-m", "immediate", "stop"])
+    finally:
+        shutil.rmtree(folder)
+
+
+def _programs() -> Path | None:
+    """Debian keeps them off the path."""
+    found = shutil.which("initdb")
+    if found is not None:
+        return Path(found).resolve().parent
+    return max(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name), default=None)
+
+
+def _as(user: str, command: Sequence[str | Path]) -> None:
+    done = subprocess.run(
+        command,
+        user=user if os.geteuid() == 0 else None,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command[0]}: {done.stderr}"

@@ -1,0 +1,78 @@
+"""What processes of this machine use, read from /proc (proc(5))."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Top of the checkout: where `python -m tests.support.…` finds its module."""
+_PROC = Path("/proc")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_STATE, _PARENT, _SESSION, _UTIME, _STIME = 0, 1, 3, 11, 12
+"""Places in /proc/PID/stat after the command's name, which may hold anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Of several processes together, in bytes. A shared page counts once in `pss`, and once a process in `rss`."""
+
+    pss: int
+    rss: int
+
+
+def session_of(leader: int) -> list[int]:
+    """The live processes of the session that `leader` began, whoever has become their parent."""
+    return _with(_SESSION, leader)
+
+
+def children_of(pid: int) -> list[int]:
+    """The live processes whose parent is `pid`."""
+    return _with(_PARENT, pid)
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """User and system time of processes that live, in steps of the kernel's clock tick (usually 10 ms)."""
+    ticks = 0
+    for pid in pids:
+        fields = _stat(pid)
+        ticks += int(fields[_UTIME]) + int(fields[_STIME])
+    return ticks / _TICKS
+
+
+def memory(pids: Iterable[int]) -> Memory:
+    """What the processes hold in memory."""
+    totals = {"Pss": 0, "Rss": 0}
+    for pid in pids:
+        for line in (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines():
+            name, _, rest = line.partition(":")
+            if name in totals:
+                totals[name] += int(rest.split()[0]) * 1024
+    return Memory(pss=totals["Pss"], rss=totals["Rss"])
+
+
+def peak_memory(pids: Iterable[int]) -> int:
+    """The sum of the most that each process ever held in memory, in bytes."""
+    total = 0
+    for pid in pids:
+        status = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+        total += int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    return total
+
+
+def _with(place: int, value: int) -> list[int]:
+    found = []
+    for entry in _PROC.iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it ended meanwhile
+                fields = _stat(int(entry.name))
+                if int(fields[place]) == value and fields[_STATE] not in "ZX":
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def _stat(pid: int) -> list[str]:
+    return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,0 +1,99 @@
+"""Publish and roll back, over and over, while clients call: does a request fail, or a replaced version answer?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from time import monotonic_ns
+
+import numpy as np
+
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.errors import MeasurementFailure
+from tests.support.load import LoadPlan, LoadProcess, Publication, Records, stale
+from tests.support.load.records import FOREVER_NS
+from tests.support.server import Answer, ServerFamily
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storm:
+    """What was published, and what became of the requests meanwhile."""
+
+    publications: tuple[Publication, ...]
+    records: Records
+
+    @property
+    def stale(self) -> int:
+        """Answers by a version that a publish had replaced which had returned before the request was sent."""
+        return len(stale(self.records, self.publications))
+
+    def publish_ms(self, quantile: float) -> float:
+        """A quantile (0 to 100) of how long a publication took."""
+        spans = [(p.returned_ns - p.begun_ns) / 1e6 for p in self.publications if p.returned_ns < FOREVER_NS]
+        return float(np.percentile(spans, quantile))
+
+
+class Publisher:
+    """Publishes states of one server under rising generations, and notes each call's begin and end."""
+
+    def __init__(self, server: ServerFamily) -> None:
+        self._server = server
+        self._generation = 0
+        self.publications: list[Publication] = []
+
+    def publish(self, state: EndpointState) -> Answer:
+        """Publish once. An answer other than 200 counts as a call whose outcome is not known.
+
+        Raises:
+            OSError, http.client.HTTPException: the server did not answer; the outcome is not known.
+        """
+        names = frozenset(name for name, weight in state.split.weights.items() if weight > 0)
+        begun, returned = monotonic_ns(), FOREVER_NS
+        self._generation += 1
+        try:
+            answer = self._server.publish(state, self._generation)
+            if answer.status == 200:
+                returned = monotonic_ns()
+        finally:
+            self.publications.append(Publication(names=names, begun_ns=begun, returned_ns=returned))
+        return answer
+
+
+def states(first: Deployment) -> Iterator[EndpointState]:
+    """Without end: a state with `first`, then a newcomer that takes all traffic, the way back, the next newcomer ...
+
+    Every newcomer has a name of its own, and the files of `first`.
+    """
+    yield _state(first, first)
+    for number in count(1):
+        newcomer = replace(first, name=f"{first.name}-{number}", version=str(number))
+        yield _state(newcomer, first, newcomer)
+        yield _state(first, first, newcomer)
+
+
+def _state(serving: Deployment, *held: Deployment) -> EndpointState:
+    weights = {deployment.name: 100 if deployment is serving else 0 for deployment in held}
+    return EndpointState(deployments=held, split=TrafficSplit(weights=weights))
+
+
+def storm(server: ServerFamily, first: Deployment, plan: LoadPlan, *, publications: int) -> Storm:
+    """Publish that many times under load, as fast as the server takes it.
+
+    Raises:
+        MeasurementFailure: a publication was refused.
+    """
+    publisher = Publisher(server)
+    upcoming = states(first)
+    _publish(publisher, next(upcoming))
+    with LoadProcess(plan) as load:
+        for _ in range(publications):
+            _publish(publisher, next(upcoming))
+        records = load.stop()
+    return Storm(publications=tuple(publisher.publications), records=records)
+
+
+def _publish(publisher: Publisher, state: EndpointState) -> None:
+    answer = publisher.publish(state)
+    if answer.status != 200:
+        raise MeasurementFailure("a publication was refused", why=f"{answer.status} {answer.body[:500]!r}")

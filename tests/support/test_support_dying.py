@@ -1,0 +1,99 @@
+"""A process that dies at a chosen moment, and what /proc tells of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.dying import Order, give, moments
+from tests.support.processes import children_of, cpu_seconds, memory, peak_memory, session_of
+
+SCRIPT = """
+import os, socket, sys, time
+from pathlib import Path
+from tests.support.dying import Watch
+Watch(Path(sys.argv[1])).install()
+folder = Path(sys.argv[2])
+if os.fork() == 0:
+    (folder / "child").touch()
+    time.sleep(60)
+    os._exit(0)
+handle = os.open(folder / "new", os.O_WRONLY | os.O_CREAT)
+os.write(handle, b"x")
+os.fsync(handle)
+(folder / "new").replace(folder / "old")
+ours, theirs = socket.socketpair()
+ours.sendall(b"x")
+time.sleep(60 if len(sys.argv) > 3 else 0)
+"""
+CALLS = 5
+
+
+def run(tmp_path: Path, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "order.json"), str(tmp_path), *more]
+    return subprocess.Popen(command, start_new_session=True)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    for pid in session_of(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("at", "exists"),
+    [(0, set()), (1, {"new"}), (5, {"new"}), (6, {"new"}), (7, {"old"}), (2 * CALLS - 1, {"old"})],
+)
+def test_it_dies_at_its_moment_and_not_before(tmp_path: Path, at: int, exists: set[str]) -> None:
+    give(tmp_path / "order.json", Order(at=at))
+    process = run(tmp_path)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert moments(tmp_path / "order.json") == at + 1
+    assert {name for name in ("new", "old") if (tmp_path / name).exists()} == exists
+    end(process)
+
+
+def test_moments_are_counted_only_on_order_and_only_in_the_process_itself(tmp_path: Path) -> None:
+    order = tmp_path / "order.json"
+    process = run(tmp_path)
+    assert process.wait(timeout=60) == 0
+    end(process)
+    assert moments(order) == 0
+    give(order, Order(at=-1))
+    process = run(tmp_path)
+    assert process.wait(timeout=60) == 0
+    end(process)
+    assert moments(order) == 2 * CALLS
+    give(order, Order(at=-1))
+    assert moments(order) == 0
+
+
+def test_a_worker_can_be_the_victim(tmp_path: Path) -> None:
+    give(tmp_path / "order.json", Order(at=3, victim="worker"))
+    process = run(tmp_path, "stay")
+    while not (tmp_path / "old").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    assert children_of(process.pid) == []
+    assert session_of(process.pid) == [process.pid]
+    assert process.poll() is None
+    end(process)
+
+
+def test_what_processes_use_is_read() -> None:
+    me = [os.getpid()]
+    before = cpu_seconds(me)
+    sum(range(3_000_000))
+    assert cpu_seconds(me) > before
+    held = memory(me)
+    assert 0 < held.pss <= held.rss <= peak_memory(me)
+    blob = b"x" * (64 << 20)
+    assert memory(me).rss - held.rss > len(blob) // 2
+    with pytest.raises(FileNotFoundError):
+        cpu_seconds([2**22 + 1])

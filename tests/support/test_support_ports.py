@@ -1,0 +1,39 @@
+"""Ports for servers of tests: free, and out of the way of connections."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.support import ports
+from tests.support.ports import free_port
+
+
+def test_each_is_free_and_no_connection_is_given_it() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port() for _ in range(50)}
+    assert all(1024 < port < lowest for port in found)
+    assert len(found) > 40
+    for port in found:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_where_connections_may_have_every_port_the_kernel_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "range").write_text("1024\t60999\n")
+    monkeypatch.setattr(ports, "_CONNECTIONS", tmp_path / "range")
+    with socket.create_server(("127.0.0.1", free_port())):
+        pass
+
+
+def test_one_that_is_taken_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as server:
+        taken = server.getsockname()[1]
+        monkeypatch.setattr(ports, "_LOWEST", taken)
+        monkeypatch.setattr(ports, "_CONNECTIONS", tmp_path / "range")
+        (tmp_path / "range").write_text(f"{taken + 1}\t60999\n")  # so that there is no other
+        assert free_port() != taken
