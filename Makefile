@@ -2,9 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo demo-stop test lint truth docs clean
+# Processes that run tests side by side.
+WORKERS ?= 2
+
+.PHONY: demo demo-stop test test-all lint truth docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -12,8 +15,13 @@ demo: $(VENV)/.demo
 demo-stop: $(VENV)/.demo
 	$(BIN)/python examples/demo.py --stop
 
+# What a change is likely to break: minutes. A third of each sweep over kill points and faults, by the commit's digest.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+
+# Everything, nightly tier and whole sweeps included: hours.
+test-all: $(VENV)/.all
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m "" --sweep all
 
 truth: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gate_truth --quick
@@ -40,6 +48,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@echo "Installing onnx-ops with everything its tests need into $(VENV) (a few minutes the first time) ..."
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.all: $(VENV)/.dev
+	@echo "Installing the frameworks that only the nightly tests need into $(VENV) ..."
+	@$(PIP) --editable '.[dev,keras,huggingface]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .onnx-ops .site

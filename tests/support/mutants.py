@@ -1,0 +1,444 @@
+"""Plant faults in a copy of the package, one at a time, and report which tests detect each.
+
+    python -m tests.support.mutants --list
+    python -m tests.support.mutants --record MAP [-- PYTEST-OPTIONS]
+    python -m tests.support.mutants [--map MAP] [--out RESULTS] [--only ID ...] [--rooms ROOM ...] [-- PYTEST-OPTIONS]
+
+The faults stand in `mutants.toml`. For each one, the tests that executed its lines run first (`--map`), the cheapest
+first; then those of its room, until one fails. A test counts only if it passes without the fault. A run that takes too
+long, or whose process crashes, detects the fault too, and is reported as such.
+
+Exit code: 0 if every fault is detected, 1 if one is not, 2 if the table is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.support.mutants_plugin import CONTEXTS, FAILURES, PACKAGE
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_suffix(".toml")
+LIMIT_S = 600.0
+"""Seconds of one run of pytest; more where the recorded tests take longer."""
+MOST_TESTS = 250
+"""Tests that are chosen by the lines of a fault. A line that more tests execute is not what most of them are about."""
+
+_PLUGIN = "tests.support.mutants_plugin"
+_RUN = "PYTHON_MUTANTS_RUN"
+"""Variable that marks the processes of a run; a server under test inherits only variables with such a name."""
+_WHOLE_FILES = ("tests/e2e/", "tests/docs/")
+"""Folders in which the tests of a file build on each other: a file runs whole, and each in a run of its own."""
+_OPTIONS = ("-q", "--maxfail=3", "--tb=no", "-p", "no:randomly", "-p", "no:cacheprovider")
+_FAILED, _NOTHING = 1, (0, 5)
+"""Exit codes of pytest: tests failed; all passed, or none was selected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One small change that breaks the package. `file` is relative to the package; `old` occurs there once."""
+
+    id: str
+    file: str
+    kind: str
+    what: str
+    old: str
+    new: str
+    room: str
+
+    @property
+    def path(self) -> str:
+        return f"{PACKAGE}/{self.file}"
+
+    def apply(self, text: str) -> str:
+        return text.replace(self.old, self.new)
+
+    def scopes(self, text: str) -> Iterator[range]:
+        """Yield the lines that the fault changes, then the smallest statement around them, then the whole file."""
+        first = text.count("\n", 0, text.index(self.old)) + 1
+        lines = range(first, first + len(self.old.splitlines()))
+        yield lines
+        ends = (
+            (node.end_lineno - node.lineno, node.lineno, node.end_lineno)
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.stmt)
+            and node.end_lineno
+            and node.lineno <= lines[0]
+            and node.end_lineno >= lines[-1]
+        )
+        _, start, end = min(ends, default=(0, lines[0], lines[-1]))
+        yield range(start, end + 1)
+        yield range(1, text.count("\n") + 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultResult:
+    """Whether a fault was detected. `how`: tests, timeout, crash, or empty; `tests` are the first ids that failed.
+
+    `fallback` says whether the tests of the room ran too where those of the lines passed.
+    """
+
+    id: str
+    detected: bool
+    how: str = ""
+    tests: tuple[str, ...] = ()
+    seconds: float = 0.0
+    fallback: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineMap:
+    """Seconds by test id, and by file and line the numbers of the tests that executed it."""
+
+    seconds: Mapping[str, float]
+    lines: Mapping[str, Mapping[str, Sequence[int]]]
+
+    def select(self, fault: Fault, text: str) -> list[str]:
+        """Return the cheapest tests that executed the changed lines; those of one file stand together.
+
+        Lines that no test executed, as those that run while a module is imported, stand for what is around them.
+        """
+        ids, by_line = list(self.seconds), self.lines.get(fault.path, {})
+        numbers = set[int]()
+        for scope in fault.scopes(text):
+            numbers = numbers or {number for line in scope for number in by_line.get(str(line), ())}
+        cheapest = sorted(numbers, key=lambda number: self.seconds[ids[number]])[:MOST_TESTS]
+        files = dict.fromkeys(_file_of(ids[number]) for number in cheapest)
+        selected = [ids[number] for number in sorted(cheapest)]
+        return [test for file in files for test in _runnable(file, [one for one in selected if _file_of(one) == file])]
+
+    def expected_s(self, paths: Sequence[str]) -> float:
+        """Return the seconds that files, folders or single tests took when the map was recorded."""
+        wanted = tuple(paths)
+        return sum(seconds for test, seconds in self.seconds.items() if test.startswith(wanted))
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _runnable(file: str, tests: list[str]) -> list[str]:
+    return [file] if file.startswith(_WHOLE_FILES) else tests
+
+
+class Tree:
+    """A copy of the checkout in which faults are planted. The environment is that of this interpreter.
+
+    Args:
+        folder: where the copy is made; what stands there is brought up to date.
+        options: further options of pytest.
+        limit_s: longest run of pytest.
+        line_map: what was recorded; it lengthens the limit of runs that take long without a fault.
+
+    Raises:
+        RuntimeError: programs that are started here would not import the package from the copy.
+    """
+
+    def __init__(self, folder: Path, options: Sequence[str], limit_s: float, line_map: LineMap | None) -> None:
+        self.folder = folder
+        self._options = options
+        self._limit_s = limit_s
+        self._line_map = line_map
+        self._passes: dict[str, bool] = {}
+        """Whether tests pass without a fault, as far as that was asked."""
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+        for name in names:
+            if name and (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        if (ROOT / ".git").is_dir() and not (folder / ".git").exists():
+            shutil.copytree(ROOT / ".git", folder / ".git")
+        if (ROOT / ".venv").exists() and not (folder / ".venv").exists():
+            (folder / ".venv").symlink_to(ROOT / ".venv")
+        self._check_imports()
+
+    def _check_imports(self) -> None:
+        """An installation in development mode leads to the checkout; a program that is started elsewhere shows it."""
+        script = Path(sys.executable).with_name("onnx-ops")
+        for command in ([sys.executable, "-P", "-c", f"import {PACKAGE}"], [str(script), "--help"]):
+            done = subprocess.run(
+                command,
+                cwd=tempfile.gettempdir(),
+                env={**self._environment(), "PYTHONVERBOSE": "1"},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            if f"{self.folder / PACKAGE}/__init__.py" not in done.stderr or f"{ROOT / PACKAGE}/" in done.stderr:
+                raise RuntimeError(f"{command[0]} does not import {PACKAGE} from {self.folder}")
+
+    def detect(self, fault: Fault, groups: Iterable[Sequence[str]], *, fallback: bool) -> FaultResult:
+        """Run groups of tests until one that passes without the fault fails with it."""
+        begun = time.monotonic()
+        for tests in groups:
+            with self._planted(fault):
+                code, failed = self._run(tests)
+            if code == _FAILED:
+                failed = tuple(test for test in failed if self._is_passing(test))
+                is_detected = bool(failed)
+            else:
+                is_detected = code is None or (code not in _NOTHING and self._is_collected(tests))
+            if not is_detected:
+                continue
+            how = {_FAILED: "tests", None: "timeout"}.get(code, f"crash: exit code {code}")
+            seconds = time.monotonic() - begun
+            return FaultResult(id=fault.id, detected=True, how=how, tests=failed, seconds=seconds, fallback=fallback)
+        return FaultResult(id=fault.id, detected=False, seconds=time.monotonic() - begun, fallback=fallback)
+
+    def record(self, path: Path) -> int:
+        """Run all tests under coverage and write the map of lines to tests; returns pytest's exit code."""
+        command = [sys.executable, "-m", "pytest", "-p", _PLUGIN, "-q", "-p", "no:randomly", *self._options]
+        environment = {**self._environment(), CONTEXTS: str(path.resolve())}
+        return subprocess.run(command, cwd=self.folder, env=environment, check=False).returncode
+
+    @contextlib.contextmanager
+    def _planted(self, fault: Fault) -> Iterator[None]:
+        path = self.folder / fault.path
+        text = path.read_text(encoding="utf-8")
+        try:
+            _write_source(path, fault.apply(text))
+            yield
+        finally:
+            _write_source(path, text)
+
+    def _is_passing(self, test: str) -> bool:
+        """Whether a test passes without a fault."""
+        if test not in self._passes:
+            code, failed = self._run(_runnable(_file_of(test), [test]), "--maxfail=0")
+            self._passes[test] = code == 0 or (code == _FAILED and test not in failed)
+        return self._passes[test]
+
+    def _is_collected(self, tests: Sequence[str]) -> bool:
+        """Whether pytest knows these tests without a fault; a map may be older than the tests."""
+        code, _ = self._run(tests, "--collect-only")
+        return code in _NOTHING
+
+    def _run(self, tests: Sequence[str], *options: str) -> tuple[int | None, tuple[str, ...]]:
+        """Return pytest's exit code, None after a time-out, and the ids of the tests that failed."""
+        expected_s = 0.0 if self._line_map is None else self._line_map.expected_s(tests)
+        with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+            failures, selection, token = Path(scratch, "failures"), Path(scratch, "tests"), Path(scratch).name
+            selection.write_text("\n".join(tests), encoding="utf-8")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-p", _PLUGIN, *_OPTIONS, *self._options, *options, f"@{selection}"],
+                cwd=self.folder,
+                env={**self._environment(), FAILURES: str(failures), _RUN: token},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                code: int | None = process.wait(max(self._limit_s, 60 + 3 * expected_s))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end_processes(token)
+                process.wait()
+            failed = failures.read_text(encoding="utf-8").splitlines() if failures.exists() else []
+        return code, tuple(dict.fromkeys(failed))
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(self.folder)}
+
+
+def _write_source(path: Path, text: str) -> None:
+    """Write a source, and remove what was compiled of it: Python compares times in whole seconds."""
+    path.write_text(text, encoding="utf-8")
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink(missing_ok=True)
+
+
+def _end_processes(token: str) -> None:
+    """Kill what a run has started and not ended: processes with its token among their variables."""
+    mark = f"{_RUN}={token}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def read_table(path: Path = TABLE) -> tuple[list[Fault], dict[str, list[str]]]:
+    """Return the faults, and by room the paths of its tests.
+
+    Raises:
+        ValueError: an id repeats, an old text does not occur exactly once, or a change does nothing or is no Python.
+    """
+    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    rooms: dict[str, list[str]] = document["rooms"]
+    faults = [Fault(**entry, room=_room_of(entry["file"], rooms)) for entry in document["fault"]]
+    problems = [f"{fault.id}: {problem}" for fault in faults if (problem := _problem(fault))]
+    ids = [fault.id for fault in faults]
+    problems += sorted({f"{one}: the id repeats" for one in ids if ids.count(one) > 1})
+    problems += [f"{room}: there is no {path}" for room, paths in rooms.items() for path in paths if not _expand(path)]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return faults, rooms
+
+
+def _room_of(file: str, rooms: Iterable[str]) -> str:
+    place = f"{file.removesuffix('.py')}/"
+    return max((room for room in rooms if place.startswith(f"{room}/")), key=len)
+
+
+def _problem(fault: Fault) -> str:
+    text = (ROOT / fault.path).read_text(encoding="utf-8")
+    if (count := text.count(fault.old)) != 1:
+        return f"the old text occurs {count} times in {fault.path}"
+    try:
+        if ast.dump(ast.parse(text)) == ast.dump(ast.parse(fault.apply(text))):
+            return "the change does nothing"
+    except SyntaxError as error:
+        return f"the changed {fault.path} is no Python: {error}"
+    return ""
+
+
+def _expand(path: str) -> list[list[str]]:
+    """Return the runs of one path of a room: files and folders that match, together or one by one."""
+    matches = sorted(match.relative_to(ROOT).as_posix() for match in ROOT.glob(path))
+    if f"{path}/" in _WHOLE_FILES:
+        return [[file.relative_to(ROOT).as_posix()] for file in sorted((ROOT / path).glob("test_*.py"))]
+    return [matches] if matches else []
+
+
+def detect_all(
+    faults: Sequence[Fault],
+    trees: Sequence[Tree],
+    groups: Callable[[Fault], Iterable[Sequence[str]]],
+    *,
+    fallback: bool,
+    report: Callable[[FaultResult], None],
+) -> None:
+    """Detect every fault by its groups of tests, one at a time in each tree."""
+    waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+    for fault in faults:
+        waiting.put(fault)
+    lock = threading.Lock()
+
+    def work(tree: Tree) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                fault = waiting.get_nowait()
+                result = tree.detect(fault, groups(fault), fallback=fallback)
+                with lock:
+                    report(result)
+
+    threads = [threading.Thread(target=work, args=(tree,), daemon=True) for tree in trees]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def read_results(path: Path | None, *, fallback: bool) -> dict[str, FaultResult]:
+    """Return earlier results by id, without those of faults that the tests of their room may yet detect."""
+    if path is None or not path.exists():
+        return {}
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    results = [FaultResult(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+    return {result.id: result for result in results if result.detected or result.fallback or not fallback}
+
+
+def _result_line(fault: Fault, result: FaultResult) -> str:
+    verdict = "detected" if result.detected else "NOT DETECTED"
+    why = f"{result.how} {' '.join(result.tests)}" if result.detected else fault.what
+    return f"{verdict:<12} {fault.id} ({result.seconds:.0f} s) {why}\n"
+
+
+def _summary(faults: Sequence[Fault], results: Mapping[str, FaultResult]) -> str:
+    done = [fault for fault in faults if fault.id in results]
+    missed = [fault for fault in done if not results[fault.id].detected]
+    lines = ["", f"{len(done) - len(missed)} of {len(faults)} faults detected"]
+    lines += [f"  not detected: {fault.id}: {fault.what} ({fault.path})" for fault in missed]
+    for room in dict.fromkeys(fault.room for fault in done):
+        here = [results[fault.id].detected for fault in done if fault.room == room]
+        lines.append(f"  {room:<22} {sum(here):>3} of {len(here):>3}")
+    return "\n".join([*lines, ""])
+
+
+def _arguments(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the tool's own options, and those of pytest behind `--`."""
+    at = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.mutants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="check the table and print it")
+    add("--record", type=Path, metavar="MAP", help="run the tests under coverage and write the map of lines to tests")
+    add("--map", type=Path, metavar="MAP", help="what --record wrote")
+    add("--only", nargs="+", default=[], metavar="ID", help="only these faults")
+    add("--rooms", nargs="+", default=[], metavar="ROOM", help="only faults of these rooms")
+    add("--out", type=Path, metavar="RESULTS", help="append results as JSON lines; skip the faults that stand there")
+    add("--tree", type=Path, metavar="FOLDER", help="where copies are made and kept; a temporary folder by default")
+    add("--jobs", type=int, default=1, help="copies that are worked in side by side")
+    add("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="longest run of pytest")
+    add("--no-fallback", action="store_true", help="run only tests that executed the changed lines")
+    return parser.parse_args(given[:at]), list(given[at + 1 :])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given, options = _arguments(sys.argv[1:] if arguments is None else arguments)
+    try:
+        faults, rooms = read_table()
+        if unknown := ({*given.only} - {fault.id for fault in faults}) | ({*given.rooms} - {*rooms}):
+            raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    faults = [f for f in faults if f.id in (given.only or [f.id]) and f.room in (given.rooms or [f.room])]
+    if given.list:
+        sys.stdout.writelines(f"{fault.room:<22} {fault.id:<55} {fault.kind}\n" for fault in faults)
+        sys.stdout.write(f"{len(faults)} faults\n")
+        return 0
+    with contextlib.ExitStack() as stack:
+        place = given.tree or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onnx-ops-mutants-")))
+        if given.record is not None:
+            return Tree(place.resolve() / "tree-0", options, given.limit, None).record(given.record)
+        line_map = None if given.map is None else LineMap(**json.loads(given.map.read_text(encoding="utf-8")))
+        trees = [Tree(place.resolve() / f"tree-{n}", options, given.limit, line_map) for n in range(given.jobs)]
+        fallback = not given.no_fallback
+        results = read_results(given.out, fallback=fallback)
+        by_id = {fault.id: fault for fault in faults}
+        texts = {fault.path: (trees[0].folder / fault.path).read_text(encoding="utf-8") for fault in faults}
+
+        def groups(fault: Fault) -> Iterator[Sequence[str]]:
+            if line_map is not None:
+                yield from filter(None, [line_map.select(fault, texts[fault.path])])
+            for path in rooms[fault.room] if fallback else ():
+                yield from _expand(path)
+
+        def report(result: FaultResult) -> None:
+            results[result.id] = result
+            sys.stdout.write(_result_line(by_id[result.id], result))
+            sys.stdout.flush()
+            if given.out is not None:
+                with given.out.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(asdict(result)) + "\n")
+
+        waiting = [fault for fault in faults if fault.id not in results]
+        detect_all(waiting, trees, groups, fallback=fallback, report=report)
+    sys.stdout.write(_summary(faults, results))
+    return 0 if all(fault.id in results and results[fault.id].detected for fault in faults) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

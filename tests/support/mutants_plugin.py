@@ -1,0 +1,73 @@
+"""A pytest plugin that reports failed tests to `tests.support.mutants`, or records which lines each test executes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "onnx_ops"
+FAILURES = "PYTHON_MUTANTS_FAILURES"
+"""Variable with the file that gets the ids of failed tests."""
+CONTEXTS = "PYTHON_MUTANTS_CONTEXTS"
+"""Variable with the file that gets seconds by test id, and by file and line the numbers of the tests."""
+
+
+def pytest_configure(config: Any) -> None:
+    """Register the reporter that the environment asks for; processes under test do not get the variable."""
+    if path := os.environ.pop(FAILURES, ""):
+        config.pluginmanager.register(_FailureReporter(Path(path)))
+    if path := os.environ.pop(CONTEXTS, ""):
+        config.pluginmanager.register(_LineRecorder(Path(path)))
+
+
+class _FailureReporter:
+    """Appends the id of each test that fails, or whose set-up or tear-down does."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            with self._path.open("a", encoding="utf-8") as stream:
+                stream.write(f"{report.nodeid}\n")
+
+
+class _LineRecorder:
+    """Records the lines of the package that each test executes in this process, by contexts of coverage."""
+
+    def __init__(self, path: Path) -> None:
+        import coverage
+
+        self._path = path
+        self._seconds: dict[str, float] = {}
+        self._coverage = coverage.Coverage(
+            data_file=str(path.with_suffix(".coverage")),
+            source_pkgs=[PACKAGE],
+            config_file=False,
+            messages=False,
+        )
+        self._coverage.erase()
+        self._coverage.start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._coverage.switch_context("")
+
+    def pytest_sessionfinish(self) -> None:
+        self._coverage.stop()
+        self._coverage.save()
+        data = self._coverage.get_data()
+        numbers = {test: number for number, test in enumerate(self._seconds)}
+        lines: dict[str, dict[str, list[int]]] = {}
+        for file in sorted(data.measured_files()):
+            by_line = data.contexts_by_lineno(file)
+            tests = {str(line): sorted(numbers[n] for n in by_line[line] if n in numbers) for line in sorted(by_line)}
+            lines[Path(file).relative_to(Path.cwd()).as_posix()] = {line: n for line, n in tests.items() if n}
+        self._path.write_text(json.dumps({"seconds": self._seconds, "lines": lines}), encoding="utf-8")
