@@ -57,8 +57,8 @@ def main(folder: Path) -> None:
     ):
         variants[name] = folder / name / "model.onnx"
         variants[name].parent.mkdir()
-        section = Quantize(name=name, method=name.removeprefix("int8-"), calibrate=Calibrate() if rows else None)
-        optimizer.optimize(OptimizeRequest(section=section, source=export, path=variants[name], calibration=rows))
+        quantize = Quantize(name=name, method=name.removeprefix("int8-"), calibrate=Calibrate() if rows else None)
+        optimizer.optimize(OptimizeRequest(section=quantize, source=export, path=variants[name], calibration=rows))
     for name, path in variants.items():
         runtime.facts(path, TARGET)
         runtime.run(path, TARGET, (samples,))

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -91,13 +92,16 @@ def _decide(samples: RaceSamples, ratio: float, draw: np.random.Generator) -> De
     """As `stages.timing` does it, look by look."""
     recorded = len(samples.nanoseconds)
     start, logs = int(draw.integers(recorded)), np.empty((0, samples.nanoseconds.shape[1], COPIES))
+    figures = None
     for goal in LOOKS:
         heats = (start + np.arange(len(logs), goal)) % recorded
         deal = np.argsort(draw.random((len(heats), COPIES)), axis=1)
         logs = np.concatenate([logs, _look(samples, heats, deal, ratio)])
-        own, itself = figure_of(logs)
-        if not needs_more(own, itself, (LIMIT,)):
+        figures = figure_of(logs)
+        if not needs_more(*figures, (LIMIT,)):
             break
+    assert figures is not None
+    own, itself = figures
     noisy = withheld(own, itself, LIMIT) is not None
     verdict = Verdict.INCONCLUSIVE if noisy else compare(own, tolerance=LIMIT).verdict
     return Decided(verdict=verdict, heats=len(logs))
@@ -106,7 +110,7 @@ def _decide(samples: RaceSamples, ratio: float, draw: np.random.Generator) -> De
 def _look(
     samples: RaceSamples, heats: npt.NDArray[np.int64], deal: npt.NDArray[np.int64], ratio: float
 ) -> npt.NDArray[np.float64]:
-    def dealt(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def dealt(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.take_along_axis(array[heats], deal[:, np.newaxis, :, np.newaxis], axis=2)
 
     times = dealt(samples.nanoseconds.astype(np.float64))

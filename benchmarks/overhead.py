@@ -125,7 +125,7 @@ def prefect_server(folder: Path) -> Iterator[dict[str, str]]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
-    command = [Path(sys.executable).with_name("prefect"), "server", "start", "--port", str(port)]
+    command: list[str | Path] = [Path(sys.executable).with_name("prefect"), "server", "start", "--port", str(port)]
     process = subprocess.Popen(
         command,
         env={**os.environ, **environ},

@@ -127,9 +127,9 @@ def counted(sides: list[tuple[Ports, Watcher, Counter]]) -> None:
     send = requests.Session.send
     sent: list[str] = []
 
-    def counting(session: requests.Session, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+    def counting(self: requests.Session, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
         sent.append(str(request.url))
-        return send(session, request, **options)
+        return send(self, request, **kwargs)
 
     requests.Session.send = counting  # type: ignore[method-assign]
     try:

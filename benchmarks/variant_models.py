@@ -66,7 +66,8 @@ def cnn(folder: Path) -> Model:
     optimizer, loss = torch.optim.Adam(model.parameters(), lr=1e-3), nn.CrossEntropyLoss()
     x, y = torch.from_numpy(images[:800]), torch.from_numpy(labels[:800])
     for epoch in range(6):
-        for rows in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(50):
+        shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
+        for rows in shuffled.split(50):  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
             loss(model(x[rows]), y[rows]).backward()
             optimizer.step()
@@ -147,7 +148,8 @@ def encoder_body(width: int) -> Any:
             parts = self.read(self.before(x)).unflatten(2, (3, heads, 64)).permute(2, 0, 3, 1, 4)
             weights = torch.softmax(parts[0] @ parts[1].transpose(2, 3) / 8.0, dim=3)
             x = x + self.write((weights @ parts[2]).transpose(1, 2).flatten(2))
-            return x + self.down(nn.functional.gelu(self.up(self.between(x))))
+            y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.between(x))))
+            return x + y
 
     class Encoder(nn.Module):
         def __init__(self) -> None:
@@ -160,10 +162,12 @@ def encoder_body(width: int) -> Any:
             x = self.tokens(x)
             for layer in self.layers:
                 x = layer(x)
-            return self.last(x).mean(dim=1)
+            y: torch.Tensor = self.last(x)
+            return y.mean(dim=1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.features(x))
+            scores: torch.Tensor = self.head(self.features(x))
+            return scores
 
     return Encoder()
 

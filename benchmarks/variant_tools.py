@@ -133,7 +133,11 @@ def tried(model: Model, scratch: Path, python: Path, presets: Sequence[Preset], 
             )  # fmt: skip
             running[name] = preset, work.out, pool.submit(preset.make, work)
     for name, (_, out, future) in running.items():
-        attempt(model, name, out, lambda _, future=future: future.result())
+
+        def finish(_: Path, future: Future[None] = future) -> None:
+            future.result()
+
+        attempt(model, name, out, finish)
     return [preset for name, (preset, *_) in running.items() if "ShapeInference" in model.failures.get(name, "")]
 
 

@@ -30,7 +30,8 @@ class DigitsCnn(nn.Module):
         self.head = nn.Linear(32 * 4 * 4, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.head(self.features(image).flatten(1))
+        scores: torch.Tensor = self.head(self.features(image).flatten(1))
+        return scores
 
 
 def train(data: Mapping[str, Dataset], *, epochs: int = 12, lr: float = 0.002, seed: int = 7) -> nn.Module:

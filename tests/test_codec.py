@@ -124,7 +124,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_round_trip(kind: type, data: st.DataObject) -> None:
+def test_round_trip(kind: type[Any], data: st.DataObject) -> None:
     value = data.draw(values_of(kind))
     written = codec.dumps(value)
     read = codec.loads(written, kind)

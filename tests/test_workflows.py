@@ -42,7 +42,7 @@ def inputs_of(workflow: dict[str, Any]) -> dict[str, Any]:
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
     """What the command line understands."""
-    command = typer.main.get_command(app).get_command(None, arguments[0])  # type: ignore[attr-defined, arg-type]
+    command = typer.main.get_command(app).get_command(None, arguments[0])  # type: ignore[attr-defined]
     return dict(command.make_context(arguments[0], arguments[1:]).params)
 
 

@@ -75,7 +75,7 @@ HEAD = ("server", "model", "conn.", "req/s", "× snippet", "CPU µs", "p50 µs",
 
 def rows_of(board: Board) -> list[tuple[str, ...]]:
     """The table of all heats, in the columns of HEAD. CPU is the least round; all else of the rounds is the median."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for score in board.scores:
         model, place = score.heat.contestant.model.name, score.heat.place
         rows.append(

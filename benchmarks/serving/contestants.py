@@ -175,7 +175,7 @@ class Uvicorn(Contestant):
         self._path = path
 
     def command(self) -> list[str | Path]:
-        app = [sys.executable, "-m", "uvicorn", "--app-dir", _PEERS, f"{self._module}:app"]
+        app: list[str | Path] = [sys.executable, "-m", "uvicorn", "--app-dir", _PEERS, f"{self._module}:app"]
         return [*app, "--port", str(self.port), *self.options]
 
     def environ(self) -> Mapping[str, str]:
@@ -197,7 +197,7 @@ class MlflowServe(Contestant):
     def prepare(self) -> None:
         super().prepare()
         script = "import mlflow.onnx, onnx, sys; mlflow.onnx.save_model(onnx.load(sys.argv[1]), sys.argv[2])"
-        command = [sys.executable, "-c", script, self.file, self.folder / "saved"]
+        command: list[str | Path] = [sys.executable, "-c", script, self.file, self.folder / "saved"]
         subprocess.run(command, check=True, capture_output=True, cwd=self.folder)
 
     def command(self) -> list[str | Path]:
@@ -224,7 +224,12 @@ class MlServer(Contestant):
         super().prepare()
         make_environment(self._bin.parent, _PEERS / "requirements-mlserver.txt")
         http, grpc = self._ports
-        settings = {"http_port": self.port, "metrics_port": http, "grpc_port": grpc, "debug": False}
+        settings: dict[str, str | int] = {
+            "http_port": self.port,
+            "metrics_port": http,
+            "grpc_port": grpc,
+            "debug": False,
+        }
         settings |= {"host": "127.0.0.1", "parallel_workers": 0}
         (self.folder / "settings.json").write_text(json.dumps(settings))
         model = {"name": self.model.name, "implementation": "mlserver_runtime.OnnxModel"}
@@ -270,7 +275,7 @@ def make_environment(place: Path, requirements: Path) -> None:
         return
     print(f"installing {requirements.name} into {place} ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-    pip = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip: list[str | Path] = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, "-r", requirements], check=True)
     done.write_bytes(requirements.read_bytes())
 

@@ -144,6 +144,6 @@ def _move(pids: Sequence[int], processors: set[int]) -> None:
 def bare_run_us(model: Model, folder: Path, rounds: int) -> float:
     """CPU of `session.run` alone in microseconds, the least of the rounds."""
     shape = ",".join(str(size) for size in (1, *model.shape))
-    command = [sys.executable, _BARE, model.path(folder), shape, str(_BARE_RUNS)]
+    command: list[str | Path] = [sys.executable, _BARE, model.path(folder), shape, str(_BARE_RUNS)]
     outputs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(rounds)]
     return min(float(output) for output in outputs)

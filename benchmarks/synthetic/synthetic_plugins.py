@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
@@ -132,12 +133,13 @@ class SyntheticRuntime:
         return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak)
 
 
-def _product(rows: Array, weight: Array) -> Array:
+def _product(rows: npt.NDArray[Any], weight: npt.NDArray[Any]) -> Array:
     """Row by row, so that a row's answer does not depend on the rows beside it."""
     with np.errstate(all="ignore"):
-        return np.einsum("bf,fc->bc", rows, weight)
+        product: Array = np.einsum("bf,fc->bc", rows, weight)
+    return product
 
 
-def _times(shape: tuple[int, ...], seed: int) -> Array:
+def _times(shape: tuple[int, ...], seed: int) -> npt.NDArray[np.int64]:
     draw = np.random.default_rng(seed % (1 << 32))
     return (1e5 * np.exp(0.002 * draw.standard_normal(shape))).astype(np.int64)

@@ -52,7 +52,8 @@ class Mlp(nn.Module):
         self.first, self.second, self.last = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.second(torch.relu(self.first(x)))))
+        scores: torch.Tensor = self.last(torch.tanh(self.second(torch.relu(self.first(x)))))
+        return scores
 
 
 class Cnn(nn.Module):
@@ -64,7 +65,8 @@ class Cnn(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         wide = torch.max_pool2d(torch.relu(self.norm(self.first(image))), 2)
         deep = torch.nn.functional.avg_pool2d(torch.relu(self.second(wide)), 2)
-        return self.last(torch.flatten(deep, 1))
+        scores: torch.Tensor = self.last(torch.flatten(deep, 1))
+        return scores
 
 
 class Transformer(nn.Module):
@@ -87,7 +89,8 @@ class Transformer(nn.Module):
         return torch.softmax(self.last(x.mean(dim=1)), dim=-1)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+        heads: torch.Tensor = x.unflatten(-1, (2, WIDTH // 2))  # type: ignore[no-untyped-call]
+        return heads.transpose(1, 2)
 
 
 def exports(folder: Path, seeds: int) -> Iterator[Exported]:
@@ -103,7 +106,7 @@ def trained(module: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps
     module.train()
     for _ in range(steps):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(module(inputs), labels).backward()
+        torch.nn.functional.cross_entropy(module(inputs), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return module.eval()
 

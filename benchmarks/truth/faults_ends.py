@@ -221,7 +221,7 @@ def _softmax(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 def _score(model: onnx.ModelProto) -> str:
     """The output of floats."""
-    return next(v.name for v in model.graph.output if v.type.tensor_type.elem_type == TensorProto.FLOAT)
+    return str(next(v.name for v in model.graph.output if v.type.tensor_type.elem_type == TensorProto.FLOAT))
 
 
 def _values(node: onnx.NodeProto, name: str) -> list[Any]:

@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,7 +115,10 @@ def bursts() -> Iterator[None]:
 
 
 QUIET = "as it is"
-LOADS = {QUIET: contextlib.nullcontext, "bursts": bursts}
+LOADS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    QUIET: contextlib.nullcontext,
+    "bursts": bursts,
+}
 
 
 def _burn(seed: int) -> None:

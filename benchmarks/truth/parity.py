@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -35,7 +35,8 @@ from onnx_ops.stages.parity import measure_parity
 importlib.import_module("benchmarks.truth.faults_ends")  # registers its faults
 
 TARGET = Target(name="truth")
-LEVELS, THREADS = ("disabled", "basic", "extended", "all"), (1, 2)
+LEVELS: tuple[Literal["disabled", "basic", "extended", "all"], ...] = ("disabled", "basic", "extended", "all")
+THREADS = (1, 2)
 SEEDS, QUICK_SEEDS = 3, 1
 KINDS, GOOD = 27, 36
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
+from tests.support.forks import fork_context
 
 PACE = Pace(patience=30, answers=5, lag=1, pause=0.01, longest=0.1)
 _CLOUD = "AZUREML_CURRENT_CLOUD"
@@ -37,6 +39,10 @@ def config_of(cloud: AzureCloud, **settings: str | float) -> EndpointConfig:
 
 def enter(environment: Mapping[str, str]) -> None:
     """Take the fake for Azure, and forget any other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # marshmallow, about the SDK's own schemas
+        for name in ("azure.ai.ml", "azure.identity"):
+            importlib.import_module(name)
     os.environ.update(environment)
     os.environ.pop(_CLOUD, None)
     azure.credential.cache_clear()
@@ -94,8 +100,7 @@ class World:
 
     def dies(self, at: int, state: EndpointState, generation: int, *, after: bool) -> bool:
         """Apply in another process, which is killed at that request. Whether it came that far."""
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["azureml_parts", "azure.ai.ml", "azure.identity"])
+        context = fork_context(__name__, "azure.ai.ml", "azure.identity")
         child: BaseProcess = context.Process(
             target=_apply, args=(dict(self.cloud.environment), self.folder, self.config, state, generation)
         )

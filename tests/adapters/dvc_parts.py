@@ -26,6 +26,10 @@ KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 
 DVC = "dvc==3.67.1"
 
+TRACKED = (".dvc/config", ".gitignore", "data/train.npz.dvc")
+COMMITTED = 1767225600
+"""2026-01-01, in seconds."""
+
 
 def section(path: str = "data/train.npz", **settings: Any) -> PluginData:
     return PluginData(use="dvc", with_={"path": path, **settings}, inputs={"x": "x"}, label="y")
@@ -128,13 +132,25 @@ def make_repository(root: Path) -> Repository:
     """`data/train.npz` at tag v1 and other content at v2, which is checked out."""
     repository = Repository(root)
     root.mkdir(parents=True)
-    repository.git("init", "--quiet", "--initial-branch", "main")
+    repository.git("init", "--quiet", "--template=", "--initial-branch", "main")
     configure(repository)
     repository.write(".gitignore", "/.dvc/cache\n/.onnx-ops\n")
+    history = b""
     for seed, tag in enumerate(("v1", "v2")):
         repository.add("data/train.npz", archive(seed))
-        repository.commit(tag)
+        history += _commit(tag, {name: (root / name).read_bytes() for name in TRACKED})
+    repository.git("fast-import", "--quiet", stdin=history)
+    repository.git("reset", "--quiet")
     return repository
+
+
+def _commit(tag: str, files: Mapping[str, bytes]) -> bytes:
+    """What `Repository.commit` does, for git-fast-import: one process takes all commits."""
+    who = f"n <e@example.org> {COMMITTED} +0000"
+    lines = [b"commit refs/heads/main", f"author {who}\ncommitter {who}\ndata {len(tag) + 1}\n{tag}\n".encode()]
+    for name, content in files.items():
+        lines += [f"M 100644 inline {name}\ndata {len(content)}".encode(), content]
+    return b"\n".join([*lines, f"reset refs/tags/{tag}\nfrom refs/heads/main\n\n".encode()])
 
 
 def source(state: Path) -> DvcSource:

@@ -20,10 +20,11 @@ KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 
 
 def environments(factory: pytest.TempPathFactory) -> Path:
-    """The kept folder, or one of this session."""
+    """The kept folder, or one of this session, which all workers share: whatever is made there is made under a lock."""
     if KEPT in os.environ:
         return Path(os.environ[KEPT])
-    folder = factory.getbasetemp() / "runtime-environments"
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runtime-environments"
     folder.mkdir(exist_ok=True)
     return folder
 

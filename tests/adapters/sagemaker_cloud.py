@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import multiprocessing.context
 import os
 import threading
 import urllib.error
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
 import pytest
-from botocore.exceptions import ClientError
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.testing.endpoints import scaling_deployment
-from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client, fake_sagemaker
+from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client
+from tests.support.forks import fork_context
 
 QUIET = {"taken_back": "", "stuck": "", "quota": "", "lag": 0, "reads": 2}
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSageMaker]:
-    with fake_sagemaker(tmp_path_factory.mktemp("sagemaker")) as fake:
-        yield fake
+def cloud(sagemaker: FakeSageMaker) -> FakeSageMaker:
+    """Empty for each module."""
+    sagemaker.reset()
+    return sagemaker
 
 
 @pytest.fixture
@@ -62,6 +62,8 @@ def config_of(name: str, **settings: str | float | bool) -> EndpointConfig:
 
 def invoke(fake: FakeSageMaker, endpoint: str, variant: str = "", value: float = 1.0) -> tuple[str, float]:
     """The variant that answered, and the factor that it computes."""
+    from botocore.exceptions import ClientError
+
     body = json.dumps({"inputs": {"x": [[value, value]]}}).encode()
     pinned = {"TargetVariant": variant} if variant else {}
     try:
@@ -84,9 +86,7 @@ def apply_when_told(
 
 def process_context() -> multiprocessing.context.ForkServerContext:
     """Clients that start at once: what they import is there already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["onnx_ops.adapters.endpoints.sagemaker", "boto3", "pytest"])
-    return context
+    return fork_context(__name__, "onnx_ops.adapters.endpoints.sagemaker", "boto3", "pytest")
 
 
 def all_that_stands(fake: FakeSageMaker, endpoint: str) -> set[tuple[str, str]]:

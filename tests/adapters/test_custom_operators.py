@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def target(library: CustomOps) -> Target:
 def test_a_session_has_the_operators_of_its_target(model: Path, target: Target) -> None:
     x = np.array([[-1.0, 0.0, 3.0]], np.float32)
     for _ in range(2):  # a second session registers the same library
-        answer = OnnxRuntime().run(model, target, ({"x": x},))[0]["y"]
+        answer: np.ndarray[Any, Any] = OnnxRuntime().run(model, target, ({"x": x},))[0]["y"]
         np.testing.assert_allclose(answer, 2 * x / (1 + np.abs(x)), rtol=1e-6)
 
 

@@ -122,10 +122,7 @@ def test_a_damaged_file_never_gives_a_traceback(root: Path, data: st.DataObject)
 def test_the_two_sides_of_a_split_make_the_whole_and_are_stratified() -> None:
     source, root = SklearnSource(), Path()
     whole = source.load(SklearnData(sklearn="digits"), root)
-    sides = [
-        source.load(SklearnData(sklearn="digits", split=side, seed=3), root)  # type: ignore[arg-type]
-        for side in ("train", "test")
-    ]
+    sides = [source.load(SklearnData(sklearn="digits", split=side, seed=3), root) for side in ("train", "test")]
     joined = np.concatenate([side["data"] for side in sides])
     assert sorted(map(bytes, joined)) == sorted(map(bytes, whole["data"]))
     counts = [np.bincount(side["target"]) for side in sides]
@@ -137,9 +134,9 @@ def test_the_two_sides_of_a_split_make_the_whole_and_are_stratified() -> None:
 def test_types_shapes_and_scale_of_the_digits() -> None:
     arrays = SklearnSource().load(SklearnData(sklearn="digits"), Path())
     assert {name: (array.dtype, array.shape) for name, array in arrays.items()} == {
-        "data": (np.float32, (1797, 64)),
-        "images": (np.float32, (1797, 1, 8, 8)),
-        "target": (np.int64, (1797,)),
+        "data": (np.dtype("float32"), (1797, 64)),
+        "images": (np.dtype("float32"), (1797, 1, 8, 8)),
+        "target": (np.dtype("int64"), (1797,)),
     }
     np.testing.assert_array_equal(arrays["images"].reshape(-1, 64) * 16, arrays["data"])
     assert SklearnSource().load(SklearnData(sklearn="diabetes", split="test"), Path())["target"].dtype == np.float32

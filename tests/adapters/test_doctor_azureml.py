@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
-
 from onnx_ops.adapters.endpoints import azureml_doctor
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_doctor import ACTIONS, allowed
 from onnx_ops.domain.finding import Finding
 from tests.adapters.azureml_parts import PACE, enter, inside
 from tests.support.clouds.azureml import AzureCloud
+from tests.support.extras import require
+
+require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 _ML = "Microsoft.MachineLearningServices/workspaces"
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
-
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
@@ -21,6 +19,9 @@ from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment
 from tests.adapters.azureml_parts import PACE, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.azureml_nodes import Nodes
+from tests.support.extras import require
+
+require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 pytestmark = pytest.mark.services
 

@@ -6,14 +6,13 @@ the work, and nothing is left over.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
@@ -26,6 +25,10 @@ from tests.adapters.azureml_parts import PACE, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_web import Fault
+from tests.support.extras import require
+from tests.support.suite import Sweep
+
+require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 pytestmark = pytest.mark.services
 
@@ -34,8 +37,6 @@ ANSWER_S = 0.7
 """What is longer than any honest answer of the fake takes, nearly always: one that is slower is asked for again."""
 WRITES = ("PUT", "DELETE", "POST")
 STAGES = [pytest.param(stage, id=name) for stage, name in enumerate(("first", "canary", "end", "back"))]
-SHARES = [pytest.param(1, id="all", marks=pytest.mark.nightly), pytest.param(4, id="some")]
-"""Every night everything; at other times a part of it, spread over all requests."""
 PASSING: list[Fault] = ["throttle", "error", "drop", "hang"]
 
 
@@ -80,16 +81,15 @@ def requests_of(world: World, stage: int) -> list[str]:
         return [method for method, _ in world.cloud.calls[first:]]
 
 
-def troubles(at: int, method: str, share: int) -> list[Trouble]:
-    """What happens to a request: to a write each `share`th of all that can, other ones from write to write.
+def troubles(at: int, method: str) -> list[Trouble]:
+    """What happens to a request: to a write all that can.
 
     To us a read that fails is one like another, so those take turns.
     """
     if method not in WRITES:
         return [Trouble(fault=PASSING[at % len(PASSING)])]
     faults: list[Fault] = [*PASSING, "conflict"]
-    found = [*(Trouble(fault=fault) for fault in faults), *(Trouble(fault=f, after=True) for f in PASSING[1:])]
-    return found[at % share :: share]
+    return [*(Trouble(fault=fault) for fault in faults), *(Trouble(fault=f, after=True) for f in PASSING[1:])]
 
 
 def holds(world: World, stage: int) -> None:
@@ -121,37 +121,35 @@ def finished(world: World, stage: int) -> None:
     assert world.provider.leftovers(world.config, needed) == ()
 
 
-@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_any_request_may_fail_in_any_way(world: World, stage: int, share: int) -> None:
+def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
     with world.cloud.kept():
         prepared(world, stage)
         methods = requests_of(world, stage)
         assert len(methods) > 5
-        for at, method in enumerate(methods):
-            for trouble in troubles(at, method, share):
-                memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
-                with world.cloud.kept():
-                    world.mischief(at, trouble)
-                    patience = ANSWER_S if trouble.fault == "hang" else 60
-                    config = config_of(world.cloud, answer_s=patience)
-                    with suppress(EnvironmentFailure):
-                        world.provider.apply(config, stages(world)[stage], generation=stage + 1)
-                    world.cloud.trouble = lambda *_: None
-                    holds(world, stage)
-                    finished(world, stage)
+        points = [(at, trouble) for at, method in enumerate(methods) for trouble in troubles(at, method)]
+        for at, trouble in sweep(points):
+            memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
+            with world.cloud.kept():
+                world.mischief(at, trouble)
+                patience = ANSWER_S if trouble.fault == "hang" else 60
+                config = config_of(world.cloud, answer_s=patience)
+                with suppress(EnvironmentFailure):
+                    world.provider.apply(config, stages(world)[stage], generation=stage + 1)
+                world.cloud.trouble = lambda *_: None
+                holds(world, stage)
+                finished(world, stage)
 
 
-@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_client_may_be_killed_at_any_write(world: World, stage: int, share: int) -> None:
+def test_the_client_may_be_killed_at_any_write(world: World, stage: int, sweep: Sweep) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
     with world.cloud.kept():
         prepared(world, stage)
         methods = requests_of(world, stage)
-        moments = [(at, after) for at, method in enumerate(methods) for after in (False, True) if method in WRITES]
-        moments = moments if share == 1 else [(at, after) for at, after in moments if (at + stage) % 2 == after]
+        writes = [at for at, method in enumerate(methods) if method in WRITES]
+        moments = sweep(itertools.product(writes, (False, True)))
         died = 0
         for at, after in moments:
             memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)

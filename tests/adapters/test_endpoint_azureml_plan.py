@@ -27,7 +27,7 @@ def states(draw: st.DrawFn) -> EndpointState:
     cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1)))
     weights = dict(zip(names, (b - a for a, b in zip([0, *cuts], [*cuts, 100], strict=True)), strict=True))
     idle = [name for name in names if not weights[name]]
-    shadow = {draw(st.sampled_from(idle)): draw(st.integers(1, 50))} if idle and draw(st.booleans()) else {}
+    shadow = {draw(st.sampled_from(idle)): draw(st.integers(1, 50))} if bool(idle) and draw(st.booleans()) else {}
     return EndpointState(
         deployments=tuple(deployment(name, name.encode()) for name in names),
         split=TrafficSplit(weights=weights, shadow=shadow),

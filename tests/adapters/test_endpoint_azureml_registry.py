@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
-
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, azure_name
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
@@ -20,6 +18,10 @@ from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_registry import REGISTRY
 from tests.support.clouds.azureml_web import Call, Fault
+from tests.support.extras import require
+from tests.support.suite import Sweep
+
+require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 pytestmark = pytest.mark.services
 
@@ -105,17 +107,20 @@ def test_a_registry_that_is_not_there_is_said(world: World) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_every_request_about_the_registry_may_fail(world: World, after: bool) -> None:
+def test_every_request_about_the_registry_may_fail(world: World, after: bool, sweep: Sweep) -> None:
     """Once each: the kinds of trouble take turns."""
     faults: list[Fault] = ["drop", "hang", "error"]
     concerns = world.cloud.control.registries.concerns
-    with world.cloud.kept():
-        begun = len(world.cloud.calls)
-        world.provider.apply(config(world), first(world), generation=1)
-        about = [at for at, (_, path) in enumerate(world.cloud.calls[begun:]) if concerns(path)]
-    assert len(about) >= 5
     memory = world.folder / "scaling" / "azureml.generation"
-    for turn in range(len(about)):
+    about: list[int] = []
+    for _ in range(2):  # the first time, the client asks once more: where the registry is
+        memory.unlink(missing_ok=True)
+        with world.cloud.kept():
+            begun = len(world.cloud.calls)
+            world.provider.apply(config(world), first(world), generation=1)
+            about = [at for at, (_, path) in enumerate(world.cloud.calls[begun:]) if concerns(path)]
+    assert len(about) >= 5
+    for turn in sweep(range(len(about))):
         memory.unlink(missing_ok=True)
         with world.cloud.kept():
             met: list[int] = []

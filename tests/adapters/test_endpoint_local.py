@@ -135,7 +135,7 @@ def test_a_stale_record_is_never_shown_the_token(folder: Path, provider: LocalEn
             self.end_headers()
 
     with http.server.HTTPServer(("127.0.0.1", 0), Stranger) as stranger:
-        thread = threading.Thread(target=stranger.serve_forever)
+        thread = threading.Thread(target=stranger.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         folder.mkdir(parents=True)
         port = stranger.server_address[1]

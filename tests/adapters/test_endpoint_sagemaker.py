@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from botocore.exceptions import ClientError
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes, hex_of
@@ -113,7 +112,7 @@ def test_a_large_archive_goes_in_parts(
     folder = tmp_path / "large"
     deployment = scaling_deployment(folder, name="large", version="3", scale=4.0)
     state = hashlib.sha256(b"seed").digest()
-    blocks = []
+    blocks: list[bytes] = []
     while len(blocks) < (6 << 20) // 32:
         state = hashlib.sha256(state).digest()
         blocks.append(state)
@@ -285,6 +284,8 @@ def test_another_state_of_the_same_generation_is_refused(
 def test_leftovers_are_told_and_removed_and_what_is_in_use_stays(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
 ) -> None:
+    from botocore.exceptions import ClientError
+
     blue, green = pair
     config = config_of("leaves")
     provider.apply(config, state_of(blue, blue=100), generation=1)

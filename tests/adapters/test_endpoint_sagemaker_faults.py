@@ -28,6 +28,7 @@ from tests.adapters.sagemaker_cloud import (
 )
 from tests.support.clouds.sagemaker import FakeSageMaker
 from tests.support.clouds.sagemaker_faults import can_conflict
+from tests.support.suite import Sweep
 
 __all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services
@@ -137,6 +138,7 @@ def test_faults_at_every_request(
     load: Load,
     kind: str,
     lasting: bool,
+    sweep: Sweep,
 ) -> None:
     """A fault that passes is survived; one that lasts is told, and nothing is lost by it."""
     endpoint = Endpoint(provider, fake, pair, f"s-{kind}-{int(lasting)}")
@@ -145,7 +147,7 @@ def test_faults_at_every_request(
     due = moments(kind, requests)
     assert len(due) >= 5
     # One that lasts is met at a part of them: a client that waits gives up after six answers that do not come.
-    for moment in due[:: (4 if kind == "hang" else 2) if lasting else 1]:
+    for moment in sweep(due[:: (4 if kind == "hang" else 2) if lasting else 1]):
         order(fake, kind, requests, moment, lasting=lasting)
         try:
             endpoint.apply(endpoint.after)
@@ -156,13 +158,13 @@ def test_faults_at_every_request(
 
 
 def test_a_client_that_is_killed_at_every_request(
-    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], load: Load
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], load: Load, sweep: Sweep
 ) -> None:
     endpoint = Endpoint(provider, fake, pair, "k")
     requests = endpoint.requests()
     load.endpoint = endpoint.name
     context = process_context()
-    for moment in (0, *range(1, 2 * len(requests), 2)):  # after one request is before the next
+    for moment in sweep((0, *range(1, 2 * len(requests), 2))):  # after one request is before the next
         endpoint.generation += 1
         ours, theirs = context.Pipe()
         state = replace(endpoint.after, generation=endpoint.generation)

@@ -86,27 +86,28 @@ def test_every_deployment_has_a_variant_of_its_own(name: str) -> None:
     assert (variant_of(name) == name) == is_name(name)
 
 
+@pytest.fixture(scope="module")
+def wire() -> Wire:
+    return Wire()
+
+
 @given(endpoint=NAMES, cut=some.integers(min_value=0, max_value=100), guarded=some.booleans())
-def test_layouts_are_what_the_service_model_allows(endpoint: str, cut: int, guarded: bool) -> None:
+def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cut: int, guarded: bool) -> None:
     blue, green = deployment("v1"), deployment("v2")
     share = 100 if guarded else cut
     split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
     settings = settings_of({**SETTINGS, "strategy": "guarded" if guarded else "ab", "alarms": "x" if guarded else ""})
     layout = lay_out(endpoint, EndpointState(deployments=(blue, green), split=split), settings)
-    wire, codec = WIRE, json
     for request in layout.models.values():
-        wire.read("SageMaker.CreateModel", codec.dumps(request).encode())
+        wire.read("SageMaker.CreateModel", json.dumps(request).encode())
         found = deployment_in(request["PrimaryContainer"]["Environment"])
         assert found in (replace(blue, location=""), replace(green, location=""))
-    wire.read("SageMaker.CreateEndpointConfig", codec.dumps(layout.config).encode())
+    wire.read("SageMaker.CreateEndpointConfig", json.dumps(layout.config).encode())
     check_config(layout.config)
     assert is_own(layout.config_name, endpoint)
     assert all(is_own(name, endpoint) for name in layout.models)
     assert not is_own(layout.config_name, f"{endpoint[:40]}-x")
     assert sum(layout.weights.values()) == 100
-
-
-WIRE = Wire()
 
 
 @given(first=some.integers(1, 99), second=some.integers(1, 99))

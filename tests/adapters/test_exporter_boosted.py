@@ -5,14 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightgbm
 import numpy as np
 import pytest
-import xgboost
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
-from sklearn.impute import SimpleImputer
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -28,17 +22,23 @@ SECTION = Export(framework="xgboost")
 
 def fit(model: Any, name: str) -> tuple[Any, Any]:
     """The model, trained on a bundled set, and the set's rows."""
+    from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
+
     data = {"iris": load_iris, "cancer": load_breast_cancer, "diabetes": load_diabetes}[name]()
     rows = data.data.astype(np.float32)
     return model.fit(rows, data.target), rows
 
 
 def lgbm(kind: str, **settings: Any) -> Any:
+    import lightgbm
+
     estimator = getattr(lightgbm, f"LGBM{kind}")
     return estimator(n_estimators=15, random_state=0, verbose=-1, n_jobs=1, **settings)
 
 
 def xgb(kind: str, **settings: Any) -> Any:
+    import xgboost
+
     return getattr(xgboost, f"XGB{kind}")(**{"n_estimators": 15, "random_state": 0, "n_jobs": 1, **settings})
 
 
@@ -67,6 +67,9 @@ class TestXgboost(ExporterSuite):
 class TestXgboostTwoClassesInAPipeline(TestXgboost):
     @pytest.fixture
     def trained(self) -> tuple[Any, Any]:
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
         return fit(make_pipeline(StandardScaler(), xgb("Classifier", max_depth=3)), "cancer")
 
 
@@ -89,6 +92,9 @@ class TestLightgbm(TestXgboost):
 class TestLightgbmTwoClassesInAPipeline(TestLightgbm):
     @pytest.fixture
     def trained(self) -> tuple[Any, Any]:
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
         return fit(make_pipeline(StandardScaler(), lgbm("Classifier")), "cancer")
 
 
@@ -103,6 +109,9 @@ class TestLightgbmRegression(TestLightgbm):
 def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(
     tmp_path: Path, exporter: SklearnExporter, opset: int
 ) -> None:
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     last = xgb("Classifier") if isinstance(exporter, XgboostExporter) else lgbm("Classifier")
     model, rows = fit(make_pipeline(StandardScaler(), last), "cancer")
     request = ExportRequest(section=Export(framework="x", opset=opset), samples={"x": rows}, path=tmp_path / "m.onnx")
@@ -114,6 +123,8 @@ def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(
 
 @pytest.mark.parametrize("exporter", [XgboostExporter(), LightgbmExporter()])
 def test_missing_values_take_the_way_that_they_take_in_the_source(tmp_path: Path, exporter: SklearnExporter) -> None:
+    from sklearn.datasets import load_iris
+
     data = load_iris()
     rows = data.data.astype(np.float32)
     rows[np.random.default_rng(0).random(rows.shape) < 0.2] = np.nan
@@ -136,6 +147,9 @@ def test_a_booster_is_refused_with_the_way_to_bring_it(tmp_path: Path, exporter:
 
 @pytest.mark.parametrize("kind", ["RFClassifier", "Classifier"])
 def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind: str) -> None:
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+
     settings = {} if kind == "RFClassifier" else {"num_parallel_tree": 3}
     model, rows = fit(make_pipeline(SimpleImputer(), xgb(kind, **settings)), "iris")
     with pytest.raises((UserError, StageFailure)) as refused:
@@ -144,6 +158,10 @@ def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind:
 
 
 def test_the_sklearn_exporter_names_the_one_that_can(tmp_path: Path) -> None:
+    import xgboost
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+
     class Mine(xgboost.XGBClassifier):
         """A class that nothing has registered."""
 

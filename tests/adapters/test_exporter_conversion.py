@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-import skl2onnx
 from onnx import TensorProto, helper
-from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
@@ -28,9 +26,16 @@ from onnx_ops.stages.compare import compare
 from onnx_ops.stages.probing import made_up, shared_inputs
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_external, write_perceptron
+from tests.support.forks import fork_context
 from tests.support.operators import write_softsign
 
 CPU = Target(name="cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_modules() -> None:
+    """Let the processes of the converter have what they need, which takes a second to import."""
+    fork_context("onnx_ops.adapters.exporters.conversion", "onnx_ops.adapters.runtimes.shielded")
 
 
 def section(opset: int = 18, ir_version: int = 10, **options: object) -> Export:
@@ -63,7 +68,7 @@ class TestConverted(ExporterSuite):
         return section()
 
     @pytest.fixture
-    def samples(self) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    def samples(self) -> dict[str, np.ndarray[Any, Any]]:
         return rows(17)
 
 
@@ -104,7 +109,7 @@ def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path)
 
 def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
     """LayerNormalization came with opset 17; nothing older says it."""
-    shape = ["batch", 4]
+    shape: list[str | int] = ["batch", 4]
     graph = helper.make_graph(
         [helper.make_node("LayerNormalization", ["x", "scale"], ["y"], name="norm")],
         "norm",
@@ -150,6 +155,10 @@ def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Pa
 
 def test_a_classifier_of_the_tutorials_is_told_what_its_maps_are(tmp_path: Path) -> None:
     """skl2onnx gives probabilities as a sequence of maps unless it is told otherwise."""
+    import skl2onnx
+    from sklearn.datasets import load_iris
+    from sklearn.linear_model import LogisticRegression
+
     data = load_iris()
     model = LogisticRegression(max_iter=500).fit(data.data, data.target)
     made = skl2onnx.to_onnx(model, data.data[:1].astype(np.float32), target_opset={"": 18, "ai.onnx.ml": 3})

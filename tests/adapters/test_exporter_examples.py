@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from examples import digits_cnn, digits_mlp
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
@@ -26,6 +25,8 @@ def accuracy(labels: object, test: Dataset) -> float:
 
 
 def test_the_perceptron_is_right_on_95_of_100_and_the_same_each_time() -> None:
+    from examples import digits_mlp
+
     train, test = (dataset(split, "x", "data") for split in HALVES)
     first, second = (digits_mlp.train({"train": train}) for _ in range(2))
     answers = [SklearnExporter().reference(model, test.inputs, "float64") for model in (first, second)]
@@ -36,6 +37,8 @@ def test_the_perceptron_is_right_on_95_of_100_and_the_same_each_time() -> None:
 
 
 def test_the_convolution_is_right_on_95_of_100_and_the_same_each_time() -> None:
+    from examples import digits_cnn
+
     train, test = (dataset(split, "image", "images") for split in HALVES)
     first, second = (digits_cnn.train({"train": train}) for _ in range(2))
     answers = [TorchExporter().reference(model, test.inputs, "float32") for model in (first, second)]
@@ -46,6 +49,8 @@ def test_the_convolution_is_right_on_95_of_100_and_the_same_each_time() -> None:
 
 
 def test_another_seed_gives_another_model() -> None:
+    from examples import digits_mlp
+
     train = dataset("train", "x", "data")
     feed = {"x": train.inputs["x"][:8]}
     usual = SklearnExporter().reference(digits_mlp.train({"train": train}), feed, "float64")

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
-from torch import nn
 
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -24,35 +22,6 @@ from onnx_ops.testing.models import images
 SECTION = Export(framework="torch", opset=18, ir_version=9, dynamic={"image": {0: "batch"}})
 
 
-class Convolution(nn.Module):
-    """Batch normalisation and dropout behave otherwise in training than in use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 3)
-        )
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.layers(image)
-
-
-class TwoInputs(nn.Module):
-    def forward(self, left: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"sum": left + index[:, None], "twice": 2 * index}
-
-
-class Tuple(nn.Module):
-    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return image.mean((1, 2, 3)), image.amax((1, 2, 3))
-
-
-class Branching(nn.Module):
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image if float(image.sum()) > 0 else -image
-
-
 class TestConvolution(ExporterSuite):
     @pytest.fixture
     def exporter(self) -> TorchExporter:
@@ -60,6 +29,8 @@ class TestConvolution(ExporterSuite):
 
     @pytest.fixture
     def model(self) -> object:
+        from tests.support.torch_modules import Convolution
+
         return Convolution()
 
     @pytest.fixture
@@ -78,6 +49,8 @@ def export(model: object, samples: Tensors, path: Path, section: Export = SECTIO
 
 
 def test_the_file_is_one_without_stack_traces_but_with_module_paths(tmp_path: Path) -> None:
+    from tests.support.torch_modules import Convolution
+
     export(Convolution(), images(4), tmp_path / "m.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
     keys = {prop.key for node in onnx.load(tmp_path / "m.onnx").graph.node for prop in node.metadata_props}
@@ -86,8 +59,10 @@ def test_the_file_is_one_without_stack_traces_but_with_module_paths(tmp_path: Pa
 
 
 def test_inputs_of_several_types_share_a_batch_and_a_dictionary_names_the_outputs(tmp_path: Path) -> None:
+    from tests.support.torch_modules import TwoInputs
+
     section = Export(framework="torch", dynamic={"left": {0: "batch"}, "index": {0: "batch"}})
-    feed = {"left": np.ones((5, 2), np.float32), "index": np.arange(5)}
+    feed: dict[str, np.ndarray[Any, Any]] = {"left": np.ones((5, 2), np.float32), "index": np.arange(5)}
     answers = export(TwoInputs(), feed, tmp_path / "m.onnx", section)
     np.testing.assert_array_equal(answers["sum"], 1 + np.arange(5, dtype=np.float32)[:, None].repeat(2, 1))
     np.testing.assert_array_equal(answers["twice"], 2 * np.arange(5))
@@ -98,6 +73,8 @@ def test_inputs_of_several_types_share_a_batch_and_a_dictionary_names_the_output
 
 
 def test_a_tuple_gives_numbered_outputs(tmp_path: Path) -> None:
+    from tests.support.torch_modules import Tuple
+
     feed = images(4)
     answers = export(Tuple(), feed, tmp_path / "m.onnx")
     assert list(answers) == ["output_0", "output_1"]
@@ -108,35 +85,46 @@ def test_a_tuple_gives_numbered_outputs(tmp_path: Path) -> None:
 def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
     dynamic: dict[str, dict[int, str]], batch: int | str, tmp_path: Path
 ) -> None:
+    from tests.support.torch_modules import Convolution
+
     section = Export(framework="torch", dynamic=dynamic)
     TorchExporter().export(Convolution(), ExportRequest(section=section, samples=images(6), path=tmp_path / "m.onnx"))
     assert info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
 def test_a_module_left_in_training_is_exported_and_asked_in_use(tmp_path: Path) -> None:
+    from tests.support.torch_modules import Convolution
+
     module = Convolution().train()
     feed = images(8)
     reference = TorchExporter().reference(module, feed, "float32")
     assert reference is not None
     answers = export(Convolution().train(), feed, tmp_path / "m.onnx")
-    np.testing.assert_allclose(answers["output"], reference["output"], atol=1e-5)
+    expected: np.ndarray[Any, Any] = reference["output"]
+    np.testing.assert_allclose(answers["output"], expected, atol=1e-5)
 
 
 def test_double_is_double_all_the_way() -> None:
+    from tests.support.torch_modules import Convolution
+
     feed = images(8)
     single = TorchExporter().reference(Convolution(), feed, "float32")
     double = TorchExporter().reference(Convolution(), feed, "float64")
     assert single is not None
     assert double is not None
-    assert (single["output"].dtype, double["output"].dtype) == (np.float32, np.float64)
-    assert 0 < np.abs(single["output"] - double["output"]).max() < 1e-5
+    rounded: np.ndarray[Any, Any] = single["output"]
+    exact: np.ndarray[Any, Any] = double["output"]
+    assert (rounded.dtype, exact.dtype) == (np.float32, np.float64)
+    assert 0 < np.abs(rounded - exact).max() < 1e-5
 
 
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
+    from tests.support.torch_modules import Convolution, Guarded
+
     with pytest.raises(UserError, match=r"no torch\.nn\.Module"):
         export("a string", images(4), tmp_path / "m.onnx")
     with pytest.raises(StageFailure, match="data-dependent") as caught:
-        export(Branching(), images(4), tmp_path / "m.onnx")
+        export(Guarded(), images(4), tmp_path / "m.onnx")
     assert "torch.onnx.export" in str(caught.value)
     with pytest.raises(ValueError, match="refuses"):
         TorchExporter().reference(Convolution(), {"image": np.zeros((2, 3, 3), np.float32)}, "float32")

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure Monitor is not tested")
-
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.rollout_observed import Quantiles
@@ -18,6 +16,9 @@ from onnx_ops.errors import ServiceUnavailable, UserError
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.adapters.azureml_parts import config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
+from tests.support.extras import require
+
+require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure Monitor is not tested")
 
 NOON = datetime.datetime(2026, 11, 20, 12, tzinfo=datetime.UTC).timestamp()
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from botocore.exceptions import ClientError
 
 from onnx_ops import plugins
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
@@ -24,6 +23,8 @@ BOTH = {"blue": None, "green": None}
 
 
 def test_requests_errors_and_percentiles_are_told_once_a_minute_is_over(fake: FakeSageMaker, tmp_path: Path) -> None:
+    from botocore.exceptions import ClientError
+
     blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
     green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
     provider, config = SageMakerEndpoints(), config_of("counted")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from onnx_ops.adapters.brought import BroughtModels
@@ -34,7 +33,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "served").mkdir()
     write_perceptron(tmp_path / "served/mine.onnx")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Silent, directory=str(tmp_path / "served")))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -64,6 +63,8 @@ def test_a_url_is_fetched_and_its_digest_is_that_of_its_version(
 
 
 def test_a_folder_comes_with_its_external_data(models: BroughtModels, tmp_path: Path) -> None:
+    import fsspec
+
     write_external(tmp_path / "mine.onnx", "weights.bin")
     memory = fsspec.filesystem("memory")
     memory.put(f"{tmp_path}/mine.onnx", "/brought/mine/mine.onnx")
@@ -104,7 +105,7 @@ def test_a_registered_version_is_fetched_by_number_and_by_alias(models: BroughtM
             mlflow.onnx.log_model(model, name="m", registered_model_name="mine", pip_requirements=[])
         client.set_registered_model_alias("mine", "best", "1")
     finally:
-        mlflow.set_tracking_uri(None)
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type] # None unsets it
     by_alias = models.digest("models:/mine@best")
     assert by_alias != models.digest("models:/mine/1")  # the alias may move, so it is another key
     for number, place in enumerate(("models:/mine/1", "models:/mine@best")):

@@ -189,7 +189,7 @@ def test_an_environment_for_a_method_that_brings_none_is_refused_before_anything
 def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IsolatedOptimizer]:
     (tmp_path / "strange_of_mine.py").write_text(STRANGE)
     monkeypatch.syspath_prepend(tmp_path)
-    from strange_of_mine import Strange
+    from strange_of_mine import Strange  # type: ignore[import-not-found]
 
     yield IsolatedOptimizer(here=Strange(), place="strange_of_mine:Strange", python=lambda: Path(sys.executable))
     sys.modules.pop("strange_of_mine", None)

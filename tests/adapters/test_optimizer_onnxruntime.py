@@ -236,8 +236,8 @@ def test_a_dead_channel_has_no_error(perceptron: OptimizeRequest) -> None:
     write_model(model, perceptron.source)
     for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
         optimizer.optimize(replace(perceptron, section=section))
-        for weight in quantized_weights(perceptron.source, perceptron.path):
-            assert float((np.abs(weight.original - weight.dequantized) / weight.scale).max()) <= 0.51
+        for one in quantized_weights(perceptron.source, perceptron.path):
+            assert float((np.abs(one.original - one.dequantized) / one.scale).max()) <= 0.51
 
 
 def test_lineage_of_the_source_is_kept_and_tools_leave_no_marks(perceptron: OptimizeRequest) -> None:

@@ -27,10 +27,17 @@ from onnx_ops.stages.compare import compare
 from onnx_ops.stages.probing import made_up, shared_inputs
 from onnx_ops.testing.models import write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
+from tests.support.forks import fork_context
 from tests.support.operators import write_softsign
 
 TOOLS = (SlimOptimizer, SimplifyOptimizer, PassOptimizer)
 CPU = Target(name="cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_tools() -> None:
+    """Let the processes of the tools have them, which take seconds to import."""
+    fork_context("onnxoptimizer", "onnxsim", "onnxslim", __name__, "onnx_ops.adapters.runtimes.shielded")
 
 
 class TestSlim(OptimizerSuite):
@@ -45,13 +52,13 @@ class TestSlim(OptimizerSuite):
 
 class TestSimplify(TestSlim):
     @pytest.fixture
-    def optimizer(self) -> SimplifyOptimizer:  # type: ignore[override]
+    def optimizer(self) -> SimplifyOptimizer:
         return SimplifyOptimizer()
 
 
 class TestPasses(TestSlim):
     @pytest.fixture
-    def optimizer(self) -> PassOptimizer:  # type: ignore[override]
+    def optimizer(self) -> PassOptimizer:
         return PassOptimizer()
 
 
@@ -75,7 +82,7 @@ def write_untidy(path: Path) -> None:
         helper.make_node("Cast", ["sum"], ["cast"], name="cast", to=TensorProto.FLOAT),
         helper.make_node("Identity", ["cast"], ["y"], name="last"),
     ]
-    shape = ["batch", "length", 4]
+    shape: list[str | int] = ["batch", "length", 4]
     graph = helper.make_graph(
         made,
         "untidy",
@@ -150,7 +157,7 @@ def stumble(source: Path, result: Path, chosen: Sequence[str]) -> None:
     raise RuntimeError("the graph must be sorted")
 
 
-def freeze(source: Path, result: Path, chosen: Sequence[str]) -> None:
+def freeze(source: Path, result: Path, passes: Sequence[str]) -> None:
     model = onnx.load(source)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
     onnx.save(model, result)
@@ -170,7 +177,7 @@ def test_a_tool_that_crashes_hangs_or_raises_is_an_error_of_this_variant(
     class Broken(PassOptimizer):
         pass
 
-    Broken.clean = staticmethod(clean)  # type: ignore[assignment, arg-type]
+    Broken.clean = staticmethod(clean)  # type: ignore[arg-type]
     write_perceptron(tmp_path / "model.onnx")
     request = request_for(tmp_path / "model.onnx")
     with pytest.raises(StageFailure, match="onnxoptimizer failed") as told:
@@ -189,11 +196,11 @@ def test_a_tool_that_freezes_the_batch_is_refused(tmp_path: Path) -> None:
         Freezing().optimize(request_for(tmp_path / "model.onnx"))
 
 
-def miss(source: Path, result: Path, chosen: Sequence[str]) -> None:
+def miss(source: Path, result: Path, skip: Sequence[str]) -> None:
     from onnx_ops.adapters.optimizers import passes
 
     sys.modules["onnxslim"] = None  # type: ignore[assignment]
-    passes._slim(source, result, chosen)
+    passes._slim(source, result, skip)
 
 
 def test_a_tool_that_is_not_installed_is_told_with_its_extra(tmp_path: Path) -> None:

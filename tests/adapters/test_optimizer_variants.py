@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,7 +293,9 @@ def test_images_are_no_concern_of_a_saved_graph(perceptron: OptimizeRequest) -> 
         before, after = (
             OnnxRuntime().run(path, target, (images(9),))[0]["scores"] for path in (perceptron.source, perceptron.path)
         )
-        np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
+        expected: np.ndarray[Any, Any] = before
+        found: np.ndarray[Any, Any] = after
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def change(request: OptimizeRequest, name: str, value: float) -> None:

@@ -5,34 +5,48 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from onnx import helper
 
-from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRuntime
+from onnx_ops.adapters.runtimes.javascript.runtime import DRIVER, WEB, BrowserRuntime, NodeRuntime
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.target import CustomOps, OrtFormat, Provider, SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
 from onnx_ops.graph.files import nodes, read_structure
-from onnx_ops.ports import RaceSchedule, RewritingRuntime
+from onnx_ops.ports import RaceSchedule, RewritingRuntime, Runtime
 from onnx_ops.testing.models import rows, write_external, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.runtime_places import ended_in_the_middle, environments, require
 
 NODE = Target(name="node", runtime="node", providers=(Provider(name="cpu"),))
-NODE_WASM = Target(name="node-wasm", runtime="node", providers=(Provider(name="wasm"),))
+NODE_WASM = Target(
+    name="node-wasm",
+    runtime="node",
+    providers=(Provider(name="wasm"),),
+    env=Environment(requirements=(WEB, DRIVER)),  # the browser's own, so that one installation is enough
+)
 WASM = Target(name="browser-wasm", runtime="browser", providers=(Provider(name="wasm"),))
 WEBGPU = Target(name="webgpu", runtime="browser", providers=(Provider(name="webgpu"),))
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> NodeRuntime:
+    """A runtime keeps one process, for one target: this is for `NODE` alone, and the next two for theirs."""
+    require("node", "npm")
+    return NodeRuntime(folder=environments(tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def wasm(tmp_path_factory: pytest.TempPathFactory) -> NodeRuntime:
     require("node", "npm")
     return NodeRuntime(folder=environments(tmp_path_factory))
 
@@ -41,6 +55,30 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> NodeRuntime:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> BrowserRuntime:
     require("node", "npm", "chromium")
     return BrowserRuntime(folder=environments(tmp_path_factory))
+
+
+@pytest.fixture
+def other_node(node: NodeRuntime) -> Iterator[NodeRuntime]:
+    """For other targets, so that the module's processes stay."""
+    assert node.folder is not None
+    runtime = node.housed(node.folder)
+    yield runtime
+    runtime._held.stop()
+
+
+@pytest.fixture
+def other_browser(browser: BrowserRuntime) -> Iterator[NodeRuntime]:
+    assert browser.folder is not None
+    runtime = browser.housed(browser.folder)
+    yield runtime
+    runtime._held.stop()
+
+
+@pytest.fixture(params=["node", "wasm", "browser"])
+def place(request: pytest.FixtureRequest) -> tuple[NodeRuntime, Target]:
+    """Each of the three with its target."""
+    target = {"node": NODE, "wasm": NODE_WASM, "browser": WASM}[request.param]
+    return request.getfixturevalue(request.param), target
 
 
 class TestNode(RuntimeSuite):
@@ -53,10 +91,26 @@ class TestNode(RuntimeSuite):
         return NODE
 
 
-class TestNodeWasm(TestNode):
+class TestNodeWasm(RuntimeSuite):
+    @pytest.fixture
+    def runtime(self, wasm: NodeRuntime) -> NodeRuntime:
+        return wasm
+
     @pytest.fixture
     def target(self) -> Target:
         return NODE_WASM
+
+    @pytest.mark.nightly
+    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+        """Each start takes seconds; the other two show it for each commit."""
+        super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
+
+    @pytest.mark.nightly
+    def test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(
+        self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
+    ) -> None:
+        """As above."""
+        super().test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(runtime, target, file, tmp_path)
 
 
 class TestBrowser(RuntimeSuite):
@@ -106,11 +160,8 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("target", [NODE, NODE_WASM, WASM], ids=lambda target: target.name)
-def test_every_type_comes_back_to_the_bit(
-    node: NodeRuntime, browser: BrowserRuntime, tmp_path: Path, target: Target, name: str
-) -> None:
-    runtime = browser if target is WASM else node
+def test_every_type_comes_back_to_the_bit(place: tuple[NodeRuntime, Target], tmp_path: Path, name: str) -> None:
+    runtime, target = place
     array = np.array(VALUES[name], dtype=name)
     path = identity(tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype))
     answers = runtime.run(path, target, ({"x": array}, {"x": array[:0]}))
@@ -128,16 +179,15 @@ def test_a_type_that_javascript_lacks_is_told(node: NodeRuntime, file: Path) -> 
         node.run(file, NODE, ({"x": np.zeros((1, 2), np.complex64)},))
 
 
-@pytest.mark.parametrize("target", [NODE, NODE_WASM, WASM], ids=lambda target: target.name)
-def test_answers_agree_with_this_process(
-    node: NodeRuntime, browser: BrowserRuntime, file: Path, tmp_path: Path, target: Target
-) -> None:
-    runtime = browser if target is WASM else node
+def test_answers_agree_with_this_process(place: tuple[NodeRuntime, Target], file: Path, tmp_path: Path) -> None:
+    runtime, target = place
     write_external(tmp_path / "external.onnx", "weights.bin")
     for path, feed in ((file, rows(64)), (tmp_path / "external.onnx", {"x": np.ones((3, 2), np.float32)})):
         here, there = OnnxRuntime().run(path, Target(name="here"), (feed,)), runtime.run(path, target, (feed,))
-        for name, array in here[0].items():
-            np.testing.assert_allclose(there[0][name], array, rtol=1e-5, atol=1e-5)
+        for name in here[0]:
+            expected: np.ndarray[Any, Any] = here[0][name]
+            found: np.ndarray[Any, Any] = there[0][name]
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_clocks_are_told_and_coarse_ones_time_several_calls(
@@ -160,24 +210,30 @@ def test_clocks_are_told_and_coarse_ones_time_several_calls(
     assert not slow.preempted.any()
 
 
-def test_node_shows_the_graph_that_it_runs(node: NodeRuntime, file: Path, tmp_path: Path) -> None:
+def test_node_shows_the_graph_that_it_runs(
+    node: NodeRuntime, wasm: NodeRuntime, other_node: NodeRuntime, file: Path, tmp_path: Path
+) -> None:
     assert isinstance(node, RewritingRuntime)
     node.rewritten(file, NODE, tmp_path / "copy.onnx")
     kinds = [one.op_type for one in nodes(read_structure(tmp_path / "copy.onnx"))]
     assert len(kinds) == sum(node.facts(file, NODE).nodes.values()) < 6
     plain = replace(NODE, session=SessionSettings(graph_level="disabled"))
-    assert node.facts(file, plain).nodes == {"cpu": 6}
+    assert other_node.facts(file, plain).nodes == {"cpu": 6}
     with pytest.raises(MeasurementFailure, match="cannot write the graph"):
-        node.rewritten(file, NODE_WASM, tmp_path / "other.onnx")
+        wasm.rewritten(file, NODE_WASM, tmp_path / "other.onnx")
 
 
-def test_ort_files_agree_with_their_source(node: NodeRuntime, browser: BrowserRuntime, file: Path) -> None:
+def test_ort_files_agree_with_their_source(
+    node: NodeRuntime, other_node: NodeRuntime, other_browser: NodeRuntime, file: Path
+) -> None:
     feeds = (rows(17),)
-    (expected,) = node.run(file, NODE, feeds)
-    for runtime, target in ((node, NODE), (node, NODE_WASM), (browser, WASM)):
+    (before,) = node.run(file, NODE, feeds)
+    expected: np.ndarray[Any, Any] = before["scores"]
+    for runtime, target in ((other_node, NODE), (other_node, NODE_WASM), (other_browser, WASM)):
         phone = replace(target, ort_format=OrtFormat())
-        (found,) = runtime.run(file, phone, feeds)
-        np.testing.assert_allclose(found["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
+        (after,) = runtime.run(file, phone, feeds)
+        found: np.ndarray[Any, Any] = after["scores"]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
         assert runtime.sample(file, phone, rows(1), runs=2, warmup=1).nanoseconds.shape == (2,)
 
 
@@ -202,10 +258,10 @@ def test_a_browser_or_page_killed_in_the_middle_is_told_and_started_again(
     assert browser.run(file, WASM, (rows(2),))[0]["scores"].shape[0] == 2
 
 
-def test_a_hang_in_node_is_stopped(node: NodeRuntime, file: Path) -> None:
+def test_a_hang_in_node_is_stopped(other_node: NodeRuntime, file: Path) -> None:
     hasty = replace(NODE, env=Environment(timeout=2.0))
     with pytest.raises(StageFailure, match="longer than 2 s to sample"):
-        node.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
+        other_node.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
 
 
 def test_nothing_is_left_of_a_browser(tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
@@ -221,15 +277,15 @@ def test_nothing_is_left_of_a_browser(tmp_path_factory: pytest.TempPathFactory, 
     assert not scratch.exists()
 
 
-def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(browser: BrowserRuntime, file: Path) -> None:
-    facts = browser.facts(file, WEBGPU)
+def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(other_browser: NodeRuntime, file: Path) -> None:
+    facts = other_browser.facts(file, WEBGPU)
     assert facts.nodes["webgpu"] > 0
-    answer = browser.run(file, WEBGPU, (rows(5),))[0]["scores"]
-    here = OnnxRuntime().run(file, Target(name="here"), (rows(5),))[0]["scores"]
+    answer: np.ndarray[Any, Any] = other_browser.run(file, WEBGPU, (rows(5),))[0]["scores"]
+    here: np.ndarray[Any, Any] = OnnxRuntime().run(file, Target(name="here"), (rows(5),))[0]["scores"]
     np.testing.assert_allclose(answer, here, rtol=1e-4, atol=1e-4)
     if "(software)" in facts.build:  # a machine with a GPU times it
         with pytest.raises(MeasurementFailure, match="software adapter") as refused:
-            browser.sample(file, WEBGPU, rows(1), runs=1, warmup=0)
+            other_browser.sample(file, WEBGPU, rows(1), runs=1, warmup=0)
         assert "onnx-ops compare" in refused.value.remedy
 
 
@@ -261,16 +317,20 @@ def test_requirements_are_exact_and_hold_the_library(requirements: tuple[str, ..
         NodeRuntime().fingerprint(replace(NODE, env=Environment(requirements=requirements)))
 
 
+def test_without_requirements_a_target_of_webassembly_has_its_own_library() -> None:
+    assert "onnxruntime-web" in NodeRuntime().fingerprint(replace(NODE_WASM, env=None)).runtime_version
+
+
 @pytest.mark.parametrize("env", [Environment(memory=10**9), Environment(python="3.12"), Environment(isolated=False)])
 def test_what_means_nothing_for_javascript_is_refused(env: Environment) -> None:
     with pytest.raises(UserError, match="Leave out"):
         NodeRuntime().fingerprint(replace(NODE, env=env))
 
 
-def test_custom_operators_are_refused(node: NodeRuntime, file: Path) -> None:
+def test_custom_operators_are_refused(other_node: NodeRuntime, file: Path) -> None:
     library = CustomOps(path="x.so", digest=digest_bytes(b""), domains=("acme",))
     with pytest.raises(MeasurementFailure, match="custom operators"):
-        node.run(file, replace(NODE, custom_ops=(library,)), (rows(1),))
+        other_node.run(file, replace(NODE, custom_ops=(library,)), (rows(1),))
 
 
 def pid(runtime: NodeRuntime) -> int:

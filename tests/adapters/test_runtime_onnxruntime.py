@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from onnx_ops.adapters.runtimes import onnxruntime as adapter
 from onnx_ops.adapters.runtimes.hardware import conditions
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
+from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
 from onnx_ops.domain.target import Provider, SessionSettings, Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import RaceSchedule
@@ -69,7 +71,7 @@ def test_nodes_are_counted_by_provider(file: Path) -> None:
 def test_settings_reach_the_session(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    made = []
+    made: list[tuple[Any, ...]] = []
 
     def session(path: str, options: object, *, providers: object, **others: object) -> object:
         made.append((path, options, providers))
@@ -133,7 +135,7 @@ def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     other = tmp_path / "other.onnx"
     write_perceptron(other)
     built: list[str] = []
-    build = adapter.new_session
+    build = new_session
 
     def spy(model: Path, *arguments: object, **settings: object) -> object:
         built.append(model.name)
@@ -201,4 +203,5 @@ def test_conditions_of_the_machine_are_text() -> None:
     found = conditions()
     assert "load" in found
     assert len(found["load"].split()) == 3
-    assert all(isinstance(value, str) and value for value in found.values())
+    assert {type(value) for value in found.values()} == {str}
+    assert all(found.values())

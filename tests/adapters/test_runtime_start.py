@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -60,7 +61,8 @@ def test_texts_and_inputs_of_any_name_reach_the_fresh_process(tmp_path: Path) ->
     onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
     feed = {"file": np.array(["a", "bc"], dtype=object)}
     samples = OnnxRuntime().starts((tmp_path / "m.onnx",), CPU, feed, StartSchedule(heats=1, requests=1))
-    assert (samples.first_ns > 0).all()
+    first: np.ndarray[Any, Any] = samples.first_ns
+    assert (first > 0).all()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders, manifest_of
-from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, hex_of
+from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_bytes, hex_of
 from onnx_ops.errors import DigestMismatch, StateCorrupt
 from onnx_ops.ports import Store
 from onnx_ops.testing.stores import CONTENT, StoreSuite
@@ -174,7 +174,8 @@ LONG_AGO = 1_000_000.0
 def test_content_that_is_put_again_is_never_collected_from_under_the_one_who_put_it(tmp_path: Path) -> None:
     """One thread collects whatever is old, all the time; the other puts content that is there and old already."""
     ours, theirs = (ContentStore(LocalObjects(tmp_path), tmp_path) for _ in range(2))
-    ended, removed = threading.Event(), []
+    ended = threading.Event()
+    removed: list[Stored] = []
 
     def collect() -> None:
         while not ended.is_set():
@@ -194,6 +195,7 @@ def test_content_that_is_put_again_is_never_collected_from_under_the_one_who_put
     finally:
         ended.set()
         collector.join()
+    assert removed, "the collector must have been at work"
 
 
 def test_putting_again_what_is_there_makes_it_young(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import pytest
 
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
@@ -38,6 +37,8 @@ class Listening:
         secret: str = SECRET,
         body: bytes | None = None,
     ) -> int:
+        import httpx
+
         if body is None:
             body = json.dumps({"data": {"name": model, "alias": "champion-cpu", "version": "666"}}).encode()
         timestamp = str(int(self.clock.now() - age))
@@ -88,6 +89,8 @@ def test_signed_nonsense_is_the_senders_fault_and_not_tried_again(listening: Lis
 
 
 def test_nothing_else_is_served(listening: Listening) -> None:
+    import httpx
+
     base = listening.url.removesuffix("/webhooks/mlflow")
     assert httpx.get(listening.url).status_code == 405
     assert [httpx.post(f"{base}{path}").status_code for path in ("/", "/docs", "/webhooks")] == [404, 404, 404]
@@ -101,6 +104,8 @@ def test_many_at_once(listening: Listening) -> None:
 
 
 def test_a_sender_that_hangs_up_or_says_nothing_stops_nobody(listening: Listening) -> None:
+    import httpx
+
     host, port = httpx.URL(listening.url).host, httpx.URL(listening.url).port
     assert port is not None
     silent = socket.create_connection((host, port))
@@ -113,12 +118,16 @@ def test_a_sender_that_hangs_up_or_says_nothing_stops_nobody(listening: Listenin
 
 
 def test_the_answer_says_nothing_of_the_secret(listening: Listening) -> None:
+    import httpx
+
     answer = httpx.post(listening.url, content=b"{}", headers={SIGNATURE: "v1,AAAA"})
     assert answer.status_code == 401
     assert SECRET not in answer.text + str(answer.headers)
 
 
 def test_an_address_that_is_taken(listening: Listening) -> None:
+    import httpx
+
     port = httpx.URL(listening.url).port
     assert port is not None
     with pytest.raises(ServiceUnavailable, match="cannot listen"):

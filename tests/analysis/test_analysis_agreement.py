@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from onnx_ops.analysis.agreement import clopper_pearson, sample_advice, tango_interval
 from onnx_ops.analysis.rules.limit import Limit
@@ -40,6 +39,8 @@ class TestTango:
 
     @pytest.mark.parametrize("n", [1, 30, 300, 5000])
     def test_without_discordant_rows_it_has_a_closed_form(self, n: int) -> None:
+        from scipy import stats
+
         z = stats.norm.ppf(0.95)
         expected = z * z / (n + z * z)
         assert tango_interval(n, 0, 0) == pytest.approx((0.0, -expected, expected), abs=1e-9)
@@ -108,6 +109,8 @@ class TestNonInferiority:
 class TestClopperPearson:
     @pytest.mark.parametrize(("k", "n"), [(0, 10), (10, 10), (5, 10), (431, 450)])
     def test_agrees_with_the_reference_implementation(self, k: int, n: int) -> None:
+        from scipy import stats
+
         expected = stats.binomtest(k, n).proportion_ci(0.95, method="exact")
         estimate, low, high = clopper_pearson(k, n, 0.95)
         assert (estimate, low, high) == pytest.approx((k / n, expected.low, expected.high))

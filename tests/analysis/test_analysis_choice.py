@@ -295,5 +295,5 @@ def test_a_growing_error_is_a_change_for_the_worse() -> None:
     score = ScoreComparison(metric="rmse", against="fp32", n=100, ratio=growth)
     found = standing([MetricGate(name="rmse", max_increase=0.5)], evidence("int8", scores=(score,)))
     assert found.change is not None
-    assert (found.change.low, found.change.high) == (pytest.approx(-0.3), pytest.approx(-0.1))
+    assert (found.change.low, found.change.high) == pytest.approx((-0.3, -0.1))
     assert standing([], evidence("fp32")).change == Interval(estimate=0.0, low=0.0, high=0.0)

@@ -137,5 +137,6 @@ def test_rounding_is_not_told() -> None:
 
 @pytest.mark.parametrize("field", ["error", "ratio", "changed"])
 def test_a_figure_that_is_no_number_never_passes(field: str) -> None:
-    (result,) = told(measured(1.0), replace(measured(1.0), **{field: math.nan}))
+    strange: dict[str, Any] = {field: math.nan}
+    (result,) = told(measured(1.0), replace(measured(1.0), **strange))
     assert (result.verdict, result.advisory) == (Verdict.ERROR, True)

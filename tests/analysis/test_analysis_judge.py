@@ -316,7 +316,7 @@ class TestLatency:
 
     def test_absolute_limits_bind_on_dedicated_targets_only(self) -> None:
         slow = replace(FP32, latency=timed(*[9_000_000] * 400))
-        gates = [LatencyGate(p50=0.001, p99=0.002), SizeGate(max=2_000_000)]
+        gates: list[Gate] = [LatencyGate(p50=0.001, p99=0.002), SizeGate(max=2_000_000)]
         assert judge(gates, slow).verdict is Verdict.FAIL
         shared = judge(gates, replace(slow, dedicated=False))
         assert shared.verdict is Verdict.PASS
@@ -332,7 +332,8 @@ class TestLatency:
         assert judge(GATES, INT8).faster_than_export is True
         assert judge(GATES, INT8).latency_ratio == pytest.approx(0.7, rel=1e-6)
         equal = judge(GATES, replace(INT8, comparisons=(against("fp32", 1.0),)))
-        assert (equal.faster_than_export, equal.latency_ratio) == (False, pytest.approx(1.0, rel=1e-6))
+        assert equal.faster_than_export is False
+        assert equal.latency_ratio == pytest.approx(1.0, rel=1e-6)
         assert judge(GATES, replace(INT8, comparisons=())).faster_than_export is None
 
 
@@ -379,7 +380,7 @@ KINDS = sorted(GOOD)
 
 @st.composite
 def evidences(draw: st.DrawFn) -> Evidence:
-    entries = {kind: tuple(draw(st.lists(GOOD[kind], max_size=3))) for kind in KINDS}
+    entries: dict[str, Any] = {kind: tuple(draw(st.lists(GOOD[kind], max_size=3))) for kind in KINDS}
     base = draw(st.sampled_from([INT8, FP32]))
     return replace(base, baseline=draw(st.sampled_from(["", "fp32", "champion"])), **entries)
 
@@ -402,13 +403,16 @@ class TestProperties:
     ) -> None:
         kind = data.draw(st.sampled_from(KINDS))
         entry = data.draw(st.sampled_from(FAILING[kind]))
-        worse = replace(evidence, **{kind: (*getattr(evidence, kind), entry)})
+        entries: dict[str, Any] = {kind: (*getattr(evidence, kind), entry)}
+        worse = replace(evidence, **entries)
         assert judge(gates, worse).verdict.rank >= judge(gates, evidence).verdict.rank
 
     @given(gate_lists, evidences(), st.randoms(use_true_random=False))
     def test_order_does_not_matter(self, gates: list[Gate], evidence: Evidence, random: Any) -> None:
-        shuffled = {kind: random.sample(getattr(evidence, kind), len(getattr(evidence, kind))) for kind in KINDS}
-        other = judge(random.sample(gates, len(gates)), replace(evidence, **{k: tuple(v) for k, v in shuffled.items()}))
+        shuffled: dict[str, Any] = {
+            kind: tuple(random.sample(getattr(evidence, kind), len(getattr(evidence, kind)))) for kind in KINDS
+        }
+        other = judge(random.sample(gates, len(gates)), replace(evidence, **shuffled))
         first = judge(gates, evidence)
         assert other.verdict is first.verdict
         assert (other.faster_than_export, other.latency_ratio) == (first.faster_than_export, first.latency_ratio)
@@ -417,7 +421,8 @@ class TestProperties:
     @given(gate_lists, evidences(), st.sampled_from(sorted(NAN)))
     def test_nan_never_passes(self, gates: list[Gate], evidence: Evidence, kind: str) -> None:
         before = judge(gates, evidence).verdict
-        after = judge(gates, replace(evidence, **{kind: (*getattr(evidence, kind), NAN[kind])})).verdict
+        entries: dict[str, Any] = {kind: (*getattr(evidence, kind), NAN[kind])}
+        after = judge(gates, replace(evidence, **entries)).verdict
         assert after.rank >= max(before.rank, Verdict.ERROR.rank)
 
     @given(gate_lists)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from onnx_ops.analysis.blocks import block_logs
 from onnx_ops.analysis.latency import (
@@ -27,6 +27,7 @@ from onnx_ops.analysis.latency import (
     withheld,
 )
 from onnx_ops.domain.gate import Verdict
+from tests.support.suite import Sweep
 
 Logs = npt.NDArray[np.float64]
 
@@ -64,9 +65,24 @@ def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
     return compare(own[:pairs], tolerance=tolerance).verdict, pairs
 
 
-def rates(ratio: float, seed: int, *, trials: int = 500, flagged: float = 1.0) -> dict[Verdict, float]:
-    verdicts = [decide(logs, 0.05)[0] for logs in simulate(trials, ratio, seed, flagged=flagged)]
-    return {verdict: verdicts.count(verdict) / trials for verdict in Verdict}
+class Simulation:
+    """Trials of the gate: as many as are asked for where whole sweeps are made, else a quarter."""
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+
+    def trials(self, number: int) -> int:
+        return number if self.whole else number // 4
+
+    def rates(self, ratio: float, seed: int, *, trials: int = 500, flagged: float = 1.0) -> dict[Verdict, float]:
+        made = self.trials(trials)
+        verdicts = [decide(logs, 0.05)[0] for logs in simulate(made, ratio, seed, flagged=flagged)]
+        return {verdict: verdicts.count(verdict) / made for verdict in Verdict}
+
+
+@pytest.fixture(scope="module")
+def simulation(sweep: Sweep) -> Simulation:
+    return Simulation(whole=sweep.part == 0)
 
 
 NOISY = [[0.1], [-0.1], [0.05], [-0.2], [0.15]]
@@ -84,15 +100,23 @@ class TestHodgesLehmann:
 
     @pytest.mark.parametrize("n", [6, 10, 20, 50])
     def test_bounds_are_those_the_exact_test_does_not_reject(self, n: int) -> None:
+        from scipy import stats
+
         x = np.random.default_rng(n).normal(0.3, 1.0, n)
         alpha = 0.05 / 3
         _, low, high = hodges_lehmann(x, alpha)
-        for bound, side, inside in ((low, "greater", 1e-9), (high, "less", -1e-9)):
+        sides: tuple[tuple[float, Literal["greater", "less"], float], ...] = (
+            (low, "greater", 1e-9),
+            (high, "less", -1e-9),
+        )
+        for bound, side, inside in sides:
             rejected = stats.wilcoxon(x - (bound - inside), alternative=side, method="exact").pvalue
             kept = stats.wilcoxon(x - (bound + inside), alternative=side, method="exact").pvalue
             assert rejected <= alpha < kept
 
     def test_normal_approximation_continues_the_exact_quantiles(self) -> None:
+        from scipy import stats
+
         x = np.random.default_rng(3).normal(size=51)
         _, low, high = hodges_lehmann(x, 0.025)
         assert stats.wilcoxon(x - low + 1e-9, alternative="greater", method="exact").pvalue == pytest.approx(
@@ -114,34 +138,34 @@ class TestHodgesLehmann:
 
 
 class TestErrorRates:
-    def test_equal_models_do_not_fail(self) -> None:
-        found = rates(1.0, 1)
+    def test_equal_models_do_not_fail(self, simulation: Simulation) -> None:
+        found = simulation.rates(1.0, 1)
         assert found[Verdict.FAIL] <= 0.01
         assert found[Verdict.PASS] >= 0.98
 
-    def test_two_percent_slower_does_not_fail_at_a_limit_of_five(self) -> None:
-        found = rates(1.02, 2)
+    def test_two_percent_slower_does_not_fail_at_a_limit_of_five(self, simulation: Simulation) -> None:
+        found = simulation.rates(1.02, 2)
         assert found[Verdict.FAIL] <= 0.01
         assert found[Verdict.PASS] >= 0.95
 
-    def test_ten_percent_slower_is_caught(self) -> None:
-        assert rates(1.10, 3)[Verdict.FAIL] >= 0.99
+    def test_ten_percent_slower_is_caught(self, simulation: Simulation) -> None:
+        assert simulation.rates(1.10, 3)[Verdict.FAIL] >= 0.99
 
-    def test_twenty_percent_slower_is_caught(self) -> None:
-        assert rates(1.20, 4)[Verdict.FAIL] >= 0.99
+    def test_twenty_percent_slower_is_caught(self, simulation: Simulation) -> None:
+        assert simulation.rates(1.20, 4)[Verdict.FAIL] >= 0.99
 
-    def test_preemptions_that_nobody_noticed_change_nothing(self) -> None:
-        assert rates(1.0, 5, flagged=0.5)[Verdict.FAIL] <= 0.01
-        assert rates(1.10, 6, flagged=0.5)[Verdict.FAIL] >= 0.99
+    def test_preemptions_that_nobody_noticed_change_nothing(self, simulation: Simulation) -> None:
+        assert simulation.rates(1.0, 5, flagged=0.5)[Verdict.FAIL] <= 0.01
+        assert simulation.rates(1.10, 6, flagged=0.5)[Verdict.FAIL] >= 0.99
 
-    def test_level_holds_at_the_limit_itself_in_spite_of_the_session_effect(self) -> None:
+    def test_level_holds_at_the_limit_itself_in_spite_of_the_session_effect(self, simulation: Simulation) -> None:
         """A true slow-down equal to the limit fails, and passes, in at most one of twenty cases each."""
-        found = rates(1.05, 7, trials=1000)
+        found = simulation.rates(1.05, 7, trials=1000)
         assert found[Verdict.FAIL] <= 0.05
         assert found[Verdict.PASS] <= 0.05
 
-    def test_equal_models_are_decided_early(self) -> None:
-        pairs = [decide(logs, 0.05)[1] for logs in simulate(300, 1.0, 8)]
+    def test_equal_models_are_decided_early(self, simulation: Simulation) -> None:
+        pairs = [decide(logs, 0.05)[1] for logs in simulate(simulation.trials(300), 1.0, 8)]
         assert np.mean(pairs) < 10
 
 
@@ -150,9 +174,13 @@ class TestUnsteadyHost:
 
     TRIALS = 80
 
+    @pytest.fixture(autouse=True)
+    def _trials(self, simulation: Simulation) -> None:
+        self.number = simulation.trials(self.TRIALS)
+
     def decisions(self, ratio: float, seed: int, *, probed: bool) -> list[tuple[Verdict, int]]:
         rng = np.random.default_rng(seed)
-        return [decide(self._one(ratio, rng, probed=probed), 0.05) for _ in range(self.TRIALS)]
+        return [decide(self._one(ratio, rng, probed=probed), 0.05) for _ in range(self.number)]
 
     @staticmethod
     def _one(ratio: float, rng: np.random.Generator, *, probed: bool) -> Logs:
@@ -205,6 +233,8 @@ class TestCompare:
         assert session_interval(few, 0.05 / 3) == session_interval(many, 0.05 / 3)
 
     def test_five_pairs_use_students_interval(self) -> None:
+        from scipy import stats
+
         values = np.array([0.01, 0.02, 0.03, -0.01, 0.0])
         half = stats.t.isf(0.05 / 3, 4) * stats.sem(values)
         expected = (values.mean(), values.mean() - half, values.mean() + half)
@@ -312,6 +342,8 @@ class TestQuantileGate:
 
     @pytest.mark.parametrize("q", [0.5, 0.99])
     def test_errs_as_rarely_as_promised(self, q: float) -> None:
+        from scipy import stats
+
         rng = np.random.default_rng(11)
         limit_s = float(np.exp(stats.norm.ppf(q) * 0.5)) / 1e3
         runs = 1e6 * np.exp(rng.normal(0, 0.5, (2000, 800)))

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn import metrics as reference
 
 from onnx_ops.analysis import metrics
 from onnx_ops.analysis.resampling import bca_interval, replicate
 from onnx_ops.domain.metric import Average
 
-few = settings(max_examples=25)
+few = settings(max_examples=25, deadline=None)
 
 AVERAGES: tuple[Average, ...] = ("binary", "macro", "micro", "weighted")
 
@@ -34,6 +33,8 @@ def draw(seed: int, rows: int = 60, classes: int = 4) -> tuple[Any, Any]:
 @few
 @given(seed=st.integers(0, 10_000))
 def test_f1(average: Average, seed: int) -> None:
+    from sklearn import metrics as reference
+
     labels, said = draw(seed, classes=2 if average == "binary" else 4)
     given_weights = weights(len(labels), seed)
     found = metrics.f1(labels, said, 4, average, positive=1)(given_weights)
@@ -60,6 +61,8 @@ def test_no_row_costs_f1_more_than_its_step(average: Average, seed: int) -> None
 @few
 @given(seed=st.integers(0, 10_000), levels=st.sampled_from([2, 5, 1000]))
 def test_auc_with_and_without_ties(seed: int, levels: int) -> None:
+    from sklearn import metrics as reference
+
     rng = np.random.default_rng(seed)
     positive = np.r_[True, False, rng.random(40) < 0.3]
     scores = rng.integers(0, levels, 42) + positive * rng.integers(0, 2, 42)
@@ -71,6 +74,8 @@ def test_auc_with_and_without_ties(seed: int, levels: int) -> None:
 @few
 @given(seed=st.integers(0, 10_000))
 def test_errors_and_explained_variance(seed: int) -> None:
+    from sklearn import metrics as reference
+
     rng = np.random.default_rng(seed)
     labels, weight = 100 + rng.standard_normal(50), 1 + weights(50, seed)
     said = labels + rng.standard_normal(50)
@@ -87,6 +92,8 @@ def test_errors_and_explained_variance(seed: int) -> None:
 @few
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 4))
 def test_top_k(seed: int, k: int) -> None:
+    from sklearn import metrics as reference
+
     rng = np.random.default_rng(seed)
     scores, labels = rng.standard_normal((40, 5)), rng.integers(0, 5, 40)
     expected = reference.top_k_accuracy_score(labels, scores, k=k, labels=range(5))

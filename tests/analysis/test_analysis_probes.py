@@ -28,7 +28,7 @@ def test_every_group_has_all_inputs_with_their_types() -> None:
 
 
 def test_floats_are_distorted_as_the_groups_say() -> None:
-    groups = {name: tensors["image"] for name, tensors in edge_inputs(SAMPLES).items()}
+    groups: dict[str, npt.NDArray[Any]] = {name: tensors["image"] for name, tensors in edge_inputs(SAMPLES).items()}
     flat = groups["constants"].reshape(32, -1)
     assert (flat == flat[:, :1]).all()
     assert {0.0, 1.0, -1.0} <= set(flat[:, 0].tolist())
@@ -79,7 +79,9 @@ def test_odd_samples_are_no_obstacle(array: npt.NDArray[Any]) -> None:
 
 
 def test_nonfinite_rows_have_one_strange_element() -> None:
-    groups = {name: tensors["image"].reshape(32, -1) for name, tensors in nonfinite_inputs(SAMPLES).items()}
+    groups: dict[str, npt.NDArray[Any]] = {
+        name: tensors["image"].reshape(32, -1) for name, tensors in nonfinite_inputs(SAMPLES).items()
+    }
     assert set(groups) == {"nan", "infinite"}
     assert (np.isnan(groups["nan"]).sum(axis=1) == 1).all()
     assert not np.isinf(groups["nan"]).any()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import nchypergeom_fisher
 
 from onnx_ops.analysis.rollout import clean_requests, freeze, quantiles, share, slo
 from onnx_ops.analysis.rollout import evidence as ev
@@ -33,6 +32,8 @@ def close(one: float, other: float) -> bool:
 @quickly
 @given(row=rows(), odds=st.floats(0.05, 50))
 def test_the_likelihood_is_that_of_the_noncentral_hypergeometric_law(row: tuple[int, ...], odds: float) -> None:
+    from scipy.stats import nchypergeom_fisher
+
     canary, n, stable, m = row
     law = (n + m, canary + stable, n)
     expected = nchypergeom_fisher.logpmf(canary, *law, odds) - nchypergeom_fisher.logpmf(canary, *law, 1.0)
@@ -44,6 +45,8 @@ def test_the_likelihood_is_that_of_the_noncentral_hypergeometric_law(row: tuple[
 def test_the_evidence_is_one_on_average_at_the_limit_and_less_below(
     row: tuple[int, ...], tolerated: float, under: float
 ) -> None:
+    from scipy.stats import nchypergeom_fisher
+
     canary, n, stable, m = row
     events = canary + stable
     ks = np.arange(max(0, events - m), min(n, events) + 1)
@@ -87,7 +90,9 @@ def test_merged_intervals_give_other_evidence_and_drift_only_hurts_those_that_we
 @pytest.mark.parametrize("table", [[], [(0, 0, 0, 0)], [(5, 5, 0, 0)], [(0, 9, 0, 90)], [(9, 9, 90, 90)]])
 def test_nothing_to_compare_is_no_evidence(table: list[tuple[int, ...]]) -> None:
     assert close(ev.evidence(table, 1.0), 0)
-    assert ev.odds_ratio_bounds(table) == (0.01, pytest.approx(100.0))
+    low, high = ev.odds_ratio_bounds(table)
+    assert low == 0.01
+    assert high == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize("row", [(2, 1, 0, 5), (-1, 1, 0, 5), (0, 1, 6, 5)])

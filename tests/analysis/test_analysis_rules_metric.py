@@ -126,8 +126,9 @@ def test_a_baseline_that_cannot_be_scored_leaves_the_own_value() -> None:
 )
 def test_figures_that_make_no_sense_never_pass(bad: Interval) -> None:
     for limit, figure in (("max_drop", "difference"), ("min", "candidate")):
-        gate = MetricGate(name="r2", **{limit: 0.5})
-        (result,) = judged(gate, evidence(entry("r2", **{figure: bad})))
+        limits: dict[str, Any] = {limit: 0.5}
+        figures: dict[str, Any] = {figure: bad}
+        (result,) = judged(MetricGate(name="r2", **limits), evidence(entry("r2", **figures)))
         assert result.verdict is Verdict.ERROR
     (result,) = judged(MetricGate(name="r2", min=0.0), evidence(entry("r2", n=0)))
     assert result.verdict is Verdict.ERROR
@@ -136,7 +137,7 @@ def test_figures_that_make_no_sense_never_pass(bad: Interval) -> None:
 def test_a_limit_that_does_not_fit_never_passes() -> None:
     for gate in (MetricGate(name="mae", max_drop=1.0), MetricGate(name="auc", max_increase=1.0)):
         name = gate.definition().label
-        figures = {"ratio": interval(1.0)} if name == "mae" else {"difference": interval(0.0)}
+        figures: dict[str, Any] = {"ratio": interval(1.0)} if name == "mae" else {"difference": interval(0.0)}
         (result,) = judged(gate, evidence(entry(name, **figures)))
         assert result.verdict is Verdict.INCONCLUSIVE
 

@@ -79,6 +79,7 @@ def test_clients_that_vanish_are_forgotten(patient: Patient) -> None:
     patient.is_well()
 
 
+@pytest.mark.nightly
 def test_ten_thousand_connections_are_served(many_files: int, family: Make, blue: Deployment) -> None:
     if many_files < CONNECTIONS + SPARE_FILES:
         pytest.skip(f"this system allows {many_files} open files: {CONNECTIONS} connections were NOT tried")

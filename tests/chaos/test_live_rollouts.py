@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -22,7 +22,7 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.ledger import Intent, fold
+from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
@@ -35,6 +35,9 @@ from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
 from onnx_ops.serving.run_time import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
 
 pytestmark = pytest.mark.services
 
@@ -49,6 +52,8 @@ ODD = 3
 
 
 def one_thread() -> ort.SessionOptions:
+    import onnxruntime as ort
+
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     return options
@@ -191,7 +196,7 @@ class Site:
         intents = [e.body for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)]
         return intents[-1].action.why
 
-    def state(self):  # type: ignore[no-untyped-def]
+    def state(self) -> ReleaseState:
         return fold(ENDPOINT, self.world.ledger.read(ENDPOINT))
 
     def traffic(self) -> dict[str, int]:
@@ -235,8 +240,11 @@ def test_a_healthy_candidate_reaches_all_traffic(site: Site) -> None:
     assert set(records.by_deployment()) == {"v1", "v2"}
 
 
+@pytest.mark.nightly
 def test_a_model_that_runs_as_long_as_the_event_loops_limit_is_not_held_against_itself(site: Site) -> None:
     """Two versions that are the same were run in two places, and one was rolled back for that."""
+    import onnxruntime as ort
+
     session = ort.InferenceSession(write_model(site.folder / "timed" / "model.onnx", "timed", layers=100), one_thread())
     feed = {"x": np.ones((1, WIDTH), np.float32), "pick": np.zeros(1, np.int64)}
     times = []
@@ -250,6 +258,7 @@ def test_a_model_that_runs_as_long_as_the_event_loops_limit_is_not_held_against_
     assert records.failed == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("share", [0.1, 0.75])
 def test_waiting_is_held_against_no_version(site: Site, share: float) -> None:
     """With several clients most of a request's time is waiting, and more so for the version with more of them."""
@@ -258,6 +267,7 @@ def test_waiting_is_held_against_no_version(site: Site, share: float) -> None:
     assert records.failed == 0
 
 
+@pytest.mark.nightly
 def test_cold_caches_are_held_against_no_version(site: Site) -> None:
     """12 MB of weights are gone from the processor's caches when their version gets a tenth of the traffic."""
     why, records = rolled_out(site, replace(CANARY, steps=(0.1, 1.0)), stable={"layers": 1, "weights_mb": 12})

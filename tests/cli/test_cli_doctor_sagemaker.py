@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_without_credentials_region_or_package(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _missing(_: str) -> str:
-    raise sagemaker_diagnosis.PackageNotFoundError
+    raise PackageNotFoundError
 
 
 def test_the_command_looks_at_the_provider_alone(

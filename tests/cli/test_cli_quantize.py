@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from tests.support.operators import write_softsign
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_perceptron(tmp_path / "model.onnx")
-    np.savez(tmp_path / "rows.npz", **rows(64))
+    arrays: dict[str, Any] = rows(64)
+    np.savez(tmp_path / "rows.npz", **arrays)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -51,7 +53,8 @@ def test_machines_read_the_same(folder: Path, capfd: pytest.CaptureFixture[str])
 
 def test_what_makes_it_slow_is_told_with_the_setting(folder: Path) -> None:
     write_convolution(folder / "model.onnx")
-    np.savez(folder / "rows.npz", **images(32))
+    arrays: dict[str, Any] = images(32)
+    np.savez(folder / "rows.npz", **arrays)
     options = ["--option", "op_types=[Conv]", "--no-per-channel"]
     said = run("model.onnx", "slow.onnx", "--method", "dynamic", *options)
     assert "advice convolutions find their ranges anew" in said

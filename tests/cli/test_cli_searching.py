@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +21,13 @@ from onnx_ops.testing.models import rows, write_perceptron
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_perceptron(tmp_path / "model.onnx")
-    tune = rows(200, seed=1)
+    tune: dict[str, Any] = rows(200, seed=1)
+    arrays: dict[str, Any] = rows(64)
     (answers,) = load("runtimes", "onnxruntime").run(tmp_path / "model.onnx", Target(name="cpu-1t"), (tune,))
     scores = next(array for array in answers.values() if array.ndim == 2)
     np.savez(tmp_path / "tune.npz", **tune, label=scores.argmax(axis=1))
     np.savez(tmp_path / "bare.npz", **tune)
-    np.savez(tmp_path / "rows.npz", **rows(64))
+    np.savez(tmp_path / "rows.npz", **arrays)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
-import httpx
 import pytest
-from cryptography.fernet import Fernet
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
@@ -29,9 +29,17 @@ SECRET = "a secret of some length"  # noqa: S105 (of a test)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the server."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+@pytest.fixture(scope="module")
+def server(mlflow: Path) -> Iterator[str]:
+    from cryptography.fernet import Fernet
+
     key = {"MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": Fernet.generate_key().decode(), "MLFLOW_WEBHOOK_CACHE_TTL": "1"}
-    with mlflow_server(tmp_path_factory.mktemp("mlflow"), environ=OPEN | key) as url:
+    with mlflow_server(mlflow, environ=OPEN | key) as url:
         yield url
 
 
@@ -52,7 +60,7 @@ def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> N
     site.publish("bad", Verdict.FAIL)
     site.bind()
     done = site.command("webhooks", "install", "--url", url, "--json")
-    assert (done.returncode, json.loads(done.stdout)["did"]) == (4, ["created"])
+    assert (done.code, json.loads(done.stdout)["did"]) == (4, ["created"])
     with watching(site, "--every", "1h", "--listen", f"127.0.0.1:{port}") as watch:
         until(lambda: "webhook" in watch.kinds(), "a word about the webhook")
         assert "works" in next(r["why"] for r in watch.reports if r["kind"] == "webhook")
@@ -65,7 +73,11 @@ def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> N
         until(lambda: registry.aliases(site.model).get(CHAMPION) == "2", "the second release")
         for alias in (CHALLENGER, CHAMPION):
             registry.set_alias(site.model, alias, "3")
-            until(lambda alias=alias: f"refused {alias} 3" in site.done(), f"the refusal of {alias}")
+
+            def refused(alias: str = alias) -> bool:
+                return f"refused {alias} 3" in site.done()
+
+            until(refused, f"the refusal of {alias}")
         assert (
             "its gates on cpu-1t ended fail" in registry.version(site.model, "3").tags[f"onnxops.rejected.{CHAMPION}"]
         )
@@ -83,6 +95,8 @@ def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> N
 
 def test_false_deliveries_deploy_nothing(site: Site) -> None:
     """Forged, stale, doubled and reordered ones, and ones that claim what is not so."""
+    import httpx
+
     site.publish("a")
     site.publish("b")
     site.bind()
@@ -173,20 +187,32 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
     assert not ours.remove()
 
 
-def test_a_closed_server_says_what_to_open(tmp_path: Path) -> None:
-    """And one that has lost its key, or never had one but its own, cannot read its webhooks."""
-    with WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print) as receiver:
-        with mlflow_server(tmp_path) as url:
-            ours = MlflowWebhooks(url)
-            with pytest.raises(UserError, match="MLFLOW_WEBHOOK_ALLOWED_SCHEMES"):
-                ours.install(receiver.address, SECRET)
-            with pytest.raises(UserError, match="MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS"):
-                ours.install(receiver.address.replace("http:", "https:"), SECRET)
-        with mlflow_server(tmp_path, environ=OPEN) as url:
-            assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
-        unread = pytest.raises(ServiceUnavailable, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY")
-        with mlflow_server(tmp_path, environ=OPEN) as url, unread:
-            MlflowWebhooks(url).check()
+def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: Path) -> None:
+    """And one that has lost its key cannot read its webhooks."""
+    receiver = WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print)
+    with receiver, mlflow_server(tmp_path) as url:
+        ours = MlflowWebhooks(url)
+        with pytest.raises(UserError) as closed:
+            ours.install(receiver.address, SECRET)
+        assert "MLFLOW_WEBHOOK_ALLOWED_SCHEMES" in str(closed.value)
+        with pytest.raises(UserError) as closed:
+            ours.install(receiver.address.replace("http:", "https:"), SECRET)
+        assert "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS" in str(closed.value)
+        theirs = MlflowWebhooks(server)
+        assert theirs.install(receiver.address, SECRET).ok
+        copy_webhooks(mlflow / "mlflow.db", tmp_path / "mlflow.db")
+        theirs.remove()
+        with pytest.raises(ServiceUnavailable) as unread:
+            ours.check()
+        assert "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY" in str(unread.value)
+
+
+def copy_webhooks(source: Path, to: Path) -> None:
+    """What one server has stored under its key becomes another server's, which has another key."""
+    with closing(sqlite3.connect(to, timeout=60)) as database, database:
+        database.execute("ATTACH ? AS source", (str(source),))
+        for table in ("webhooks", "webhook_events"):
+            database.execute(f"INSERT INTO {table} SELECT * FROM source.{table}")  # noqa: S608 (of a test)
 
 
 def test_a_database_sends_no_webhooks(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from onnx_ops.ports import Ports
 from onnx_ops.settings import load_settings
 from onnx_ops.testing.registries import publication
 from onnx_ops.wiring import connect
+from tests.cli.command import PROGRAM, Result, run_command
 
-ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
 TARGET = "cpu-1t"
 CHAMPION, CHALLENGER = f"champion-{TARGET}", f"challenger-{TARGET}"
 
@@ -63,16 +63,8 @@ class Site:
         variant = dataclasses.replace(variant, signed={TARGET: signed})
         return self.ports.registry().publish(dataclasses.replace(release, variants=(variant,)))["fp32"]
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [ONNX_OPS, *arguments],
-            cwd=self.folder,
-            env=self.environ(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+    def command(self, *arguments: str) -> Result:
+        return run_command(*arguments, cwd=self.folder, environ={"ONNX_OPS_ACTOR": "watcher"})
 
     def environ(self) -> Mapping[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("ONNX_OPS_", "MLFLOW_"))}
@@ -134,7 +126,7 @@ class Watching:
 
 @contextmanager
 def watching(site: Site, *arguments: str) -> Iterator[Watching]:
-    command = [ONNX_OPS, "reconcile", "--watch", "--json", *arguments]
+    command: list[str | Path] = [PROGRAM, "reconcile", "--watch", "--json", *arguments]
     with (site.folder / "watch.log").open("ab") as log:
         process = subprocess.Popen(
             command, cwd=site.folder, env=site.environ(), stdout=subprocess.PIPE, stderr=log, text=True

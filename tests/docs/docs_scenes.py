@@ -13,10 +13,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import psutil
-from cryptography.fernet import Fernet
-from skl2onnx import to_onnx
-from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
@@ -116,6 +112,8 @@ def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
 
 @contextlib.contextmanager
 def webhook_server(project: Path, shell: Shell) -> Iterator[None]:
+    from cryptography.fernet import Fernet
+
     environ = {
         "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
         "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
@@ -129,6 +127,10 @@ def webhook_server(project: Path, shell: Shell) -> Iterator[None]:
 
 @contextlib.contextmanager
 def iris_server(project: Path) -> Iterator[None]:
+    from skl2onnx import to_onnx
+    from sklearn.datasets import load_iris
+    from sklearn.linear_model import LogisticRegression
+
     data = load_iris()
     rows = data.data.astype(np.float32)
     fitted = LogisticRegression(max_iter=1000).fit(rows, data.target)

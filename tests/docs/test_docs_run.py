@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from sklearn.datasets import load_digits
 
 from onnx_ops.operations.journal import bound_endpoints
 from onnx_ops.wiring.project import open_project
@@ -61,6 +60,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, P
 
 def bring_files(project: Path) -> None:
     """The files that the page of single files speaks of."""
+    from sklearn.datasets import load_digits
+
     model = onnx.load(next((project / ".onnx-ops" / "models").glob("*/model.onnx")))
     onnx.save(model, project / "fp32.onnx")
     biases = [one for one in model.graph.initializer if list(one.dims) in ([10], [1, 10])]
@@ -68,11 +69,20 @@ def bring_files(project: Path) -> None:
     biases[-1].CopyFrom(onnx.numpy_helper.from_array(values, biases[-1].name))
     onnx.save(model, project / "retouched.onnx")
     np.savez(project / "digits.npz", x=load_digits().data.astype(np.float32))
-    made = [ONNX_OPS, "quantize", "fp32.onnx", "int8-static.onnx", "--method", "static", "--data", "digits.npz"]
+    made: list[str | Path] = [
+        ONNX_OPS,
+        "quantize",
+        "fp32.onnx",
+        "int8-static.onnx",
+        "--method",
+        "static",
+        "--data",
+        "digits.npz",
+    ]
     subprocess.run(made, cwd=project, check=True)
 
 
-@pytest.mark.nightly  # eight minutes; the tutorials run every time
+@pytest.mark.nightly  # eight minutes
 @pytest.mark.services
 @pytest.mark.parametrize("page", [page for page in RUNNING if page not in FRESH], ids=name)
 def test_the_blocks_of_a_page_run(page: Path, released: tuple[Path, Path]) -> None:
@@ -84,6 +94,7 @@ def test_the_blocks_of_a_page_run(page: Path, released: tuple[Path, Path]) -> No
     follow(page, project, project)
 
 
+@pytest.mark.nightly  # two minutes; `test_docs_blocks` looks at its commands every time
 @pytest.mark.services
 @pytest.mark.parametrize("page", FRESH, ids=name)
 def test_a_page_that_begins_with_nothing_runs(page: Path, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class Rollouts(RuleBasedStateMachine):
             if isinstance(action, Wait):
                 return
             self.step()
-        raise AssertionError(f"does not come to rest: {action}")
+        raise AssertionError(f"does not come to rest: {self.due()}")
 
     @precondition(lambda self: self.state.roles.stable is not None)
     @rule(data=st.data())

@@ -154,7 +154,7 @@ def test_manifests() -> None:
     assert list(manifest) == ["lineage.json", "onnx/model.onnx", "onnx/weights.bin"]
     assert "lineage.json" in manifest
     assert manifest["lineage.json"] == b
-    assert manifest.digest() == Manifest(files=dict(reversed(manifest.files.items()))).digest()
+    assert manifest.digest() == Manifest(files=dict(reversed(list(manifest.files.items())))).digest()
     assert manifest.digest() != manifest.subset("onnx/").digest()
 
 

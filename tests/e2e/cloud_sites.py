@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from botocore.exceptions import ClientError
 from onnx import TensorProto, helper, save_model
 
 from onnx_ops.adapters import azure
@@ -138,6 +138,8 @@ class SageMaker(Site):
         self._fake = fake
 
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
+        from botocore.exceptions import ClientError
+
         runtime = client(self._fake, "sagemaker-runtime")
         try:
             answer = runtime.invoke_endpoint(EndpointName=config.endpoint, ContentType="application/json", Body=body)
@@ -194,7 +196,7 @@ def post(
     return answer, answer.read()
 
 
-def read(status: int, document: bytes) -> dict[str, float | bool]:
+def read(status: int, document: bytes) -> dict[str, Any]:
     if status != 200:
         return {"ok": False}
     return {"ok": True, "factor": float(json.loads(document)["predictions"]["y"][0][0])}

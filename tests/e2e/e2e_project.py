@@ -1,24 +1,38 @@
-"""A project of its own for the tests that run the real commands: its files copied, its state beside them."""
+"""Projects for the tests that run the real commands: each has its own files and state.
+
+A project that has released is made once in a session of tests (`Releases`) and copied for every test that begins
+there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import io
 import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
 MLP = "configs/pipelines/digits-mlp.yaml"
 COPIED = ("configs", "examples", "flows", "prefect.yaml")
+ONLY_FP32 = "quantize=[]"
+SECOND = "train.with.seed=8"
+"""What makes the second release of `Releases` another one than the first."""
 
 
 @dataclass
@@ -56,6 +70,25 @@ class Project:
         assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return json.loads(done.stdout)
 
+    def look(self, *arguments: str) -> Any:
+        """The JSON document of a command that changes nothing, run in this process: a process takes a second."""
+        from onnx_ops.cli.main import app
+
+        output = io.StringIO()
+        with (
+            patch.dict(os.environ, self.environment(), clear=True),
+            patch.object(sys, "__stdout__", output),
+            contextlib.chdir(self.root),
+        ):
+            done = CliRunner().invoke(app, [*arguments, "--json"])
+        assert done.exit_code == 0, f"exit {done.exit_code}\n{output.getvalue()}\n{done.output}"
+        return json.loads(output.getvalue())
+
+    def status(self, endpoint: str = "digits") -> Any:
+        """What `onnx-ops status` says of one endpoint."""
+        (status,) = self.look("status", endpoint)
+        return status
+
     def run(self, *overrides: str, code: int = 0, options: Sequence[str] = (), pipeline: str = MLP) -> Any:
         sets = [part for override in overrides for part in ("--set", override)]
         return self.document("run", pipeline, *sets, *options, code=code)
@@ -63,6 +96,13 @@ class Project:
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ONNX_OPS_", "MLFLOW_", "PREFECT_"))}
         return {**inherited, "ONNX_OPS_ACTOR": "tester", "COLUMNS": "200", **self.environ, **(extra or {})}
+
+    def serve(self) -> None:
+        """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""
+        from onnx_ops.operations.reconcile import settle
+        from onnx_ops.wiring.project import open_project
+
+        settle(open_project(self.root).ports, "digits", actor="tester")
 
     def stop_endpoints(self) -> None:
         from onnx_ops.adapters.endpoints.server_process import ServerProcess
@@ -93,6 +133,68 @@ def make_project(folder: Path) -> Project:
         pipeline.write_text(text.replace("max_regression: 5%", "max_regression: 100%"), encoding="utf-8")
     (folder / "onnx-ops.toml").write_text("# settings of the tests' project\n", encoding="utf-8")
     return Project(folder)
+
+
+class Releases:
+    """Snapshots of one project, made in `folder` by whichever process of a session of tests comes first.
+
+    Both were made with `quantize=[]`. `once`: `digits` serves the release of seed 7, and that of seed 8 is measured
+    and judged against it, but not registered. `twice`: `digits` serves the release of seed 8, and seed 7 before it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._origin = folder / "project"
+
+    def once(self, folder: Path) -> Project:
+        """Copy the first snapshot; its endpoint does not run."""
+        return self._copy("once", folder)
+
+    def twice(self, folder: Path) -> Project:
+        """Copy the second snapshot; its endpoint does not run."""
+        return self._copy("twice", folder)
+
+    def _copy(self, name: str, folder: Path) -> Project:
+        self._make()
+        shutil.copytree(self._folder / name, folder, dirs_exist_ok=True)
+        _relocate(folder / ".onnx-ops", str(self._origin), str(folder))
+        return Project(folder)
+
+    def _make(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        with (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (self._folder / "twice").is_dir():
+                return
+            shutil.rmtree(self._origin, ignore_errors=True)
+            self._origin.mkdir()
+            project = make_project(self._origin)
+            try:
+                project.run(ONLY_FP32)
+                project.run(ONLY_FP32, SECOND, options=("--until", "gate"))
+                self._keep("once")
+                project.run(ONLY_FP32, SECOND)
+                self._keep("twice")
+            finally:
+                project.stop_endpoints()
+
+    def _keep(self, name: str) -> None:
+        """Copy the project as it is, without what belongs to its running server."""
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+        shutil.copytree(self._origin, self._folder / name, ignore=shutil.ignore_patterns("endpoints", "__pycache__"))
+
+
+def _relocate(state: Path, old: str, new: str) -> None:
+    """Change the absolute paths that a state folder holds: in the ledger, and in MLflow's database."""
+    for entry in (state / "ledger").rglob("*.json"):
+        entry.write_text(entry.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    with closing(sqlite3.connect(state / "mlflow.db")) as database, database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for table in tables:
+            for _, column, kind, *_ in database.execute(f"PRAGMA table_info('{table}')").fetchall():
+                if kind.startswith(("VARCHAR", "TEXT")):
+                    change = f"""UPDATE "{table}" SET "{column}" = replace("{column}", ?, ?)"""  # noqa: S608 (names from the schema)
+                    database.execute(f"""{change} WHERE instr("{column}", ?)""", (old, new, old))
 
 
 def until(condition: Any, *, seconds: float = 60.0, what: str = "condition") -> Any:

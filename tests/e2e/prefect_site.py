@@ -1,4 +1,4 @@
-"""A Prefect server, and workers, that serve one project: for the tests that run flows as users do."""
+"""A Prefect server that tests share, and the workers of one project: for the tests that run flows as users do."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
+if TYPE_CHECKING:
+    from httpx import Client
 
 from tests.e2e.e2e_project import Project, until
 from tests.support.ports import free_port
 
 PREFECT = Path(sys.executable).with_name("prefect")
+PASSWORD = "admin:of-the-tests"  # noqa: S105
+"""User and password of the server that tests share."""
 
 
 @dataclass
 class PrefectSite:
-    """A Prefect server and a worker that serve one project; everything they keep lies in `home`."""
+    """A Prefect server, as one project and its workers reach it.
+
+    Args:
+        project: whose flows run.
+        home: where its processes keep their files and their log.
+        api: URL of the server's API.
+        started: what runs until the site ends.
+    """
 
     project: Project
     home: Path
     api: str
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    password: str = ""
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -60,35 +69,64 @@ class PrefectSite:
             )
 
     def environment(self) -> dict[str, str]:
-        names = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING") if self.password else ()
         return self.project.environment(
             {
-                **dict.fromkeys(names, self.password),
-                "PREFECT_HOME": str(self.home),
-                "PREFECT_API_URL": self.api,
+                **self.client,
+                "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
                 "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
                 "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
                 "PREFECT_SERVER_UI_ENABLED": "false",
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-                "PREFECT_WORKER_QUERY_SECONDS": "2",
+                "PREFECT_WORKER_QUERY_SECONDS": "1",
                 "PREFECT_CLI_COLORS": "false",
                 "DO_NOT_TRACK": "1",
             }
         )
 
+    @property
+    def client(self) -> dict[str, str]:
+        """The variables by which a command reaches the server."""
+        return {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api, "PREFECT_API_AUTH_STRING": PASSWORD}
+
+    @contextlib.contextmanager
+    def http(self) -> Iterator[Client]:
+        import httpx
+
+        user, _, password = PASSWORD.partition(":")
+        with httpx.Client(base_url=self.api, auth=(user, password), timeout=60) as client:
+            yield client
+
+    def call(self, method: str, path: str, document: Any = None) -> Any:
+        """What the API answers to any program."""
+        with self.http() as client:
+            answer = client.request(method, path, json=document)
+        assert answer.is_success, f"{method} {path}: {answer.text}"
+        return answer.json() if answer.content else None
+
     def ask(self, path: str, **filters: Any) -> Any:
-        """A question to the API, as any program may ask it."""
-        user, _, password = self.password.partition(":")
-        auth = (user, password) if user else None
-        answer = httpx.post(f"{self.api}{path}", json=filters, timeout=60, auth=auth)
-        answer.raise_for_status()
-        return answer.json()
+        return self.call("POST", path, filters)
 
     def healthy(self) -> bool:
+        import httpx
+
         try:
-            return httpx.get(f"{self.api}/health", timeout=5).status_code == 200
+            with self.http() as client:
+                return client.get("/health").status_code == 200
         except httpx.TransportError:
             return False
+
+    def flow_run(self, deployment: str, *, ends: str = "COMPLETED", **parameters: Any) -> dict[str, Any]:
+        """Run a deployment, `FLOW/NAME`, and return its flow run, which must end in a state of that type."""
+        found = self.call("GET", f"/deployments/name/{deployment}")
+        run = self.call("POST", f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters})
+
+        def final() -> dict[str, Any] | None:
+            seen: dict[str, Any] = self.call("GET", f"/flow_runs/{run['id']}")
+            return seen if seen["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") else None
+
+        seen: dict[str, Any] = until(final, seconds=300, what=f"the end of {deployment}")
+        assert seen["state_type"] == ends, f"{seen['state']}\n{self.log()}"
+        return seen
 
     def latest(self, flow: str) -> dict[str, Any]:
         """The flow run of a flow that was asked for last.
@@ -112,7 +150,7 @@ class PrefectSite:
         def quiet() -> bool:
             for run in unfinished():
                 if run["state_type"] == "SCHEDULED":
-                    httpx.delete(f"{self.api}/flow_runs/{run['id']}", timeout=60)
+                    self.call("DELETE", f"/flow_runs/{run['id']}")
             return not unfinished()
 
         until(quiet, seconds=300, what="the end of every flow run")
@@ -150,13 +188,23 @@ def ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def served(project: Project, home: Path, password: str = "") -> Iterator[PrefectSite]:
-    """A healthy server with its own database; what `made.started` lists ends before it."""
+def served(home: Path, **environ: str) -> Iterator[str]:
+    """The URL of the API of a healthy server; its SQLite database lies in `home`."""
     port = free_port()
-    made = PrefectSite(project, home, f"http://127.0.0.1:{port}/api", password=password)
-    made.started.append(made.start("server", "start", "--host", "127.0.0.1", "--port", str(port)))
+    server = PrefectSite(Project(home, environ), home, f"http://127.0.0.1:{port}/api")
+    server.started.append(server.start("server", "start", "--host", "127.0.0.1", "--port", str(port)))
     try:
-        until(made.healthy, seconds=120, what="a healthy Prefect server")
+        until(server.healthy, seconds=120, what="a healthy Prefect server")
+        yield server.api
+    finally:
+        ended(server.started)
+
+
+@contextlib.contextmanager
+def site_of(project: Project, home: Path, api: str) -> Iterator[PrefectSite]:
+    """A project's way to a server; what `made.started` lists ends with it."""
+    made = PrefectSite(project, home, api)
+    try:
         yield made
     finally:
         ended(made.started[::-1])

@@ -7,26 +7,24 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.e2e_project import MLP, Project
+from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 
 pytestmark = pytest.mark.services
 
 FAULTY = {"PYTHONPATH": str(Path(__file__).parent / "plugins")}
-ONLY_FP32 = "quantize=[]"
-SLOW = ("train.with.hidden=[1024, 1024]", "gates[5].max=20 MB", "gates[3].max_regression=5%")
+SLOW = ("train.with.hidden=[512, 512]", "train.with.max_iter=15", "gates[3].max_regression=5%")
 
 
 @pytest.fixture(scope="module")
-def released(project: Project) -> Project:
-    project.environ = dict(FAULTY)
-    project.run(ONLY_FP32)
-    return project
+def released(released: Project) -> Project:
+    released.environ = dict(FAULTY)
+    return released
 
 
 def state_of(project: Project) -> tuple[Any, Any]:
     from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
-    (status,) = project.document("status", "digits")
+    status = project.status()
     state = project.root / ".onnx-ops"
     registry = MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
     return (status["roles"], status["traffic"]), registry.aliases("digits-mlp")
@@ -93,14 +91,15 @@ def test_a_variant_that_cannot_be_made_is_an_error_and_costs_no_other_its_releas
 
 
 def test_a_tampered_artifact_in_the_registry_is_refused(released: Project) -> None:
-    """Found before anything is deployed from it; the local copy of the model is taken away first."""
-    document = released.run(ONLY_FP32, "train.with.seed=11", "register.promote=manual")
-    version = document["registration"]["versions"]["fp32"]
+    """Found before anything is deployed from it: nothing has made a local copy of the model yet."""
     artifacts = released.root / ".onnx-ops" / "mlartifacts"
-    newest = max(artifacts.rglob("model.onnx"), key=lambda path: path.stat().st_mtime_ns)
-    content = bytearray(newest.read_bytes())
+    registered = set(artifacts.rglob("model.onnx"))
+    document = released.run(ONLY_FP32, SECOND, "register.promote=manual")
+    version = document["registration"]["versions"]["fp32"]
+    (artifact,) = set(artifacts.rglob("model.onnx")) - registered
+    content = bytearray(artifact.read_bytes())
     content[-100] ^= 0xFF
-    newest.write_bytes(bytes(content))
+    artifact.write_bytes(bytes(content))
     before = state_of(released)
     done = released.command("promote", "digits-mlp", version, "--target", "cpu-1t")
     told = done.stdout + done.stderr
@@ -110,12 +109,10 @@ def test_a_tampered_artifact_in_the_registry_is_refused(released: Project) -> No
     after = state_of(released)
     assert after[0] == before[0]
     assert after[1] == before[1], "the alias was put back"
-    assert any("refused" in line["what"] for line in released.document("history", "digits"))
+    assert any("refused" in line["what"] for line in released.look("history", "digits"))
 
 
 def test_pull_requests_stop_at_the_gates(released: Project) -> None:
-    document = released.document(
-        "run", MLP, "--set", ONLY_FP32, "--set", "train.with.seed=12", environ={"ONNX_OPS_SIGNING": "off"}
-    )
+    document = released.document("run", MLP, "--set", ONLY_FP32, "--set", SECOND, environ={"ONNX_OPS_SIGNING": "off"})
     assert document["registration"] is None
     assert {stage.partition("/")[0] for stage in document["executed"]}.isdisjoint({"register", "promote", "deploy"})

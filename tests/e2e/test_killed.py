@@ -11,11 +11,12 @@ import pytest
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.ledger import Intent, Outcome, fold
-from tests.e2e.e2e_project import MLP, Project
+from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
+from tests.support.suite import Sweep
 
 pytestmark = pytest.mark.services
 
-OVERRIDES = ("--set", "quantize=[]")
+OVERRIDES = ("--set", ONLY_FP32)
 
 
 def killed_run(project: Project, stage: str, *overrides: str) -> bool:
@@ -29,7 +30,7 @@ def killed_run(project: Project, stage: str, *overrides: str) -> bool:
 
 
 def stages(project: Project) -> list[str]:
-    planned = project.document("plan", MLP, *OVERRIDES)
+    planned = project.look("plan", MLP, *OVERRIDES)
     return [entry["stage"] for entry in planned["stages"]]
 
 
@@ -44,32 +45,31 @@ def check_ledger(root: Path) -> None:
     assert kinds.count("first-deployment") == 1
 
 
-def test_a_run_killed_in_every_stage_in_turn_ends_as_one_that_was_not(fresh_project: Project) -> None:
+def test_a_run_killed_in_every_stage_in_turn_ends_as_one_that_was_not(fresh_project: Project, sweep: Sweep) -> None:
     names = stages(fresh_project)
     assert names[-1] == "deploy/digits"
-    for index, stage in enumerate(names):
+    for stage in sweep(names):
         assert killed_run(fresh_project, stage), f"{stage} did not begin"
-        foreseen = fresh_project.document("plan", MLP, *OVERRIDES)
+        foreseen = fresh_project.look("plan", MLP, *OVERRIDES)
         would = {entry["stage"]: entry["would"] for entry in foreseen["stages"]}
-        finished = [name for name in names[:index] if not name.startswith(("promote", "deploy"))]
+        finished = [name for name in names[: names.index(stage)] if not name.startswith(("promote", "deploy"))]
         assert {would[name] for name in finished} <= {"unchanged"}, f"killed in {stage}: {would}"
-    ended = fresh_project.run("quantize=[]")
+    ended = fresh_project.run(ONLY_FP32)
     assert set(ended["executed"]) <= {"register", "promote@cpu-1t", "deploy/digits"}
     assert ended["registration"]["versions"] == {"fp32": "1"}
-    (status,) = fresh_project.document("status", "digits")
+    status = fresh_project.status()
     assert status["traffic"] == {"v1": 100}
     assert status["registry_pending"] == {}
     check_ledger(fresh_project.root)
-    assert fresh_project.run("quantize=[]")["executed"] == []
+    assert fresh_project.run(ONLY_FP32)["executed"] == []
 
 
-def test_a_second_release_killed_at_its_deploy_is_deployed_by_the_next_run(fresh_project: Project) -> None:
-    fresh_project.run("quantize=[]")
-    assert killed_run(fresh_project, "deploy/digits", "--set", "train.with.seed=8")
-    ended = fresh_project.run("quantize=[]", "train.with.seed=8")
+def test_a_second_release_killed_at_its_deploy_is_deployed_by_the_next_run(once: Project) -> None:
+    assert killed_run(once, "deploy/digits", "--set", SECOND)
+    ended = once.run(ONLY_FP32, SECOND)
     version = ended["registration"]["versions"]["fp32"]
-    (status,) = fresh_project.document("status", "digits")
+    status = once.status()
     assert status["roles"]["stable"]["version"] == version
     assert status["roles"]["previous"]["version"] == "1"
     assert status["traffic"] == {f"v{version}": 100, "v1": 0}
-    check_ledger(fresh_project.root)
+    check_ledger(once.root)

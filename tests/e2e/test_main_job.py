@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
-from tests.e2e.e2e_project import MLP, Project
+from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.in_order]
 
 VARIANTS = ("fp32", "int8-dynamic", "int8-static")
 
@@ -41,8 +40,10 @@ def test_every_variant_is_judged_and_the_target_has_a_release(first: Any) -> Non
 
 
 def test_the_endpoint_answers_both_protocols(first: Any, project: Project) -> None:
+    from sklearn.datasets import load_digits
+
     del first
-    (status,) = project.document("status", "digits")
+    status = project.status()
     assert status["traffic"] == {status["roles"]["stable"]["name"]: 100}
     digits = load_digits()
     rows = digits.data[:20]
@@ -105,7 +106,7 @@ def test_explain_judges_again_from_what_is_stored(first: Any, project: Project) 
 
 def test_plan_shows_what_would_run(first: Any, project: Project) -> None:
     del first
-    planned = project.document("plan", MLP, "--set", "train.with.seed=8")
+    planned = project.look("plan", MLP, "--set", SECOND)
     would = {stage["stage"]: stage["would"] for stage in planned["stages"]}
     assert would["data/train"] == "unchanged"
     assert would["train"] == would["register"] == "run"
@@ -126,22 +127,22 @@ def test_a_tampered_file_in_the_store_is_made_again(first: Any, project: Project
 
 
 def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first: Any, project: Project) -> None:
-    before = project.document("status", "digits")[0]["roles"]["stable"]
-    second = project.run("train.with.seed=8")
+    before = project.status()["roles"]["stable"]
+    second = project.run(ONLY_FP32, SECOND)
     assert second["registration"]["release"] != first["registration"]["release"]
-    after = project.document("status", "digits")[0]
+    after = project.status()
     assert after["roles"]["stable"]["version"] != before["version"]
     assert after["roles"]["previous"]["version"] == before["version"]
     rolled = project.document("rollback", "digits", "--wait", "--reason", "wrong on sevens")
     assert (rolled["moved_from"], rolled["moved_to"]) == (after["roles"]["stable"]["name"], before["name"])
     assert rolled["registry_pending"] is False
-    told = project.document("history", "digits")
+    told = project.look("history", "digits")
     line = next(entry for entry in told if entry["what"].startswith("rollback"))
     assert line["actor"] == "tester"
     assert "wrong on sevens" in line["why"]
-    refused = project.run("train.with.seed=8", code=5)
+    refused = project.run(ONLY_FP32, SECOND, code=5)
     assert any("rolled this release back" in error["what"] for error in refused["errors"].values())
-    assert project.document("status", "digits")[0]["roles"]["stable"]["version"] == before["version"]
+    assert project.status()["roles"]["stable"]["version"] == before["version"]
 
 
 def test_doctor_finds_everything_in_order(first: Any, project: Project) -> None:

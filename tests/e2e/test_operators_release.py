@@ -46,7 +46,7 @@ def project(fresh_project: Project) -> Project:
 
 
 def answer(project: Project) -> list[float]:
-    (status,) = project.document("status", "softsign")
+    status = project.status("softsign")
     body = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
     request = urllib.request.Request(f"{status['address']}/invocations", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as response:
@@ -56,8 +56,9 @@ def answer(project: Project) -> list[float]:
 
 def served(project: Project) -> Path:
     """The library that the endpoint's stable version came with."""
-    (status,) = project.document("status", "softsign")
+    status = project.status("softsign")
     stable: Any = status["roles"]["stable"]
+    name: str
     (name,) = stable["custom_ops"]
     return Path(stable["location"]) / name
 
@@ -79,9 +80,7 @@ def test_the_operators_come_with_the_release(project: Project) -> None:
     project.document("rollback", "softsign", "--reason", "test")
     assert answer(project) == [-1.0, 0.0, 1.5]
     library = served(project)
-    until(
-        lambda: not project.document("status", "softsign")[0]["registry_pending"], what="the rollback in the registry"
-    )
+    until(lambda: not project.status("softsign")["registry_pending"], what="the rollback in the registry")
     project.stop_endpoints()
     tamper(library)
     refused = project.document("reconcile", "softsign", code=5)

@@ -12,11 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from prefect import flow
-from prefect.blocks.notifications import CustomWebhookNotificationBlock
-from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
-from prefect.states import Failed, Running
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.event import GATE_FAILED, Event, model_id
@@ -24,22 +19,24 @@ from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.orchestration.events import post
 from onnx_ops.testing.inbox import Inbox
 from tests.e2e.e2e_project import ROOT, Project, until
-from tests.e2e.prefect_site import PREFECT, PrefectSite, served
+from tests.e2e.prefect_site import PASSWORD, PREFECT, PrefectSite, site_of
 
 pytestmark = pytest.mark.services
 
 FILE = ROOT / "infra" / "prefect" / "automations.yaml"
 GATE, DEAD = "onnx-ops gate failed", "onnx-ops dead runs are crashed"
 CLOCK = SystemClock()
-PASSWORD = "admin:of-the-tests"  # noqa: S105
 SILENCE_S = 10
 """The shortest that a server takes for a trigger that waits for silence."""
 
 
 @pytest.fixture(scope="module")
-def site(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+def site(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    home = tmp_path_factory.mktemp("prefect")
     with (
-        served(project, tmp_path_factory.mktemp("prefect"), PASSWORD) as made,
+        site_of(Project(home), home, prefect_api) as made,
         temporary_settings({PREFECT_API_URL: made.api, PREFECT_API_AUTH_STRING: PASSWORD}),
     ):
         yield made
@@ -47,16 +44,22 @@ def site(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def inbox(site: PrefectSite) -> Iterator[Inbox]:
+    from prefect.blocks.notifications import CustomWebhookNotificationBlock
+
     with Inbox().open() as inbox:
         block = CustomWebhookNotificationBlock(
-            name="ops", url=inbox.url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
+            name="ops",
+            url=inbox.url,
+            json_data={"subject": "{{subject}}", "body": "{{body}}"},
+            headers=None,
+            cookies=None,
         )
         block.save("ops")
         yield inbox
 
 
 @pytest.fixture(scope="module")
-def automations(site: PrefectSite, inbox: Inbox) -> dict[str, dict[str, Any]]:
+def automations(site: PrefectSite, inbox: Inbox) -> Iterator[dict[str, dict[str, Any]]]:
     """Made by the commands that the file tells, with a shorter silence; by name."""
     commands = [line.removeprefix("#   ") for line in FILE.read_text().splitlines() if line.startswith("#   ")]
     shortened = f"sed -i 's/within: 90/within: {SILENCE_S}/' automations.yaml"
@@ -73,8 +76,10 @@ def automations(site: PrefectSite, inbox: Inbox) -> dict[str, dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    listed: list[dict[str, Any]] = site.ask("/automations/filter")
-    return {automation["name"]: automation for automation in listed}
+    listed: list[dict[str, Any]] = [one for one in site.ask("/automations/filter") if one["name"] in (GATE, DEAD)]
+    yield {automation["name"]: automation for automation in listed}
+    for automation in listed:  # other tests have runs at this server
+        site.call("DELETE", f"/automations/{automation['id']}")
 
 
 def test_they_are_listed_and_enabled(automations: dict[str, dict[str, Any]], site: PrefectSite) -> None:
@@ -84,6 +89,8 @@ def test_they_are_listed_and_enabled(automations: dict[str, dict[str, Any]], sit
 
 
 def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
+    from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
+
     with temporary_settings({PREFECT_API_AUTH_STRING: "admin:wrong"}), pytest.raises(ServiceUnavailable) as caught:
         post([beat("nobody")])
     assert "of-the-tests" not in str(caught.value)
@@ -109,8 +116,12 @@ def test_a_failed_gate_without_another_variant_is_told(automations: dict[str, di
 def test_a_run_that_falls_silent_is_crashed_and_one_that_ended_is_not(
     automations: dict[str, dict[str, Any]], site: PrefectSite
 ) -> None:
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.states import Failed, Running
+
     with get_client(sync_client=True) as client:
-        silent, ended = [client.create_flow_run(flow(lambda: None, name="beating"), state=Running()) for _ in range(2)]
+        silent, ended = [client.create_flow_run(flow(name="beating")(lambda: None), state=Running()) for _ in range(2)]
         post([beat(str(run.id)) for run in (silent, ended)])
         client.set_flow_run_state(ended.id, Failed(name="GateFailed"))
         until(lambda: client.read_flow_run(silent.id).state_type == "CRASHED", seconds=120, what="a crashed run")

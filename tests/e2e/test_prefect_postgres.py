@@ -1,17 +1,15 @@
-"""Prefect on PostgreSQL, as in production: the pools of `infra/pools`, and a pipeline run by a worker of one."""
+"""The pools of `infra/pools`, and at night a pipeline run by a worker of one, with Prefect on PostgreSQL."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import psycopg2
 import pytest
 
 from tests.e2e.e2e_project import ROOT, Project
-from tests.e2e.prefect_site import PrefectSite, served
+from tests.e2e.prefect_site import PrefectSite, served, site_of
 from tests.support.postgres import postgres
 
 pytestmark = pytest.mark.services
@@ -21,21 +19,29 @@ WRONG = {"job_configuration": {"command": "{{ nothing }}"}, "variables": {"type"
 
 
 @pytest.fixture(scope="module")
+def site(project: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+    with site_of(project, tmp_path_factory.mktemp("prefect"), prefect_api) as made:
+        yield made
+
+
+@pytest.fixture
 def database() -> Iterator[str]:
     """`postgresql://…`"""
     with postgres() as url:
         yield url.replace("+psycopg2", "")
 
 
-@pytest.fixture(scope="module")
-def site(project: Project, database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
-    url = database.replace("postgresql://", "postgresql+asyncpg://")
-    project.environ["PREFECT_API_DATABASE_CONNECTION_URL"] = url
-    with served(project, tmp_path_factory.mktemp("prefect")) as made:
+@pytest.fixture
+def production(project: Project, database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+    """As `site`, with a server of its own that keeps its records in the database."""
+    home, url = tmp_path_factory.mktemp("prefect"), database.replace("postgresql://", "postgresql+asyncpg://")
+    with served(home, PREFECT_API_DATABASE_CONNECTION_URL=url) as api, site_of(project, home, api) as made:
         yield made
 
 
 def rows(database: str, query: str) -> list[tuple[Any, ...]]:
+    import psycopg2
+
     connection = psycopg2.connect(database)
     try:
         with connection.cursor() as cursor:
@@ -47,23 +53,23 @@ def rows(database: str, query: str) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("kind", ["process", "docker", "kubernetes"])
 def test_prefect_takes_the_template_of_each_pool(site: PrefectSite, kind: str) -> None:
-    template = POOLS / f"{kind}.json"
-    site.done("work-pool", "create", f"of-{kind}", "--type", kind, "--base-job-template", str(template))
-    site.done("work-pool", "set-concurrency-limit", f"of-{kind}", "2")
-    told = json.loads(site.done("work-pool", "inspect", f"of-{kind}", "--output", "json"))
-    assert told["type"] == kind
-    assert told["concurrency_limit"] == 2
-    assert told["base_job_template"]["job_configuration"] == json.loads(template.read_text())["job_configuration"]
+    template = json.loads((POOLS / f"{kind}.json").read_text())
+    pool = {"name": f"of-{kind}", "type": kind, "base_job_template": template, "concurrency_limit": 2}
+    site.call("POST", "/work_pools/", pool)
+    created = site.call("GET", f"/work_pools/of-{kind}")
+    assert (created["type"], created["concurrency_limit"]) == (kind, 2)
+    assert created["base_job_template"]["job_configuration"] == template["job_configuration"]
 
 
-def test_prefect_refuses_a_template_that_names_what_it_has_not(site: PrefectSite, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text(json.dumps(WRONG))
-    done = site.command("work-pool", "create", "wrong", "--type", "process", "--base-job-template", str(wrong))
-    assert done.returncode != 0
+def test_prefect_refuses_a_template_that_names_what_it_has_not(site: PrefectSite) -> None:
+    with site.http() as client:
+        answer = client.post("/work_pools/", json={"name": "wrong", "type": "process", "base_job_template": WRONG})
+    assert answer.status_code == 422
 
 
-def test_a_pipeline_runs_on_a_worker_of_such_a_pool(site: PrefectSite, database: str) -> None:
+@pytest.mark.nightly
+def test_a_pipeline_runs_on_a_worker_of_such_a_pool(production: PrefectSite, database: str) -> None:
+    site = production
     site.done("work-pool", "create", "here", "--type", "process", "--base-job-template", str(POOLS / "process.json"))
     site.done("deploy", "flows/pipeline.py:pipeline", "--name", "on-postgres", "--pool", "here")
     worker = site.start("worker", "start", "--pool", "here", "--limit", "1", "--install-policy", "never")

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.e2e_project import Project, until
-from tests.e2e.prefect_site import PrefectSite, served
+from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project, until
+from tests.e2e.prefect_site import PrefectSite, site_of
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.in_order]
 
-VARIANTS = ("fp32", "int8-dynamic", "int8-static")
+VARIANTS = ("fp32", "int8-dynamic")
+STATIC = "  - {name: int8-static, method: static, calibrate: {data: train, samples: 256, method: minmax}}\n"
 
 
 @pytest.fixture(scope="module")
-def site(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
-    with served(project, tmp_path_factory.mktemp("prefect")) as made:
-        made.done("work-pool", "create", "local", "--type", "process")
+def site(released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+    """The deployments of a project that serves a release of float32 alone, and a worker for them."""
+    file = released.root / MLP
+    text = file.read_text(encoding="utf-8")
+    assert STATIC in text
+    file.write_text(text.replace(STATIC, ""), encoding="utf-8")
+    with site_of(released, tmp_path_factory.mktemp("prefect"), prefect_api) as made:
+        made.call("POST", "/work_pools/", {"name": "local", "type": "process"})
         made.done("deploy", "--all")
         made.started.append(made.start("worker", "start", "--pool", "local", "--install-policy", "never"))
         yield made
@@ -27,9 +32,8 @@ def site(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def first(site: PrefectSite) -> dict[str, Any]:
-    """The first run of the pipeline, watched to its end."""
-    site.done("deployment", "run", "pipeline/digits-mlp", "--watch")
-    return site.latest("pipeline")
+    """The first run of the pipeline: the training again, and what belongs to the variant that is new."""
+    return site.flow_run("pipeline/digits-mlp", fresh=["train"])
 
 
 def test_the_run_completes_and_says_what_serves(first: dict[str, Any]) -> None:
@@ -53,9 +57,10 @@ def test_tables_are_found_through_the_api(first: dict[str, Any], site: PrefectSi
     assert (choice["target"], choice["verdict"]) == ("cpu-1t", "PASS")
 
 
+@pytest.mark.nightly
 def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSite) -> None:
     del first
-    site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "15", "--replace", "-y")
+    site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "10", "--replace", "-y")
 
     def fired() -> dict[str, Any] | None:
         runs = site.ask("/flow_runs/filter", flow_runs={"state": {"type": {"any_": ["COMPLETED", "FAILED"]}}})
@@ -70,11 +75,8 @@ def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSit
 
 def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], site: PrefectSite) -> None:
     del first
-    tight = json.dumps(["gates[5].max=1 kB"])
-    done = site.command("deployment", "run", "pipeline/digits-mlp", "-p", f"overrides={tight}", "--watch")
-    assert done.returncode == 1
-    run = site.latest("pipeline")
-    assert (run["state_type"], run["state_name"]) == ("FAILED", "GateFailed")
+    run = site.flow_run("pipeline/digits-mlp", ends="FAILED", overrides=["gates[5].max=1 kB"])
+    assert run["state_name"] == "GateFailed"
     assert "size" in run["state"]["message"]
     runs = site.task_runs(run, {"train", "gate fp32 @ cpu-1t", "deploy digits @ cpu-1t"})
     assert runs["train"]["state_name"] == "Cached"
@@ -85,24 +87,21 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], sit
 
 def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: PrefectSite) -> None:
     del first
-    (before,) = site.project.document("status", "digits")
-    site.project.run("train.with.seed=8")
-    (between,) = site.project.document("status", "digits")
+    before = site.project.status()
+    site.project.run(ONLY_FP32, SECOND)
+    between = site.project.status()
     assert between["roles"]["stable"]["version"] != before["roles"]["stable"]["version"]
-    site.done(
-        "deployment", "run", "rollback/rollback", "-p", 'endpoints=["digits"]', "-p", "reason=it was slow", "--watch"
-    )
-    (after,) = site.project.document("status", "digits")
+    run = site.flow_run("rollback/rollback", endpoints=["digits"], reason="it was slow")
+    after = site.project.status()
     assert after["roles"]["stable"]["version"] == before["roles"]["stable"]["version"]
-    run = site.latest("rollback")
     assert "100 % of traffic. Reason: it was slow" in run["state"]["message"]
-    actors = {line["actor"] for line in site.project.document("history", "digits")}
+    actors = {line["actor"] for line in site.project.look("history", "digits")}
     assert f"tester via prefect flow run {run['id']}" in actors
 
 
+@pytest.mark.nightly
 def test_reconcile_by_deployment_tells_each_endpoint(first: dict[str, Any], site: PrefectSite) -> None:
     del first
-    site.done("deployment", "run", "reconcile/reconcile", "--watch")
-    run = site.latest("reconcile")
+    run = site.flow_run("reconcile/reconcile")
     assert run["state"]["message"].startswith("digits: ")
     assert site.task_runs(run, {"reconcile digits"}).keys() == {"reconcile digits"}

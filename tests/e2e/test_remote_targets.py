@@ -1,4 +1,4 @@
-"""One release measured on three machines: here, and by the workers of two pools, one of which is killed at work."""
+"""One release measured on two machines: here, and by the worker of a pool, which is killed at work."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import psutil
 import pytest
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from tests.e2e.e2e_project import Project, until
-from tests.e2e.prefect_site import PrefectSite, served
+from tests.e2e.e2e_project import ONLY_FP32, Project, until
+from tests.e2e.prefect_site import PrefectSite, site_of
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.in_order]
 
-BOARDS = {"board-a": ("0", 1), "board-b": ("1", 2)}
-"""Pools, the core that their worker may use, and the threads of their target."""
+POOL = "board-a"
+NOWHERE = "board-b"
+"""A target whose pool does not exist."""
 
 LIMITS = "gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]"
 """Tests share their machine with each other: latency is measured, and not judged."""
@@ -25,43 +26,42 @@ LIMITS = "gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]"
 TARGET = """
 name: {name}
 description: A machine of the pool {name}.
-pool: {name}
-session: {{intra_op_threads: {threads}}}
+pool: {pool}
+session: {{intra_op_threads: 2}}
 requires: {{cores: 1}}
 """
 
 
 @pytest.fixture(scope="module")
-def site(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
-    for name, (_, threads) in BOARDS.items():
-        path = project.root / "configs" / "targets" / f"{name}.yaml"
-        path.write_text(TARGET.format(name=name, threads=threads), encoding="utf-8")
-    with served(project, tmp_path_factory.mktemp("prefect")) as made:
-        for name, (core, threads) in BOARDS.items():
-            made.done("work-pool", "create", name, "--type", "process")
-            flow = ("flows/measure.py:measure", "--name", name, "--pool", name)
-            made.done("deploy", *flow, "--job-variable", '{"stream_output": false}')
-            before = ("env", f"OMP_NUM_THREADS={threads}", "taskset", "-c", core)
-            worker = ("worker", "start", "--pool", name, "--install-policy", "never")
-            made.started.append(made.start(*worker, before=before))
+def site(released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+    """A project whose release is measured on this machine's target, and a worker of the pool of another one."""
+    for name, pool in ((POOL, POOL), (NOWHERE, "nobody")):
+        path = released.root / "configs" / "targets" / f"{name}.yaml"
+        path.write_text(TARGET.format(name=name, pool=pool), encoding="utf-8")
+    with site_of(released, tmp_path_factory.mktemp("prefect"), prefect_api) as made:
+        made.call("POST", "/work_pools/", {"name": POOL, "type": "process"})
+        flow = ("flows/measure.py:measure", "--name", POOL, "--pool", POOL)
+        made.done("deploy", *flow, "--job-variable", '{"stream_output": false}')
+        worker = ("worker", "start", "--pool", POOL, "--install-policy", "never")
+        made.started.append(made.start(*worker, before=("env", "OMP_NUM_THREADS=2", "taskset", "-c", "0")))
         yield made
 
 
 def run(site: PrefectSite, *overrides: str, code: int = 0) -> Any:
-    return site.project.document(*command(*overrides), code=code, environ={"PREFECT_API_URL": site.api})
+    return site.project.document(*command(*overrides), code=code, environ=site.client)
 
 
 def command(*overrides: str) -> list[str]:
-    sets = [part for override in ("quantize=[]", "deploy=[]", *overrides) for part in ("--set", override)]
+    sets = [part for override in (ONLY_FP32, "deploy=[]", *overrides) for part in ("--set", override)]
     return ["run", "configs/pipelines/digits-mlp.yaml", "--until", "gate", *sets]
 
 
 def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_there(site: PrefectSite) -> None:
-    found = run(site, 'benchmark.targets=["cpu-1t", "board-a", "board-b"]')
+    found = run(site, 'benchmark.targets=["cpu-1t", "board-a"]')
     assert {choice["target"]: choice["verdict"] for choice in found["choices"]} == dict.fromkeys(
-        ("cpu-1t", *BOARDS), "pass"
+        ("cpu-1t", POOL), "pass"
     )
-    again = run(site, 'benchmark.targets=["cpu-1t", "board-a", "board-b"]')
+    again = run(site, 'benchmark.targets=["cpu-1t", "board-a"]')
     assert {outcome["status"] for outcome in again["outcomes"]} == {"cached"}
 
 
@@ -71,7 +71,7 @@ def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite
     overrides = (f"benchmark.targets=[{', '.join(targets)}]", "deploy=[]", LIMITS)
     sets = [part for override in overrides for part in ("--set", override)]
     run = ("run", "configs/pipelines/digits-cnn.yaml", *sets)
-    found = site.project.document(*run, environ={"PREFECT_API_URL": site.api})
+    found = site.project.document(*run, environ=site.client)
     chosen = {choice["target"]: choice["variant"] for choice in found["choices"]}
     assert set(chosen) == set(targets)
     assert all(chosen.values()), found["choices"]
@@ -85,7 +85,7 @@ def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite
 
 def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:
     arguments = [*command('benchmark.targets=["board-a"]'), "--fresh", "benchmark"]
-    begun = site.project.start(*arguments, environ={"PREFECT_API_URL": site.api})
+    begun = site.project.start(*arguments, environ=site.client)
     victim = until(lambda: at_work(site), seconds=120, what="a flow run that measures")
     os.killpg(os.getpgid(victim), signal.SIGKILL)
     _, errors = begun.communicate(timeout=400)
@@ -108,6 +108,7 @@ def at_work(site: PrefectSite) -> int | None:
     return None
 
 
+@pytest.mark.nightly
 def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> None:
     path = site.project.root / "configs" / "targets" / "board-a.yaml"
     path.write_text(path.read_text().replace("cores: 1", "cores: 1000"), encoding="utf-8")
@@ -120,8 +121,6 @@ def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> No
 
 
 def test_a_pool_that_is_not_there_says_how_to_make_it(site: PrefectSite) -> None:
-    path = site.project.root / "configs" / "targets" / "board-b.yaml"
-    path.write_text(path.read_text().replace("pool: board-b", "pool: nobody"), encoding="utf-8")
-    done = site.project.command(*command('benchmark.targets=["board-b"]'), environ={"PREFECT_API_URL": site.api})
+    done = site.project.command(*command('benchmark.targets=["board-b"]'), environ=site.client)
     assert "no deployment is called measure/nobody" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from tests.e2e.e2e_project import Project, until
+from tests.e2e.e2e_project import ONLY_FP32, SECOND, Project, until
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.services
@@ -66,18 +66,25 @@ class Client:
 
 
 class MlflowServer:
-    """A real `mlflow server` on SQLite, which can be stopped and started on the same port."""
+    """A real `mlflow server` on a project's SQLite file; it is down until it is started."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, state: Path) -> None:
+        self._state = state
         self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [Path(sys.executable).with_name("mlflow"), "server", "--host", "127.0.0.1", "--port", str(self.port)]
-        store = ["--backend-store-uri", f"sqlite:///{self._folder / 'mlflow.db'}", "--workers", "1"]
-        artifacts = ["--artifacts-destination", str(self._folder / "artifacts")]
+        command: list[str | Path] = [
+            Path(sys.executable).with_name("mlflow"),
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
+        store = ["--backend-store-uri", f"sqlite:///{self._state / 'mlflow.db'}", "--workers", "1"]
+        artifacts = ["--artifacts-destination", str(self._state / "mlartifacts")]
         environ = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         self._process = subprocess.Popen(
             [*command, *store, *artifacts],
@@ -103,28 +110,24 @@ class MlflowServer:
 
 
 @pytest.fixture
-def mlflow_server(tmp_path: Path) -> Iterator[MlflowServer]:
-    folder = tmp_path / "mlflow"
-    folder.mkdir()
-    server = MlflowServer(folder)
-    server.start()
+def mlflow_server(twice: Project) -> Iterator[MlflowServer]:
+    server = MlflowServer(twice.root / ".onnx-ops")
     yield server
     server.stop()
 
 
-def two_releases(project: Project) -> tuple[str, str]:
-    project.run("quantize=[]")
-    project.run("quantize=[]", "train.with.seed=8")
-    roles = project.document("status", "digits")[0]["roles"]
+def names(project: Project) -> tuple[str, str]:
+    """The deployments of both releases, the older one first."""
+    roles = project.status()["roles"]
     return roles["previous"]["name"], roles["stable"]["name"]
 
 
-def test_rollback_under_load_fails_no_request_and_the_old_version_answers(fresh_project: Project) -> None:
-    old, new = two_releases(fresh_project)
-    address = fresh_project.document("status", "digits")[0]["address"]
+def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice: Project) -> None:
+    old, new = names(twice)
+    address = twice.status()["address"]
     with Client(address) as client:
         until(lambda: client.last == new, what="the new version answers")
-        rolled = fresh_project.document("rollback", "digits", "--reason", "wrong on sevens", "--actor", "night shift")
+        rolled = twice.document("rollback", "digits", "--reason", "wrong on sevens", "--actor", "night shift")
         answered = client.answers[old]
         until(lambda: client.answers[old] > answered + 20, what="answers by the old version")
         fresh = client.answers[new]
@@ -132,36 +135,34 @@ def test_rollback_under_load_fails_no_request_and_the_old_version_answers(fresh_
         assert client.answers[new] == fresh, "no request goes to the version that was rolled back"
     assert client.errors == []
     assert (rolled["moved_from"], rolled["moved_to"]) == (new, old)
-    (line,) = [e for e in fresh_project.document("history", "digits") if e["what"].startswith("rollback")]
+    (line,) = [e for e in twice.look("history", "digits") if e["what"].startswith("rollback")]
     assert line["actor"] == "night shift"
     assert line["why"] == "wrong on sevens"
     assert f"{new} -> {old}" in line["what"]
     assert line["at"].startswith("20")
 
 
-def test_rollback_with_the_registry_stopped_and_the_aliases_follow(
-    fresh_project: Project, mlflow_server: MlflowServer
-) -> None:
-    fresh_project.environ["ONNX_OPS_TRACKING_URI"] = mlflow_server.uri
-    old, new = two_releases(fresh_project)
-    registry = MlflowRegistry(mlflow_server.uri)
-    assert registry.aliases("digits-mlp")["champion-cpu-1t"] == new.removeprefix("v")
-    mlflow_server.stop()
-    address = fresh_project.document("status", "digits")[0]["address"]
+def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Project, mlflow_server: MlflowServer) -> None:
+    twice.environ["ONNX_OPS_TRACKING_URI"] = mlflow_server.uri
+    old, new = names(twice)
+    address = twice.status()["address"]
     with Client(address) as client:
-        rolled = fresh_project.document("rollback", "digits", "--wait", "--reason", "night")
+        until(lambda: client.last == new, what="the new version answers")
+        rolled = twice.document("rollback", "digits", "--wait", "--reason", "night")
         until(lambda: client.last == old, what="the old version answers")
     assert client.errors == []
     assert rolled["registry_pending"] is True
-    (status,) = fresh_project.document("status", "digits")
+    status = twice.status()
     assert status["traffic"][old] == 100
     assert status["registry_pending"]["champion-cpu-1t"] == old.removeprefix("v")
     mlflow_server.start()
-    fresh_project.document("reconcile", "digits")
+    registry = MlflowRegistry(mlflow_server.uri)
+    assert registry.aliases("digits-mlp")["champion-cpu-1t"] == new.removeprefix("v")
+    twice.document("reconcile", "digits")
     aliases = registry.aliases("digits-mlp")
     assert aliases["champion-cpu-1t"] == old.removeprefix("v")
     assert "challenger-cpu-1t" not in aliases
-    assert fresh_project.document("status", "digits")[0]["registry_pending"] == {}
-    refused = fresh_project.run("quantize=[]", "train.with.seed=8", code=5)
+    assert twice.status()["registry_pending"] == {}
+    refused = twice.run(ONLY_FP32, SECOND, code=5)
     assert any("does not come back by itself" in error["what"] for error in refused["errors"].values())
     assert registry.aliases("digits-mlp")["champion-cpu-1t"] == old.removeprefix("v")

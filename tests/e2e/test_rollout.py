@@ -1,39 +1,44 @@
-"""The PyTorch pipeline, and a second release of it that moves in by steps at an operator's word."""
+"""The PyTorch pipeline, and a second release that an operator moves in by steps."""
 
 from __future__ import annotations
 
 import http.client
 import json
 from collections import Counter
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
-from tests.e2e.e2e_project import Project
+from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 
 pytestmark = pytest.mark.services
 
 CNN = "configs/pipelines/digits-cnn.yaml"
-FIRST = ("quantize=[]", "train.with.epochs=6")
-SECOND = ("quantize=[]", "train.with.epochs=6", "train.with.seed=8", "gates[1].max_drop=5%")
+STEPS, BY_STEPS = "steps: [100%]", "steps: [10%, 50%, 100%]"
 
 
-def status(project: Project) -> Any:
-    return project.document("status", "digits-cnn")[0]
+@pytest.fixture
+def candidate(once: Project) -> Project:
+    """The second release has 10 % of the traffic."""
+    file = once.root / MLP
+    text = file.read_text(encoding="utf-8")
+    assert STEPS in text
+    file.write_text(text.replace(STEPS, BY_STEPS), encoding="utf-8")
+    once.run(ONLY_FP32, SECOND)
+    assert once.status()["traffic"] == {"v2": 10, "v1": 90}
+    return once
 
 
 def who_answers(address: str, users: int = 300) -> Counter[str]:
     """Deployments that answer for so many user keys, each of which always has the same one."""
     place = urlsplit(address)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=30)
-    body = json.dumps({"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]})
+    body = json.dumps({"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": [0.5] * 64}]})
     found: Counter[str] = Counter()
     for user in range(users):
         headers = {"content-type": "application/json", "x-user-key": f"user-{user}"}
-        connection.request("POST", "/v2/models/digits-cnn/infer", body, headers)
+        connection.request("POST", "/v2/models/digits-mlp/infer", body, headers)
         response = connection.getresponse()
         response.read()
         assert response.status == 200
@@ -42,10 +47,13 @@ def who_answers(address: str, users: int = 300) -> Counter[str]:
     return found
 
 
-def test_the_first_release_is_right_and_takes_all_traffic(project: Project) -> None:
-    first = project.run(*FIRST, pipeline=CNN)
+@pytest.mark.nightly
+def test_the_release_of_a_torch_model_is_right_and_takes_all_traffic(fresh_project: Project) -> None:
+    from sklearn.datasets import load_digits
+
+    first = fresh_project.run(ONLY_FP32, "train.with.epochs=6", pipeline=CNN)
     assert first["choices"][0]["variant"] == "fp32"
-    now = status(project)
+    now = fresh_project.status("digits-cnn")
     assert now["traffic"] == {"v1": 100}
     digits = load_digits()
     images = (digits.images[:40, None] / 16).astype(np.float32)
@@ -59,28 +67,23 @@ def test_the_first_release_is_right_and_takes_all_traffic(project: Project) -> N
     assert np.mean(scores.argmax(axis=1) == digits.target[:40]) >= 0.85
 
 
-def test_the_second_release_moves_in_by_steps(project: Project) -> None:
-    project.run(*SECOND, pipeline=CNN)
-    assert status(project)["traffic"] == {"v2": 10, "v1": 90}
-    answered = who_answers(status(project)["address"])
+def test_the_second_release_moves_in_by_steps(candidate: Project) -> None:
+    answered = who_answers(candidate.status()["address"])
     assert 0 < answered["v2"] < answered["v1"]
-    project.document("rollout", "resume", "digits-cnn")
-    assert status(project)["traffic"] == {"v2": 50, "v1": 50}
-    project.document("rollout", "resume", "digits-cnn", "--reason", "looks good")
-    now = status(project)
+    candidate.document("rollout", "resume", "digits")
+    assert candidate.status()["traffic"] == {"v2": 50, "v1": 50}
+    candidate.document("rollout", "resume", "digits", "--reason", "looks good")
+    now = candidate.status()
     assert now["traffic"] == {"v2": 100, "v1": 0}
     assert now["roles"]["previous"]["name"] == "v1"
     assert set(who_answers(now["address"])) == {"v2"}
 
 
-def test_an_aborted_rollout_gives_all_traffic_back_and_does_not_start_again(project: Project) -> None:
-    third = ("quantize=[]", "train.with.epochs=6", "train.with.seed=9", "gates[1].max_drop=5%")
-    project.run(*third, pipeline=CNN)
-    assert status(project)["traffic"] == {"v3": 10, "v2": 90}
-    project.document("rollout", "abort", "digits-cnn", "--reason", "worse on eights")
-    assert status(project)["traffic"] == {"v2": 100}
-    project.run(*third, pipeline=CNN, code=5)
-    assert status(project)["traffic"] == {"v2": 100}
-    wrong_word = project.command("rollout", "resume", "digits-cnn")
+def test_an_aborted_rollout_gives_all_traffic_back_and_does_not_start_again(candidate: Project) -> None:
+    candidate.document("rollout", "abort", "digits", "--reason", "worse on eights")
+    assert candidate.status()["traffic"] == {"v1": 100}
+    candidate.run(ONLY_FP32, SECOND, code=5)
+    assert candidate.status()["traffic"] == {"v1": 100}
+    wrong_word = candidate.command("rollout", "resume", "digits")
     assert wrong_word.returncode == 2
     assert "no rollout is in progress" in wrong_word.stderr

@@ -4,14 +4,14 @@ really answered, and are told as late as the clouds tell them."""
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so no cloud is tested end to end")
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
@@ -40,6 +40,9 @@ from tests.e2e.cloud_sites import (
 from tests.e2e.e2e_project import Project
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import fake_sagemaker
+from tests.support.extras import require
+
+require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so no cloud is tested end to end")
 
 pytestmark = pytest.mark.services
 
@@ -125,14 +128,15 @@ class World:
 
     def drive(self, config: EndpointConfig, clients: Clients) -> str:
         """Reconcile until no rollout is in progress; why the last move was made."""
+        why = ""
         for _ in range(LOOKS):
-            told = settle(self.ports, config.endpoint)[-1]
+            why = settle(self.ports, config.endpoint)[-1].why
             if self.state(config).roles.candidate is None:
                 break
             clients.more(BURST)
             self.wind()
         else:
-            raise AssertionError(f"the rollout did not end: {told.why}")
+            raise AssertionError(f"the rollout did not end: {why}")
         moves = [entry.body for entry in self.ports.ledger.read(config.endpoint) if isinstance(entry.body, Intent)]
         return moves[-1].action.why
 
@@ -143,6 +147,9 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # marshmallow, about the SDK's own schemas
+        importlib.import_module("azure.ai.ml")
     root = tmp_path_factory.mktemp("three")
     (root / "onnx-ops.toml").write_text("signing = 'off'\n", encoding="utf-8")
     clock = Wound(SystemClock())

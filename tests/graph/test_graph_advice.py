@@ -124,7 +124,7 @@ def test_the_recipe_keeps_sums_right_on_this_machine(tmp_path: Path) -> None:
     request = OptimizeRequest(section=section, source=source, path=path, calibration=data, machines=(machine,))
     for optimizer in (StaticQuantizer(), DynamicQuantizer()):
         optimizer.optimize(request)
-        answer = OnnxRuntime().run(path, TARGET, (data,))[0]["y"]
+        answer: np.ndarray[Any, Any] = OnnxRuntime().run(path, TARGET, (data,))[0]["y"]
         np.testing.assert_allclose(answer, 64.0, rtol=0.02)
 
 
@@ -179,7 +179,7 @@ def test_casts_within_a_graph_are_told_and_those_at_its_ends_are_not(tmp_path: P
         helper.make_node("Cast", ["f"], ["y"], name="leaves", to=TensorProto.FLOAT),
     ]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
-    half = numpy_helper.from_array(np.float16(1), "half")
+    half = numpy_helper.from_array(np.array(1, np.float16), "half")
     path = tmp_path / "half.onnx"
     for chosen, expected in ((nodes, ("up", "down")), ([*nodes[:2], replaced_input(nodes[6], "b")], ())):
         graph = helper.make_graph(chosen, "half", ends[:1], ends[1:], [half])

@@ -201,7 +201,8 @@ def test_biases_that_are_rows_become_vectors_unless_others_use_them() -> None:
 def test_weights_that_come_in_any_order_are_numbered_and_kept_as_they_are_used() -> None:
     def model(order: tuple[str, str]) -> onnx.ModelProto:
         weights = {
-            name: numpy_helper.from_array(np.float32(value), name) for name, value in zip(order, (1, 2), strict=True)
+            name: numpy_helper.from_array(np.array(value, np.float32), name)
+            for name, value in zip(order, (1, 2), strict=True)
         }
         nodes = [helper.make_node("Add", ["x", order[0]], ["h"]), helper.make_node("Mul", ["h", order[1]], ["y"])]
         return helper.make_model(helper.make_graph(nodes, "g", [], [], [weights[name] for name in sorted(weights)]))

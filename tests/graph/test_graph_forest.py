@@ -9,18 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
-from sklearn.ensemble import (
-    AdaBoostClassifier,
-    ExtraTreesClassifier,
-    GradientBoostingClassifier,
-    GradientBoostingRegressor,
-    RandomForestClassifier,
-    RandomForestRegressor,
-)
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -32,28 +20,43 @@ from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.ports import ExportRequest
 from onnx_ops.testing.models import write_perceptron
 
-ESTIMATORS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
-    "tree, 3 classes": (lambda: DecisionTreeClassifier(max_depth=4, random_state=0), load_iris),
-    "tree, 2 classes": (lambda: DecisionTreeClassifier(max_leaf_nodes=9, random_state=0), load_breast_cancer),
-    "tree, numbers": (lambda: DecisionTreeRegressor(max_depth=4, random_state=0), load_diabetes),
-    "forest, 3 classes": (lambda: RandomForestClassifier(5, class_weight="balanced", random_state=0), load_iris),
-    "forest, 2 classes": (lambda: RandomForestClassifier(5, max_leaf_nodes=9, random_state=0), load_breast_cancer),
-    "forest, numbers": (lambda: RandomForestRegressor(5, max_depth=5, random_state=0), load_diabetes),
-    "extra trees": (lambda: ExtraTreesClassifier(5, random_state=0), load_iris),
-    "boosting, 3 classes": (lambda: GradientBoostingClassifier(n_estimators=5, random_state=0), load_iris),
-    "boosting, 2 classes": (lambda: GradientBoostingClassifier(n_estimators=5, random_state=0), load_breast_cancer),
-    "boosting, numbers": (lambda: GradientBoostingRegressor(n_estimators=5, random_state=0), load_diabetes),
+# Functions of the package `sklearn`, which takes long to import, and the names of data.
+ESTIMATORS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "tree, 3 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_depth=4, random_state=0), "iris"),
+    "tree, 2 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_leaf_nodes=9, random_state=0), "breast_cancer"),
+    "tree, numbers": (lambda sk: sk.tree.DecisionTreeRegressor(max_depth=4, random_state=0), "diabetes"),
+    "forest, 3 classes": (
+        lambda sk: sk.ensemble.RandomForestClassifier(5, class_weight="balanced", random_state=0),
+        "iris",
+    ),
+    "forest, 2 classes": (
+        lambda sk: sk.ensemble.RandomForestClassifier(5, max_leaf_nodes=9, random_state=0),
+        "breast_cancer",
+    ),
+    "forest, numbers": (lambda sk: sk.ensemble.RandomForestRegressor(5, max_depth=5, random_state=0), "diabetes"),
+    "extra trees": (lambda sk: sk.ensemble.ExtraTreesClassifier(5, random_state=0), "iris"),
+    "boosting, 3 classes": (lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5, random_state=0), "iris"),
+    "boosting, 2 classes": (
+        lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5, random_state=0),
+        "breast_cancer",
+    ),
+    "boosting, numbers": (lambda sk: sk.ensemble.GradientBoostingRegressor(n_estimators=5, random_state=0), "diabetes"),
     "scaled forest": (
-        lambda: make_pipeline(StandardScaler(), RandomForestClassifier(5, random_state=0)),
-        load_breast_cancer,
+        lambda sk: sk.pipeline.make_pipeline(
+            sk.preprocessing.StandardScaler(), sk.ensemble.RandomForestClassifier(5, random_state=0)
+        ),
+        "breast_cancer",
     ),
 }
 
 
-def exported(make: Callable[[], Any], load: Callable[..., Any], path: Path) -> tuple[Any, Any]:
-    x, y = load(return_X_y=True)
+def exported(make: Callable[[Any], Any], data: str, path: Path) -> tuple[Any, Any]:
+    import sklearn
+    import sklearn.datasets
+
+    x, y = getattr(sklearn.datasets, f"load_{data}")(return_X_y=True)
     x = x.astype(np.float32)
-    model = make().fit(x, y)
+    model = make(sklearn).fit(x, y)
     request = ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=path)
     SklearnExporter().export(model, request)
     return model, x
@@ -103,7 +106,7 @@ def test_a_strict_split_is_another_threshold(tmp_path: Path) -> None:
 
 
 def test_what_the_exporter_cannot_tell_is_not_told(tmp_path: Path) -> None:
-    model, _ = exported(lambda: AdaBoostClassifier(n_estimators=2), load_iris, tmp_path / "model.onnx")
+    model, _ = exported(lambda sk: sk.ensemble.AdaBoostClassifier(n_estimators=2), "iris", tmp_path / "model.onnx")
     assert SklearnExporter().trees(model) is None
     write_perceptron(tmp_path / "other.onnx")
     assert not has_trees(tmp_path / "other.onnx")
@@ -139,4 +142,6 @@ def test_nan_takes_the_way_that_it_takes_in_the_source(name: str, tmp_path: Path
     expected = SklearnExporter().reference(model, {"x": rows}, "float64") or {}
     found = OnnxRuntime().run(path, Target(name="cpu"), ({"x": rows},))[0]
     score = "variable" if "numbers" in name else "probabilities"
-    np.testing.assert_allclose(found[score], expected[score], rtol=1e-5, atol=1e-6)
+    here: np.ndarray[Any, Any] = found[score]
+    there: np.ndarray[Any, Any] = expected[score]
+    np.testing.assert_allclose(here, there, rtol=1e-5, atol=1e-6)

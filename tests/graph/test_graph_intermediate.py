@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -59,7 +60,8 @@ def test_the_copy_gives_the_values_after_the_same_outputs(path: Path) -> None:
     assert list(after) == ["scores", "first.product", "second.out"]
     np.testing.assert_array_equal(before["scores"], after["scores"])
     weights = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
-    np.testing.assert_allclose(after["first.product"], rows(5)["x"] @ weights["first.weight"], rtol=1e-5, atol=1e-6)
+    product: np.ndarray[Any, Any] = after["first.product"]
+    np.testing.assert_allclose(product, rows(5)["x"] @ weights["first.weight"], rtol=1e-5, atol=1e-6)
 
 
 def test_weights_beside_the_file_are_shared_and_not_copied(path: Path) -> None:

@@ -9,9 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from sklearn.ensemble import RandomForestClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -26,6 +23,10 @@ TARGET = Target(name="here")
 
 @pytest.fixture(params=[False, True], ids=["plain", "scaled"])
 def forest(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Any], Path]:
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     draw = np.random.default_rng(0)
     x = (draw.standard_normal((300, 6)) * [1, 5, 0.1, 30, 1, 1] + [0, 9, 2, -40, 0, 1]).astype(np.float32)
     y = (x[:, 0] + x[:, 1] / 5 + draw.standard_normal(300) > 2).astype(int)

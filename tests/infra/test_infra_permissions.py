@@ -8,10 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import botocore.session
 import pytest
 import yaml
-from botocore import xform_name
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes
@@ -65,6 +63,9 @@ def sources() -> list[Path]:
 @cache
 def operations() -> Mapping[str, tuple[str, str]]:
     """Name of a client's method to IAM's name of the service, and the operation."""
+    import botocore.session
+    from botocore import xform_name
+
     session = botocore.session.get_session()
     found = {}
     for service, prefix in SERVICES.items():
@@ -77,7 +78,7 @@ def called(text: str) -> Iterator[str]:
     """Methods that are called by name, or by a verb and a noun, and operations that a paginator is made of."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
-            yield from (f"{node.values[0].value}{noun}" for noun in NOUNS)
+            yield from (f"{node.values[0].value!s}{noun}" for noun in NOUNS)
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -71,11 +69,15 @@ def containers() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_one_of_kubernetes(version: str) -> None:
+    import kubernetes_validate
+
     for manifest in [*manifests(), job()]:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
 def test_a_manifest_that_is_none_is_found() -> None:
+    import kubernetes_validate
+
     wrong = job()
     wrong["spec"]["template"]["spec"]["contianers"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -148,6 +150,8 @@ def test_machines_that_measure_do_one_thing_at_once_and_hold_no_key() -> None:
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_a_template_names_only_variables_that_it_has_and_uses_all_of_them(kind: str) -> None:
+    import jsonschema
+
     found = template(kind)
     assert set(found) == {"job_configuration", "variables"}
     jsonschema.Draft202012Validator.check_schema(found["variables"])

@@ -53,15 +53,21 @@ def commit(root: Path) -> str:
     return git(root, "rev-parse", "HEAD")
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the tests' pipelines have in common is done once."""
+    return tmp_path_factory.mktemp("store")
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, store: Path) -> Path:
     root = tmp_path / "checkout"
     (root / "configs" / "pipelines").mkdir(parents=True)
     (root / "configs" / "targets").mkdir()
     (root / "configs" / "pipelines" / "iris.yaml").write_text(PIPELINE.format(size="1 MB"))
     (root / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\n")
     (root / "azure_model.py").write_text(MODEL)
-    (root / "onnx-ops.toml").touch()
+    (root / "onnx-ops.toml").write_text(f"store = '{store}'\n")
     (root / ".gitignore").write_text(".onnx-ops/\n__pycache__/\n")
     git(tmp_path, "init", "--quiet", "-b", "main", str(root))
     for key, value in (("user.name", "tester"), ("user.email", "tester@example.org"), ("commit.gpgsign", "false")):

@@ -107,15 +107,21 @@ class Runner:
         return (self.root.parent / "summary").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the tests' pipelines have in common is done once."""
+    return tmp_path_factory.mktemp("store")
+
+
 @pytest.fixture
-def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     root = tmp_path / "checkout"
     write(root, "configs/pipelines/iris.yaml", PIPELINE.format(size="1 MB"))
     write(root, "configs/targets/cpu-1t.yaml", (ROOT / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8"))
     write(root, "code/__init__.py", "")
     write(root, "code/model.py", MODEL.format(module="rounds"))
     write(root, "code/rounds.py", "ROUNDS = 200\n")
-    write(root, "onnx-ops.toml", "")
+    write(root, "onnx-ops.toml", f"store = '{store}'\n")
     write(root, ".gitignore", ".onnx-ops/\n__pycache__/\n")
     subprocess.run(["git", "init", "--quiet", "-b", "main", str(root)], check=True)
     for key, value in (("user.name", "tester"), ("user.email", "tester@example.org"), ("commit.gpgsign", "false")):
@@ -176,6 +182,7 @@ def test_what_cannot_be_measured_has_not_failed(runner: Runner) -> None:
     base = os.environ["GITHUB_SHA"]
     target = (runner.root / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8")
     write(runner.root, "configs/targets/cpu-1t.yaml", target.replace("CPUExecution", "CUDAExecution"))
+    write(runner.root, "code/rounds.py", "ROUNDS = 300\n")  # as in other tests, so that one training does
     runner.pull_request(base, runner.commit())
     assert (runner.step("run"), runner.step("publish")) == (0, 1)
     (check,) = runner.github.checks
@@ -197,7 +204,7 @@ def test_a_token_that_may_only_read_costs_the_comment_and_nothing_else(
 ) -> None:
     base = os.environ["GITHUB_SHA"]
     runner.github.read_only = True
-    write(runner.root, "code/rounds.py", "ROUNDS = 301\n")
+    write(runner.root, "code/rounds.py", "ROUNDS = 300\n")
     runner.pull_request(base, runner.commit())
     assert (runner.step("run"), runner.step("publish")) == (0, 0)
     assert "The comment could not be written" in runner.summary()

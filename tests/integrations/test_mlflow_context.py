@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from mlflow.tracking.context.registry import resolve_tags
 
 from onnx_ops.integrations.mlflow_context import RunContext
 
@@ -25,6 +24,7 @@ def test_a_workers_process_knows_its_flow_run(monkeypatch: pytest.MonkeyPatch) -
 
 def test_mlflow_asks_for_the_tags_of_a_flow_and_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import prefect.runtime
+    from mlflow.tracking.context.registry import resolve_tags
 
     assert prefect.runtime.flow_run.id is None
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "77c1")

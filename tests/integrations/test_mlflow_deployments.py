@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import pytest
-from mlflow.deployments import get_deploy_client
-from mlflow.exceptions import MlflowException
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.gate import SignedDecision, Verdict
 from onnx_ops.domain.release import Publication
-from onnx_ops.integrations import mlflow_deployments
 from onnx_ops.operations.journal import Journal, bound_endpoints
 from onnx_ops.spec import TargetFiles
 from onnx_ops.testing.registries import publication
 from onnx_ops.wiring.project import Project, open_project
+
+if TYPE_CHECKING:
+    from onnx_ops.integrations import mlflow_deployments
 
 MODEL, TARGET = "linear", "cpu-1t"
 
@@ -65,7 +62,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 @pytest.fixture
 def client(project: Project) -> Iterator[mlflow_deployments.OnnxOpsDeployments]:
-    made = get_deploy_client(f"onnx-ops:{project.settings.root}")
+    from mlflow.deployments import get_deploy_client
+
+    from onnx_ops.integrations import mlflow_deployments
+
+    made = get_deploy_client(f"onnx-ops:{project.settings.root}")  # type: ignore[no-untyped-call]
     assert isinstance(made, mlflow_deployments.OnnxOpsDeployments)
     yield made
     for entry in made.list_deployments():
@@ -79,9 +80,13 @@ def slope(version: str, project: Project) -> float:
 
 
 def test_the_plugin_is_found_under_every_form_of_its_uri(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.deployments import get_deploy_client
+
+    from onnx_ops.integrations import mlflow_deployments
+
     monkeypatch.chdir(project.settings.root)
     for uri in ("onnx-ops", f"onnx-ops:{project.settings.root}", f"onnx-ops://{project.settings.root}"):
-        found = get_deploy_client(uri)
+        found = get_deploy_client(uri)  # type: ignore[no-untyped-call]
         assert isinstance(found, mlflow_deployments.OnnxOpsDeployments)
         assert found.list_deployments() == []
     assert "target" in mlflow_deployments.target_help()
@@ -121,6 +126,8 @@ def test_a_round_trip(client: mlflow_deployments.OnnxOpsDeployments, project: Pr
 def test_what_cannot_be_deployed_binds_nothing(
     client: mlflow_deployments.OnnxOpsDeployments, uri: str, config: dict[str, str], code: str, told: str
 ) -> None:
+    from mlflow.exceptions import MlflowException
+
     with pytest.raises(MlflowException, match=told) as caught:
         client.create_deployment("refused", uri, config=config)
     assert caught.value.error_code == code
@@ -128,6 +135,8 @@ def test_what_cannot_be_deployed_binds_nothing(
 
 
 def test_an_update_cannot_change_what_an_endpoint_is(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+    from mlflow.exceptions import MlflowException
+
     client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
     for config, told in (({"target": "cuda"}, "keeps its target"), ({"port": "80"}, "settings of fixed")):
         with pytest.raises(MlflowException, match=told):
@@ -140,6 +149,8 @@ def test_an_update_cannot_change_what_an_endpoint_is(client: mlflow_deployments.
 
 
 def test_an_endpoint_that_is_not_there(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+    from mlflow.exceptions import MlflowException
+
     for call in (lambda: client.get_deployment("nothing"), lambda: client.predict("nothing", {"x": [[1.0, 2.0]]})):
         with pytest.raises(MlflowException) as caught:
             call()
@@ -147,26 +158,24 @@ def test_an_endpoint_that_is_not_there(client: mlflow_deployments.OnnxOpsDeploym
 
 
 def test_a_bad_request_is_told(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+    import pandas as pd
+    from mlflow.exceptions import MlflowException
+
     client.create_deployment("asked", f"models:/{MODEL}/1", config={"target": TARGET})
     with pytest.raises(MlflowException, match="400"):
         client.predict("asked", pd.DataFrame({"z": [1.0]}))
 
 
-def test_the_command_line(project: Project, tmp_path: Path) -> None:
+def test_the_command_line(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+    from mlflow.deployments.cli import commands
+
     (tmp_path / "rows.json").write_text(json.dumps({"x": [[1.0, 2.0]]}))
+    monkeypatch.chdir(project.settings.root)
 
     def mlflow(*arguments: str | Path) -> str:
-        command = [sys.executable, "-m", "mlflow", "deployments", *arguments]
-        done = subprocess.run(
-            [str(part) for part in command],
-            cwd=project.settings.root,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        done = CliRunner().invoke(commands, [str(part) for part in arguments])
+        assert done.exit_code == 0, done.output
         return done.stdout
 
     named = ["-t", "onnx-ops", "--name", "shell"]

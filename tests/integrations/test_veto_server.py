@@ -205,6 +205,7 @@ def test_an_override_is_given_by_who_may_and_signed_by_the_server(
     assert (signed.record.by, signed.record.reason) == ("alice", "the old one is worse")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -228,6 +229,7 @@ def test_a_wrong_configuration_starts_no_server(veto_home: Path, changes: dict[s
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_graphql_can_change_nothing_in_the_registry() -> None:
     """If a later MLflow adds such mutations, the guard must look at them too."""
     program = (

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from onnx_ops import plugins
 from onnx_ops.adapters.isolation.environments import Environments, find_uv
@@ -46,5 +45,7 @@ def isolated(environments: Environments) -> Callable[[str], IsolatedExporter]:
 
 @pytest.fixture(scope="session")
 def digits() -> Dataset:
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     return Dataset(inputs={"x": data.data.astype(np.float32)}, label=data.target)

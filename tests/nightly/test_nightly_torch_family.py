@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from sklearn.datasets import load_digits
 
 from onnx_ops import plugins
 from onnx_ops.adapters.exporters.huggingface import HuggingfaceExporter
@@ -28,11 +26,15 @@ pytestmark = [
 
 
 def images() -> Any:
+    from sklearn.datasets import load_digits
+
     return (load_digits().images[:, None] / 16).astype(np.float32)
 
 
 def words() -> Any:
     """Digits as texts: each of 64 pixels is one of 17 words."""
+    from sklearn.datasets import load_digits
+
     return load_digits().data.astype(np.int64)
 
 
@@ -45,6 +47,8 @@ class TestKeras(ExporterSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls) -> object:
+        from sklearn.datasets import load_digits
+
         train = importlib.import_module("examples.digits_keras").train
         return train({"train": Dataset(inputs={"image": images()}, label=load_digits().target)}, epochs=1)
 
@@ -66,6 +70,8 @@ class TestVision(TestKeras):
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls) -> object:
+        from sklearn.datasets import load_digits
+
         train = importlib.import_module("examples.digits_vit").train
         return train({"train": Dataset(inputs={"pixel_values": images()}, label=load_digits().target)}, epochs=1)
 
@@ -114,6 +120,9 @@ class TestEncoderAndDecoder(TestVision):
 
 
 def fitted(model: Any, loss: Callable[[Any, Any, Any], Any]) -> Any:
+    import torch
+    from sklearn.datasets import load_digits
+
     torch.manual_seed(0)
     rows, labels = torch.from_numpy(words()[:256]), torch.from_numpy(load_digits().target[:256])
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -155,6 +164,8 @@ def t5() -> Any:
 
 
 def test_what_is_no_model_of_the_framework_is_told(tmp_path: Path) -> None:
+    import torch
+
     for exporter in (KerasExporter(), HuggingfaceExporter()):
         with pytest.raises(UserError, match="Linear is no"):
             exporter.save(torch.nn.Linear(2, 2), tmp_path)

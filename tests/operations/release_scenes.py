@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
 from onnx_ops.domain.rollout_policy import Guardrail
@@ -12,6 +16,32 @@ GUARDED = RolloutPolicy(
     min_requests=(200,),
     guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99")),
 )
+
+
+def copies_of(setup: Callable[[], Scene]) -> Callable[[], Scene]:
+    """Return what `setup` returns, which is done once: each call of the result makes an equal scene of its own."""
+    first = setup()
+    assert first.faults is None
+    world = first.world
+    kept = pickle.dumps(
+        (world.registry, world.provider, world.ledger, world.files, world.clock, world.dead, world.notifiers)
+    )
+
+    def copy() -> Scene:
+        registry, provider, ledger, files, clock, dead, notifiers = pickle.loads(kept)  # noqa: S301 (our own)
+        again = replace(
+            world,
+            registry=registry,
+            provider=provider,
+            ledger=ledger,
+            files=files,
+            clock=clock,
+            dead=dead,
+            notifiers=notifiers,
+        )
+        return Scene(world=again, processes=first.processes)
+
+    return copy
 
 
 def serving(*seeds: str) -> Scene:
@@ -34,8 +64,8 @@ def on_trial(*words: Word) -> Scene:
     return scene
 
 
-def with_candidate(scene: Scene, **options: Verdict) -> Scene:
-    scene.publish("new", **options)
+def with_candidate(scene: Scene, *, verdict: Verdict = Verdict.PASS) -> Scene:
+    scene.publish("new", verdict=verdict)
     return scene
 
 

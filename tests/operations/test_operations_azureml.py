@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
-
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
@@ -25,6 +23,9 @@ from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, inside
 from tests.operations.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene, decision_record, sign
 from tests.support.clouds.azureml import AzureCloud
+from tests.support.extras import require
+
+require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 
 class Azure(Scene):

@@ -218,7 +218,9 @@ def test_an_override_stands_for_exactly_what_it_names() -> None:
     assert standing_override(version(tags=override_tags()), TARGET, SIGNER) is not None
     assert standing_override(version(tags=override_tags()), "cuda", SIGNER) is None
     assert standing_override(version(tags=override_tags(STRANGER)), TARGET, SIGNER) is None
-    for changes in ({"version": "2"}, {"model": "faces"}, {"target": "cuda"}, {"reason": "other"}, {"variant": "int8"}):
+    others = {"version": "2", "model": "faces", "target": "cuda", "reason": "other", "variant": "int8"}
+    for name, value in others.items():
+        changes: dict[str, Any] = {name: value}
         assert standing_override(version(tags=override_tags(**changes)), TARGET, SIGNER) is None
 
 

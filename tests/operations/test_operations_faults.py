@@ -7,8 +7,9 @@ rejections, every effect done once and recorded as done once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from onnx_ops.operations.rollback import roll_back
 from tests.operations.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
 from tests.operations.release_scenes import (
     asked_for,
+    copies_of,
     counted_out,
     end_of,
     lost,
@@ -37,6 +39,10 @@ from tests.operations.release_scenes import (
     withdrawn,
 )
 from tests.support.faults import Faults, Killed
+from tests.support.suite import PARTS, Sweep
+
+MOST_MOMENTS = 1000
+"""More than any driver has, where they are not counted beforehand."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,12 @@ SCENARIOS: Mapping[str, Scenario] = {
 }
 
 
+def prepared(name: str) -> Scenario:
+    """Return the scenario of that name, whose scene is set up once for all its moments."""
+    scenario = SCENARIOS[name]
+    return replace(scenario, setup=copies_of(scenario.setup))
+
+
 def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
     scene = scenario.setup()
     scene.faults = faults
@@ -140,47 +152,46 @@ def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_at_any_moment(name: str) -> None:
-    scenario = SCENARIOS[name]
+def test_killed_at_any_moment(name: str, sweep: Sweep) -> None:
+    scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
     assert counted.moments > 4
-    for moment in range(counted.moments):
+    for moment in sweep(range(counted.moments)):
         assert play(scenario, Faults(at=moment)) == expected, f"killed at moment {moment} of {counted.moments}"
 
 
 @pytest.mark.parametrize("name", ["all at once", "abort by word", "rollback"])
-def test_killed_twice(name: str) -> None:
+def test_killed_twice(name: str, sweep: Sweep) -> None:
     """The process that finishes the work of a dead one may die as well."""
-    scenario = SCENARIOS[name]
+    scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
-    for first in range(0, counted.moments, 3):
-        for second in range(1, counted.moments, 7):
-            scene = scenario.setup()
-            for moment in (first, second):
-                scene.faults = Faults(at=moment)
-                with contextlib.suppress(Killed):
-                    if not scenario.done(scene):
-                        scenario.act(scene)
-                    scene.settle_all()
-                scene.restart()
-            if not scenario.done(scene):
-                scenario.act(scene)
-            scene.settle_all()
-            assert end_of(scene) == expected, f"killed at moments {first} and {second}"
+    for first, second in sweep(itertools.product(range(0, counted.moments, 3), range(1, counted.moments, 7))):
+        scene = scenario.setup()
+        for moment in (first, second):
+            scene.faults = Faults(at=moment)
+            with contextlib.suppress(Killed):
+                if not scenario.done(scene):
+                    scenario.act(scene)
+                scene.settle_all()
+            scene.restart()
+        if not scenario.done(scene):
+            scenario.act(scene)
+        scene.settle_all()
+        assert end_of(scene) == expected, f"killed at moments {first} and {second}"
 
 
 DRIVEN = [name for name, scenario in SCENARIOS.items() if name not in ("without endpoint", "override")]
 
 
 @pytest.mark.parametrize("name", DRIVEN)
-def test_two_drivers_at_once_do_everything_once(name: str) -> None:
+def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None:
     """A second driver makes all its steps at one moment of the first one, for every moment."""
-    scenario = SCENARIOS[name]
+    scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
-    for moment in range(counted.moments):
+    for moment in sweep(range(counted.moments)):
         scene = scenario.setup()
         other = scene.world.ports("another driver")
 
@@ -211,7 +222,7 @@ def test_while_one_driver_acts_another_reports_and_touches_nothing() -> None:
         reports.append(report.why)
         apply(*arguments, **options)  # type: ignore[arg-type]
 
-    provider.apply = look  # type: ignore[method-assign,assignment]
+    provider.apply = look  # type: ignore[method-assign]
     scene.settle()
     assert reports == ["process-1 is at work: all at once: 100 % to v2"]
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
@@ -226,26 +237,27 @@ def test_two_drivers_that_saw_the_same_ledger_cannot_both_write() -> None:
 
 
 @pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])
-def test_a_rollback_at_any_moment_of_a_driver(candidate: str) -> None:
+def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> None:
     """What the operator rolled back does not serve in the end, and the driver's late effects do not stick."""
-    counted = Faults()
-    moments = 1
-    moment = 0
-    while moment < moments:
+
+    def setup() -> Scene:
         scene = serving("a", "b")
         scene.publish(candidate, variant="int8")
         scene.promote("3")
+        return scene
+
+    copies, moment = copies_of(setup), 0
+    for moment in sweep(range(MOST_MOMENTS)):
+        scene = copies()
         left: list[str] = []
 
         def go_back(number: int, scene: Scene = scene, moment: int = moment) -> None:
             if number == moment:
                 left.append(roll_back(scene.world.ports("operator"), "digits").moved_from)  # noqa: B023
 
-        counted = Faults(between=go_back)
-        scene.faults = counted
+        scene.faults = Faults(between=go_back)
         scene.settle()
         scene.faults = None
-        moments = max(moments, counted.moments)
         if not left:
             break
         scene.settle()
@@ -257,8 +269,7 @@ def test_a_rollback_at_any_moment_of_a_driver(candidate: str) -> None:
         assert scene.traffic()[state.roles.stable.name] == 100
         assert scene.aliases()[CHAMPION] == state.roles.stable.version
         assert effects(scene.world.ledger.read("digits")).count("rollback") == 1
-        moment += 1
-    assert moment > 20
+    assert 20 < moment < MOST_MOMENTS - PARTS
 
 
 def test_a_promotion_that_was_killed_is_refused_if_its_release_was_rolled_back_meanwhile() -> None:

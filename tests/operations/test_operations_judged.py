@@ -11,8 +11,9 @@ from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
 from onnx_ops.errors import Refused, ServiceUnavailable
 from onnx_ops.operations.observe import RECORD_EVERY_S
 from tests.operations.release_parts import CHALLENGER, CHAMPION, Scene, effects
-from tests.operations.release_scenes import GUARDED, begun, counted_out
+from tests.operations.release_scenes import GUARDED, begun, copies_of, counted_out
 from tests.support.faults import Faults, Killed
+from tests.support.suite import Sweep
 
 SHADOWED = RolloutPolicy(steps=(0.5, 1.0), shadow=ShadowTrial(min_requests=100), min_requests=(200,))
 
@@ -144,13 +145,14 @@ def test_a_shadow_that_answers_alike_goes_on() -> None:
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool) -> None:
+def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool, sweep: Sweep) -> None:
     """Of a step forward, and of the way back: one action each, and the split is always whole."""
     moments = _at_the_decision(bad).moments
     assert moments > 8
-    for at in range(moments):
+    copies = copies_of(lambda: counted_out(bad))
+    for at in sweep(range(moments)):
         faults = Faults(at=at)
-        scene = counted_out(bad)
+        scene = copies()
         scene.faults = faults
         with pytest.raises(Killed):
             scene.settle()

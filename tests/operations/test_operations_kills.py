@@ -6,6 +6,7 @@ before the next begins.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import signal
@@ -25,6 +26,7 @@ from onnx_ops.testing.fakes import FakeWorld
 from tests.operations.release_parts import CHALLENGER, Scene
 from tests.operations.release_scenes import (
     asked_for,
+    copies_of,
     counted_out,
     end_of,
     lost,
@@ -38,6 +40,7 @@ from tests.operations.release_scenes import (
     with_candidate,
     withdrawn,
 )
+from tests.support.suite import Sweep
 
 EFFECTS = frozenset({"append", "apply", "admit", "set_alias", "delete_alias", "annotate", "mirror"})
 """Everything by which a reconciler changes ledger, endpoints, model folders and registry."""
@@ -196,13 +199,13 @@ def _line(entry: LedgerEntry) -> str:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_killed_between_any_two_effects(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "world"
-    whole = SCENES[name]()
+def test_killed_between_any_two_effects(name: str, tmp_path: Path, sweep: Sweep) -> None:
+    file, copies = tmp_path / "world", copies_of(SCENES[name])
+    whole = copies()
     count = count_effects(whole, file)
     assert count >= 3
-    for at in range(count + 1):
-        scene, died = reconcile_and_die(SCENES[name](), file, at)
+    for at in sweep(range(count + 1)):
+        scene, died = reconcile_and_die(copies(), file, at)
         assert died
         reconcile(scene.ports)
         assert end_of(scene) == end_of(whole), f"killed after effect {at} of {count}"
@@ -210,14 +213,13 @@ def test_killed_between_any_two_effects(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_killed_again_while_it_makes_good(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "world"
-    whole = SCENES[name]()
+def test_killed_again_while_it_makes_good(name: str, tmp_path: Path, sweep: Sweep) -> None:
+    file, copies = tmp_path / "world", copies_of(SCENES[name])
+    whole = copies()
     count = count_effects(whole, file)
-    for first in range(0, count, 2):
-        for second in range(1, count, 3):
-            scene, _ = reconcile_and_die(SCENES[name](), file, first)
-            scene, _ = reconcile_and_die(scene, file, second)
-            reconcile(scene.ports)
-            assert end_of(scene) == end_of(whole), f"killed after effects {first} and {second}"
-            assert entries(scene) == entries(whole), f"killed after effects {first} and {second}"
+    for first, second in sweep(itertools.product(range(0, count, 2), range(1, count, 3))):
+        scene, _ = reconcile_and_die(copies(), file, first)
+        scene, _ = reconcile_and_die(scene, file, second)
+        reconcile(scene.ports)
+        assert end_of(scene) == end_of(whole), f"killed after effects {first} and {second}"
+        assert entries(scene) == entries(whole), f"killed after effects {first} and {second}"

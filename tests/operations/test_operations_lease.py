@@ -112,7 +112,8 @@ def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
 
 def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -> None:
     ledger = scene.world.ledger
-    append, failed = ledger.append, []
+    append = ledger.append
+    failed: list[LedgerEntry] = []
 
     def unreachable(entry: LedgerEntry) -> None:
         if isinstance(entry.body, Renewed) and len(failed) < 3:

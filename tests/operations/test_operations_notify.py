@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from onnx_ops.operations.notify import Herald, Told, note_wait, notify_due, noti
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.testing.fakes import FakeNotifier
 from tests.operations.release_parts import CANARY, CHAMPION, Scene
-from tests.operations.release_scenes import misled, on_trial, serving
+from tests.operations.release_scenes import copies_of, misled, on_trial, serving
 from tests.support.faults import Faults, Killed
 
 CHAT = "chat"
@@ -151,8 +152,9 @@ def test_killed_at_any_moment_a_rollback_is_told_at_least_once() -> None:
     count = moments(drive, scene)
     assert count > 20
     twice = 0
+    copies = copies_of(on_trial)
     for moment in range(count):
-        one, chat = with_chat(on_trial())
+        one, chat = with_chat(copies())
         one.faults = Faults(at=moment)
         with contextlib.suppress(Killed):
             drive(one)
@@ -164,6 +166,7 @@ def test_killed_at_any_moment_a_rollback_is_told_at_least_once() -> None:
     assert 1 <= twice <= 6, "only a kill between sending and writing it down may repeat a message"
 
 
+TRIALS = functools.cache(functools.partial(copies_of, on_trial))
 STORIES = st.lists(
     st.tuples(
         st.sampled_from(["alarm", "notify", "down", "operator", "words", "hour", "drive"]),
@@ -199,7 +202,7 @@ def play(scene: Scene, chat: FakeNotifier, deed: str) -> None:
 @given(story=STORIES)
 def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, int | None]]) -> None:
     """Whatever else happens, whoever is killed where, and however long the notifier is down."""
-    scene, chat = with_chat(on_trial())
+    scene, chat = with_chat(TRIALS()())
     notify_due(scene.ports, "digits")
     for deed, kill in story:
         scene.faults = None if kill is None else Faults(at=kill)

@@ -49,7 +49,7 @@ def test_what_is_served_or_newest_stays(scene: Scene) -> None:
 def test_pruning_removes_the_versions_and_their_folders(scene: Scene) -> None:
     before = plan(scene)
     assert len(before.folders) == 1
-    assert scene.world.registry.version(MODEL, "1")
+    assert scene.world.registry.version(MODEL, "1").version == "1"
     removed = prune(scene.ports, before)
     assert removed.remove == before.remove
     assert [entry.version for entry in scene.world.registry.versions(MODEL)] == ["2", "3", "5"]
@@ -68,7 +68,7 @@ def test_a_version_promoted_after_the_plan_stays(scene: Scene) -> None:
     scene.set_alias("somebody-elses", "4")
     removed = prune(scene.ports, before)
     assert versions(removed) == ["1"]
-    assert scene.world.registry.version(MODEL, "4")
+    assert scene.world.registry.version(MODEL, "4").version == "4"
 
 
 def test_a_version_that_came_into_service_after_the_plan_stays(scene: Scene) -> None:

@@ -35,7 +35,12 @@ def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
     while moment == 0 or moment < counted.moments:
         scene = rolled_back_alone()
         job = scene.world.ports("background job")
-        counted = Faults(between=lambda at, job=job, moment=moment: settle(job, "digits") if at == moment else None)  # type: ignore[misc]
+
+        def between(at: int, job: Ports = job, moment: int = moment) -> None:
+            if at == moment:
+                settle(job, "digits")
+
+        counted = Faults(between=between)
         scene.faults = counted
         assert scene.settle()[-1].settled
         assert scene.aliases() == alone.aliases()

@@ -132,7 +132,7 @@ def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene)
     def die(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    provider.apply = die  # type: ignore[method-assign,assignment]
+    provider.apply = die  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         settle(trial.ports, "digits")
     provider.apply = apply  # type: ignore[method-assign]

@@ -8,74 +8,109 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from PIL import Image
-from prefect.blocks.core import Block
-from prefect.blocks.system import Secret
-from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.testing.standard_test_suites import BlockStandardTestSuite, blocks
 from pydantic import SecretStr, ValidationError
 
 from onnx_ops.domain.notification import trial
 from onnx_ops.errors import ServiceUnavailable, SpecError, UserError
-from onnx_ops.orchestration.blocks import EndpointAccess, ModelRegistry, NotificationTarget, TargetDefinitions
 from onnx_ops.orchestration.events import NAME
-from onnx_ops.orchestration.surroundings import environment, project_of
 from onnx_ops.wiring.project import check
 
+if TYPE_CHECKING:
+    from onnx_ops.orchestration.blocks import EndpointAccess, ModelRegistry, NotificationTarget, TargetDefinitions
 
-@pytest.mark.parametrize("block", [ModelRegistry, EndpointAccess, NotificationTarget, TargetDefinitions])
-class TestConformance(BlockStandardTestSuite):
+CHECKS = (
+    "test_has_a_description",
+    "test_has_a_documentation_url",
+    "test_all_fields_have_a_description",
+    "test_has_a_valid_code_example",
+    "test_has_a_valid_image",
+)
+
+
+class TestConformance:
     """The suite opens the logo's address; here is no network, and the picture is one of ours."""
-
-    @pytest.fixture
-    def block(self, request: pytest.FixtureRequest) -> type[Block]:
-        return request.param  # type: ignore[no-any-return]
 
     @pytest.fixture(autouse=True)
     def logo(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from PIL import Image
+        from prefect.testing.standard_test_suites import blocks as suites
+
         def opened(address: str) -> io.BytesIO:
             assert address.startswith("https://")
             picture = io.BytesIO()
             Image.new("RGB", (256, 256)).save(picture, "PNG")
             return io.BytesIO(picture.getvalue())
 
-        monkeypatch.setattr(blocks, "urlopen", opened)
+        monkeypatch.setattr(suites, "urlopen", opened)
+
+    @pytest.mark.parametrize("name", ["ModelRegistry", "EndpointAccess", "NotificationTarget", "TargetDefinitions"])
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_a_block_is_as_prefect_wants_it(self, name: str, check: str) -> None:
+        from prefect.testing.standard_test_suites import blocks as suites
+
+        from onnx_ops.orchestration import blocks
+
+        getattr(suites.BlockStandardTestSuite, check)(self, getattr(blocks, name))
+
+    def test_these_are_all_checks_of_the_suite(self) -> None:
+        from prefect.testing.standard_test_suites import blocks as suites
+
+        assert {name for name in dir(suites.BlockStandardTestSuite) if name.startswith("test_")} == set(CHECKS)
 
 
-REGISTRY = ModelRegistry(tracking_uri="https://mlflow.example", username="me", password=SecretStr("hush"))
-ACCESS = EndpointAccess(ledger="memory://b/ledger", credentials={"AWS_SECRET_ACCESS_KEY": "hush"})  # type: ignore[arg-type]
-FLEET = TargetDefinitions(targets={"t4": {"providers": [{"name": "CUDAExecutionProvider"}], "pool": "t4"}})
-PEOPLE = NotificationTarget(notify="webhook", webhook=SecretStr("https://chat.example/hush"))
+def registry() -> ModelRegistry:
+    from onnx_ops.orchestration.blocks import ModelRegistry
+
+    return ModelRegistry(tracking_uri="https://mlflow.example", username="me", password=SecretStr("hush"))
+
+
+def access() -> EndpointAccess:
+    from onnx_ops.orchestration.blocks import EndpointAccess
+
+    return EndpointAccess(ledger="memory://b/ledger", credentials={"AWS_SECRET_ACCESS_KEY": "hush"})  # type: ignore[arg-type]
+
+
+def fleet() -> TargetDefinitions:
+    from onnx_ops.orchestration.blocks import TargetDefinitions
+
+    return TargetDefinitions(targets={"t4": {"providers": [{"name": "CUDAExecutionProvider"}], "pool": "t4"}})
+
+
+def people() -> NotificationTarget:
+    from onnx_ops.orchestration.blocks import NotificationTarget
+
+    return NotificationTarget(notify="webhook", webhook=SecretStr("https://chat.example/hush"))
 
 
 def test_a_block_gives_the_variables_that_settings_read(tmp_path: Path) -> None:
-    assert REGISTRY.environ(tmp_path) == {
+    assert registry().environ(tmp_path) == {
         "ONNX_OPS_TRACKING_URI": "https://mlflow.example",
         "MLFLOW_TRACKING_USERNAME": "me",
         "MLFLOW_TRACKING_PASSWORD": "hush",
     }
-    assert ACCESS.environ(tmp_path) == {"ONNX_OPS_LEDGER": "memory://b/ledger", "AWS_SECRET_ACCESS_KEY": "hush"}
+    assert access().environ(tmp_path) == {"ONNX_OPS_LEDGER": "memory://b/ledger", "AWS_SECRET_ACCESS_KEY": "hush"}
     told = {"ONNX_OPS_NOTIFY": "webhook", "ONNX_OPS_NOTIFY_WEBHOOK": "https://chat.example/hush"}
-    assert PEOPLE.environ(tmp_path) == told
+    assert people().environ(tmp_path) == told
 
 
 @pytest.mark.parametrize("name", ["PATH", "PYTHONPATH", "LD_PRELOAD", "AWS_X=1", "AWS_\nA", "ONNX_OPS_SIGNING_KEY"])
 def test_a_block_cannot_set_what_is_no_credential(name: str) -> None:
+    from onnx_ops.orchestration.blocks import EndpointAccess
+
     with pytest.raises(ValidationError, match="not a variable of AWS or Azure"):
         EndpointAccess(credentials={name: "x"})  # type: ignore[arg-type]
 
 
 def test_secrets_are_not_shown() -> None:
-    assert "hush" not in "".join(map(repr, (REGISTRY, ACCESS, PEOPLE)))
+    assert "hush" not in "".join(map(repr, (registry(), access(), people())))
 
 
 @pytest.fixture
 def saved(prefect_server: None) -> None:
-    for block in (REGISTRY, ACCESS, PEOPLE, FLEET):
+    for block in (registry(), access(), people(), fleet()):
         block.save("prod", overwrite=True)
 
 
@@ -92,6 +127,8 @@ PROD = ("onnx-ops-registry/prod", "onnx-ops-endpoints/prod", "onnx-ops-notificat
 
 
 def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, here: Path) -> None:
+    from onnx_ops.orchestration.surroundings import project_of
+
     before = dict(os.environ)
     with project_of(PROD) as project:
         assert project.settings.tracking_uri == "https://mlflow.example"
@@ -108,6 +145,8 @@ def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, h
 
 
 def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> None:
+    from onnx_ops.orchestration.surroundings import project_of
+
     (here / "data.npz").touch()
     file = here / "configs" / "p.yaml"
     file.write_text(
@@ -139,6 +178,8 @@ def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> 
     ],
 )
 def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any], told: str) -> None:
+    from onnx_ops.orchestration.blocks import TargetDefinitions
+
     with pytest.raises(ValidationError, match=told):
         TargetDefinitions(targets={"t": target})
     with pytest.raises(ValidationError, match="no name of a target"):
@@ -146,6 +187,8 @@ def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any],
 
 
 def test_settings_of_the_collection_are_defaults(saved: None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onnx_ops.orchestration.surroundings import project_of
+
     elsewhere = here / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.setenv("PREFECT_INTEGRATIONS_ONNX_OPS_BLOCKS", " onnx-ops-registry/prod, ")
@@ -160,13 +203,20 @@ def test_settings_of_the_collection_are_defaults(saved: None, here: Path, monkey
 
 
 def test_blocks_that_contradict_each_other_are_refused(saved: None, tmp_path: Path) -> None:
+    from onnx_ops.orchestration.blocks import ModelRegistry
+    from onnx_ops.orchestration.surroundings import environment
+
     ModelRegistry(tracking_uri="https://other.example").save("other", overwrite=True)
     with pytest.raises(UserError, match="say different things of ONNX_OPS_TRACKING_URI"):
         environment(("onnx-ops-registry/prod", "onnx-ops-registry/other"), tmp_path / "one")
-    assert environment(("onnx-ops-registry/prod",) * 2, tmp_path / "two") == dict(REGISTRY.environ(tmp_path))
+    assert environment(("onnx-ops-registry/prod",) * 2, tmp_path / "two") == dict(registry().environ(tmp_path))
 
 
 def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
+    from prefect.blocks.system import Secret
+
+    from onnx_ops.orchestration.surroundings import environment
+
     with pytest.raises(UserError, match="no such block"):
         environment(("onnx-ops-registry/nobody",), tmp_path)
     with pytest.raises(UserError, match="no such block"):
@@ -177,12 +227,18 @@ def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_down_is_told(saved: None, tmp_path: Path) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from onnx_ops.orchestration.surroundings import environment
+
     settings: dict[Any, Any] = {PREFECT_API_URL: "http://127.0.0.1:9/api"}
     with temporary_settings(settings), pytest.raises(ServiceUnavailable, match="onnx-ops-registry/prod"):
         environment(("onnx-ops-registry/prod",), tmp_path)
 
 
 def test_the_server_keeps_secrets_sealed_unless_asked(saved: None) -> None:
+    from prefect.client.orchestration import get_client
+
     wanted = {"block_types": {"slug": {"any_": ["onnx-ops-registry"]}}}
     with get_client(sync_client=True) as client:
         found = client.request("POST", "/block_documents/filter", json=wanted).json()
@@ -191,6 +247,8 @@ def test_the_server_keeps_secrets_sealed_unless_asked(saved: None) -> None:
 
 
 def test_a_server_and_a_worker_that_load_the_collection_load_nothing_heavy() -> None:
+    from onnx_ops.orchestration.blocks import ModelRegistry
+
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     module = pyproject["project"]["entry-points"]["prefect.collections"]["onnx_ops"]
     assert module == ModelRegistry.__module__

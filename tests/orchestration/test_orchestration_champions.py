@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
 import yaml
-from prefect import State, flow
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
 from onnx_ops.domain.notification import What
-from onnx_ops.orchestration.champions import look_after
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
 from tests.orchestration.test_orchestration_rollouts import run_of, task_runs
 from tests.wiring.champion_parts import SLOWER, Throne
 
+if TYPE_CHECKING:
+    from prefect import State
+
 
 def watched(throne: Throne) -> State[Any]:
+    from prefect import flow
+
+    from onnx_ops.orchestration.champions import look_after
+
     @flow(name="watched", persist_result=False)
     def story() -> State[Any]:
         return look_after(throne.ports, throne.perform, (), by="flow")
@@ -29,6 +32,9 @@ def watched(throne: Throne) -> State[Any]:
 
 def table(state: State[Any]) -> list[dict[str, str]]:
     """Rows of the run's tables. Prefect's client writes one again whose answer was long in coming."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+
     wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(str(run_of(state)))]))
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(artifact_filter=wanted)

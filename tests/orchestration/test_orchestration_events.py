@@ -7,9 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from prefect import flow
-from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from onnx_ops.domain.notification import Notification, What, trial
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
@@ -35,6 +32,8 @@ def events(resource: str, *, sequel: Notification | None = None) -> list[dict[st
 
     All that was sent before the sequel is there once that is.
     """
+    from prefect.client.orchestration import get_client
+
     if sequel is not None:
         PrefectEvents().send(sequel)
     since = {"since": "1970-01-01T00:00:00Z"}
@@ -97,6 +96,8 @@ def test_what_is_sent_twice_is_stored_once(prefect_server: None) -> None:
 
 
 def test_events_of_a_flow_run_lead_to_it(prefect_server: None) -> None:
+    from prefect import flow
+
     @flow(name="emitting", persist_result=False)
     def story() -> str:
         from prefect import runtime
@@ -140,11 +141,15 @@ def test_a_run_tells_the_server(prefect_server: None) -> None:
 
 @pytest.fixture
 def unset() -> Any:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         yield
 
 
 def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: None) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
     scene, chat = rolled_out("late"), FakeNotifier()
     ports = replace(scene.ports, notifiers=lambda: {NAME: PrefectEvents(), "chat": chat})
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):

@@ -6,14 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 import pytest
-from prefect import flow, runtime
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterTaskRunId
-from prefect.client.schemas.objects import TaskRun
-from prefect.client.schemas.sorting import LogSort
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
@@ -21,7 +17,11 @@ from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.engine import RunResult, Silent, run
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.orchestration.executor import PrefectExecutor, task_run_name
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import TaskRun
+
+    from onnx_ops.orchestration.executor import PrefectExecutor
 
 TARGET = "cpu-1t"
 REASON = "21.3 % slower than the champion, limit 5 %"
@@ -106,11 +106,16 @@ def waited(condition: Callable[[], bool]) -> None:
 
 
 def task_runs(flow_run_id: UUID) -> list[TaskRun]:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
     with get_client(sync_client=True) as client:
         return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
 
 
 def performed(handler: FakeHandler, executor: PrefectExecutor) -> Seen:
+    from prefect import flow, runtime
+
     @flow(name="fake", persist_result=False)
     def fake() -> None:
         ids.append(UUID(str(runtime.flow_run.id)))
@@ -130,6 +135,8 @@ def performed(handler: FakeHandler, executor: PrefectExecutor) -> Seen:
 
 @pytest.fixture(scope="module")
 def seen(prefect_server: None) -> Seen:
+    from onnx_ops.orchestration.executor import PrefectExecutor
+
     return performed(FakeHandler(), PrefectExecutor())
 
 
@@ -176,6 +183,8 @@ def test_a_failed_gate_still_has_a_result(seen: Seen) -> None:
 
 
 def test_edges_follow_the_plan_whatever_became_of_the_stages(seen: Seen) -> None:
+    from onnx_ops.orchestration.executor import task_run_name
+
     names = {s.id: task_run_name(s) for s in PLAN.stages}
     for planned in PLAN.stages:
         expected = {names[other] for other in (*planned.needs, *planned.tolerates)}
@@ -190,6 +199,8 @@ def test_only_failures_of_the_environment_are_tried_again(seen: Seen) -> None:
 
 
 def test_retries_are_visible_in_the_history_of_states(seen: Seen) -> None:
+    from prefect.client.orchestration import get_client
+
     with get_client(sync_client=True) as client:
         answer = client.request("GET", "/task_run_states/", params={"task_run_id": str(seen.runs["train"].id)})
     names = [state["name"] for state in sorted(answer.json(), key=lambda state: state["timestamp"])]
@@ -197,6 +208,10 @@ def test_retries_are_visible_in_the_history_of_states(seen: Seen) -> None:
 
 
 def test_logs_tell_how_long_a_stage_took(seen: Seen) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId
+    from prefect.client.schemas.sorting import LogSort
+
     def lines(name: str) -> list[str]:
         wanted = LogFilter(task_run_id=LogFilterTaskRunId(any_=[seen.runs[name].id]))
         with get_client(sync_client=True) as client:
@@ -208,6 +223,8 @@ def test_logs_tell_how_long_a_stage_took(seen: Seen) -> None:
 
 
 def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server: None) -> None:
+    from onnx_ops.orchestration.executor import PrefectExecutor
+
     handler = FakeHandler(known=frozenset(s.id for s in PLAN.stages))
     seen = performed(handler, PrefectExecutor())
     assert handler.attempts == {}
@@ -217,6 +234,8 @@ def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server:
 
 
 def test_a_defect_ends_the_run_and_is_not_retried(prefect_server: None) -> None:
+    from onnx_ops.orchestration.executor import PrefectExecutor
+
     class Broken(FakeHandler):
         def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
             self.attempts[stage.id] = self.attempts.get(stage.id, 0) + 1

@@ -5,31 +5,24 @@ from __future__ import annotations
 import base64
 import subprocess
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import yaml
-from prefect import Flow, State, flow, runtime
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
-from prefect.client.schemas.objects import StateType
-from prefect.flows import load_flow_from_entrypoint
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Completed, Failed
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.orchestration.artifacts import publish_tables
-from onnx_ops.orchestration.flows import conclusion, together
-from onnx_ops.orchestration.progress import Progress
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.wiring.summary import Summary
+
+if TYPE_CHECKING:
+    from prefect import Flow, State
 
 PROJECT = Path(__file__).parents[2]
 WRONG = "schema: 1\npipeline: wrong\nexprot: {framework: sklearn}\nbenchmark: {targets: [nowhere]}\n"
@@ -89,6 +82,8 @@ gates: [{kind: parity}]
 
 
 def load(name: str) -> Flow[..., Any]:
+    from prefect.flows import load_flow_from_entrypoint
+
     return cast("Flow[..., Any]", load_flow_from_entrypoint(f"{PROJECT / 'flows' / name}.py:{name}"))
 
 
@@ -130,6 +125,9 @@ def test_stages_are_offered_by_name() -> None:
 
 
 def test_every_problem_of_a_wrong_file_ends_the_run(prefect_server: None, empty_project: Path) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.objects import StateType
+
     (empty_project / "wrong.yaml").write_text(WRONG)
     state = end("pipeline", file="wrong.yaml")
     assert (state.type, state.name) == (StateType.FAILED, "SpecError")
@@ -148,7 +146,8 @@ def repository(empty_project: Path) -> Path:
     pipelines.mkdir()
     (empty_project / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\n")
     write_perceptron(empty_project / "model.onnx")
-    np.savez(empty_project / "rows.npz", **rows(64))
+    arrays: dict[str, Any] = rows(64)
+    np.savez(empty_project / "rows.npz", **arrays)
     (empty_project / ".gitignore").write_text(".onnx-ops/\n")
     (pipelines / "brought.yaml").write_text(BROUGHT)
     commit(empty_project, "one")
@@ -164,6 +163,9 @@ def commit(root: Path, message: str) -> None:
 
 
 def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repository: Path) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+
     untouched = end("model_commit")
     assert (untouched.name, untouched.message) == ("Completed", "no pipeline is touched by this change")
     (repository / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\ndescription: changed\n")
@@ -184,6 +186,10 @@ def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repos
 
 @pytest.mark.filterwarnings("ignore:Artifact creation outside:FutureWarning")
 def test_progress_that_no_server_takes_fails_no_run() -> None:
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    from onnx_ops.orchestration.progress import Progress
+
     plan = Plan(pipeline="lonely", stages=())
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
         progress = Progress()
@@ -200,6 +206,8 @@ def test_a_commit_that_git_does_not_know_is_told(prefect_server: None, repositor
 
 
 def test_a_rollback_of_nothing_says_what_there_is(prefect_server: None, empty_project: Path) -> None:
+    from prefect.client.schemas.objects import StateType
+
     state = end("rollback", endpoints=["nowhere"])
     assert (state.type, state.name) == (StateType.FAILED, "NotFound")
     assert "Known endpoints: none" in (state.message or "")
@@ -212,11 +220,18 @@ def test_reconciling_no_endpoints_is_done(prefect_server: None, empty_project: P
 
 
 def test_one_endpoint_that_cannot_be_settled_fails_the_run(prefect_server: None, empty_project: Path) -> None:
+    from prefect.client.schemas.objects import StateType
+
     state = end("reconcile", endpoints=["nowhere"])
     assert (state.type, state.name) == (StateType.FAILED, "NotFound")
 
 
 def test_all_endpoints_are_told_of() -> None:
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Completed, Failed
+
+    from onnx_ops.orchestration.flows import together
+
     state = together({"a": Completed(message="serves"), "b": Failed(name="Refused", message="not signed")})
     assert (state.type, state.name) == (StateType.FAILED, "Refused")
     assert state.message == "a: serves\nb: not signed"
@@ -226,6 +241,10 @@ def test_all_endpoints_are_told_of() -> None:
     ("code", "name"), [(1, "GateFailed"), (2, "WrongInput"), (3, "Inconclusive"), (4, "EnvironmentFailed")]
 )
 def test_a_run_without_a_release_ends_as_failed(code: int, name: str) -> None:
+    from prefect.client.schemas.objects import StateType
+
+    from onnx_ops.orchestration.flows import conclusion
+
     error = MeasurementFailure("the provider is missing", where="benchmark/fp32@cpu-1t")
     state = conclusion(summary(UNSERVED, code), {"benchmark/fp32@cpu-1t": error})
     assert (state.type, state.name) == (StateType.FAILED, name)
@@ -235,6 +254,8 @@ def test_a_run_without_a_release_ends_as_failed(code: int, name: str) -> None:
 
 
 def test_a_run_with_a_release_says_what_serves() -> None:
+    from onnx_ops.orchestration.flows import conclusion
+
     state = conclusion(summary(SERVED, 0, awaiting=("cpu-1t",)), {})
     assert state.is_completed()
     assert state.message is not None
@@ -244,10 +265,18 @@ def test_a_run_with_a_release_says_what_serves() -> None:
 
 
 def test_a_run_with_nothing_changed_says_so() -> None:
+    from onnx_ops.orchestration.flows import conclusion
+
     assert "nothing changed" in (conclusion(summary(SERVED, 0, executed=()), {}).message or "")
 
 
 def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
+    from prefect import flow, runtime
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+
+    from onnx_ops.orchestration.artifacts import publish_tables
+
     @flow(name="tables", persist_result=False)
     def tables() -> str:
         publish_tables(summary(SERVED, 0))
@@ -270,6 +299,12 @@ def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
 
 
 def test_a_run_that_judged_nothing_leaves_no_tables(prefect_server: None) -> None:
+    from prefect import flow, runtime
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+
+    from onnx_ops.orchestration.artifacts import publish_tables
+
     @flow(name="no tables", persist_result=False)
     def no_tables() -> str:
         publish_tables(summary(SERVED, 0, decisions=(), choices=()))

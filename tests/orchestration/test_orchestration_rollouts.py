@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
-from prefect import State, flow
-from prefect.blocks.notifications import CustomWebhookNotificationBlock
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    FlowRunFilter,
-    FlowRunFilterId,
-)
 
 from onnx_ops.domain.ledger import Observed
 from onnx_ops.domain.rollout import RolloutPolicy, Word
@@ -24,13 +17,15 @@ from onnx_ops.domain.rollout_observed import Reading, Tally
 from onnx_ops.domain.rollout_policy import Guardrail
 from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
 from onnx_ops.operations.journal import Journal
-from onnx_ops.orchestration import rollouts
-from onnx_ops.orchestration.flows import back_as_tasks, together
 from onnx_ops.orchestration.notifier import PrefectNotifier
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.inbox import Inbox
 from onnx_ops.testing.notifiers import ROLLED_BACK
 from tests.operations.release_parts import CANARY, Scene
+
+if TYPE_CHECKING:
+    from prefect import State
+    from prefect.client.schemas import TaskRun
 
 
 def promoted(policy: RolloutPolicy = CANARY) -> Scene:
@@ -44,11 +39,17 @@ def promoted(policy: RolloutPolicy = CANARY) -> Scene:
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, *deeds: Callable[[], object]) -> None:
     """What happens between the looks, one deed in each pause; pauses of other threads are their own."""
+    from onnx_ops.orchestration import rollouts
+
     left = list(deeds)
     monkeypatch.setattr(rollouts, "sleep", lambda _: left.pop(0)())
 
 
 def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
+    from prefect import flow
+
+    from onnx_ops.orchestration import rollouts
+
     @flow(name="driven", persist_result=False)
     def story() -> State[Any]:
         return rollouts.drive(scene.ports, "digits", by="flow", limit=limit, every="10 s")
@@ -56,14 +57,23 @@ def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
     return story(return_state=True)
 
 
+def expected(run: TaskRun) -> datetime:
+    at = run.expected_start_time or run.created
+    assert at is not None
+    return at
+
+
 def task_runs(state: State[Any], *awaited: str) -> list[str]:
     """Names in order. The server hears of task runs by events, a moment after the flow run has ended."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
     wanted = FlowRunFilter(id=FlowRunFilterId(any_=[run_of(state)]))
     names: list[str] = []
     with get_client(sync_client=True) as client:
         for _ in range(150):
             runs = client.read_task_runs(flow_run_filter=wanted)
-            names = [run.name for run in sorted(runs, key=lambda run: run.expected_start_time or run.created)]
+            names = [run.name for run in sorted(runs, key=expected)]
             if set(awaited) <= set(names) and not any(name.startswith("rollout-") for name in names):
                 break
             threading.Event().wait(0.2)
@@ -76,10 +86,13 @@ def run_of(state: State[Any]) -> UUID:
 
 def page_of(state: State[Any]) -> str:
     """The last page that the run published."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+
     wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run_of(state)]))
     with get_client(sync_client=True) as client:
         pages = [a for a in client.read_artifacts(artifact_filter=wanted) if a.key == "digits-rollout"]
-    return str(max(pages, key=lambda a: a.created).data)
+    return str(max(pages, key=operator.attrgetter("created")).data)
 
 
 def test_a_rollout_that_goes_well(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +123,11 @@ def test_one_that_is_rolled_back_fails_and_shows_the_evidence(
     def count(times: int) -> Callable[[], None]:
         tallies = {"v1": Tally(requests=900 * times), "v2": Tally(requests=100 * times, errors=times)}
         reading = Reading(origin="o", at=float(times), tallies=tallies)
-        return lambda: Journal.open(scene.ports, "digits").append(Observed(reading=reading)) and None
+
+        def observed() -> None:
+            Journal.open(scene.ports, "digits").append(Observed(reading=reading))
+
+        return observed
 
     meanwhile(monkeypatch, count(0), count(1), count(2), lambda: scene.say(Word.ABORT))
     state = driven(scene)
@@ -145,12 +162,18 @@ def test_trouble_is_shown_once_and_tried_again(prefect_server: None, monkeypatch
 
 @pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFound)])
 def test_what_cannot_be_driven(limit: str, error: type[Exception]) -> None:
+    from onnx_ops.orchestration import rollouts
+
     scene = promoted() if error is UserError else Scene()
     with pytest.raises(error):
         rollouts.drive(scene.ports, "digits", by="flow", limit=limit, every="10 s")
 
 
 def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> None:
+    from prefect import flow
+
+    from onnx_ops.orchestration.flows import back_as_tasks, together
+
     scene = promoted()
     scene.settle_some()
 
@@ -169,9 +192,15 @@ def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> Non
 
 @pytest.fixture
 def block(prefect_server: None) -> Any:
+    from prefect.blocks.notifications import CustomWebhookNotificationBlock
+
     with Inbox().open() as inbox:
         made = CustomWebhookNotificationBlock(
-            name="ops", url=inbox.url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
+            name="ops",
+            url=inbox.url,
+            json_data={"subject": "{{subject}}", "body": "{{body}}"},
+            headers=None,
+            cookies=None,
         )
         made.save("ops", overwrite=True)
         yield inbox
@@ -195,7 +224,11 @@ def test_a_block_that_is_not_there(prefect_server: None, tmp_path: Any) -> None:
 
 
 def test_a_block_that_fails_is_tried_again(prefect_server: None, tmp_path: Any) -> None:
-    made = CustomWebhookNotificationBlock(name="gone", url="http://127.0.0.1:9/hidden", json_data={"a": "{{body}}"})
+    from prefect.blocks.notifications import CustomWebhookNotificationBlock
+
+    made = CustomWebhookNotificationBlock(
+        name="gone", url="http://127.0.0.1:9/hidden", json_data={"a": "{{body}}"}, headers=None, cookies=None
+    )
     made.save("gone", overwrite=True)
     with pytest.raises(ServiceUnavailable) as caught:
         PrefectNotifier("custom-webhook/gone", tmp_path).send(ROLLED_BACK)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -91,6 +92,7 @@ def test_every_truncation_and_every_flipped_byte_is_refused() -> None:
 def test_foreign_documents_are_refused() -> None:
     good = json.loads(encode(follow(None, state({"a": 100}))))
     content = {**good["table"], "layout": ["z"]}
+    document: Any
     for document in (
         [],
         {},

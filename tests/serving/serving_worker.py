@@ -54,6 +54,7 @@ class Worker:
     bounds: Mapping[str, Any] = field(default_factory=dict)
     slowly: list[str] = field(default_factory=list)
     """Paths of the inference requests that went to the Starlette app."""
+    table: Table | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
         edition = self.shared.edition + 1
@@ -86,7 +87,7 @@ class Worker:
         self.loop = asyncio.get_running_loop()
         self.shared = Shared(1)
         self.slots = Slots(self.shared)
-        self.table: Table | None = None
+        self.table = None
         nowhere = self.shared.row(0, 0)
         self.residents = Residents(self.shared, 0, self._load, endpoint="e")
         self.shadow = Shadow()
@@ -97,7 +98,7 @@ class Worker:
         )
         self.publish(self.state)
         usual = {"most": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
-        self.connections = Connections(**{**usual, **self.bounds}, row=nowhere)  # type: ignore[arg-type]
+        self.connections = Connections(**{**usual, **self.bounds}, row=nowhere)
         app = _Spied(self.inference, Metrics(self.shared, "e"), outcomes, max_body=self.connections.max_body)
         app.slowly = self.slowly
         config = uvicorn.Config(
@@ -110,7 +111,7 @@ class Worker:
             timeout_graceful_shutdown=20,
         )
         self.server = uvicorn.Server(config)
-        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         with bound("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
             watch = self.loop.create_task(self.connections.watch())

@@ -86,7 +86,7 @@ def test_one_outputs_scale_is_not_anothers() -> None:
 
 @pytest.mark.parametrize(("datatype", "dtype"), [("FP32", np.float32), ("FP64", np.float64), ("FP16", np.float16)])
 def test_the_binary_form(datatype: str, dtype: type) -> None:
-    array = np.array([[1.0, np.nan], [np.inf, -4.0]], dtype)
+    array: np.ndarray[Any, Any] = np.array([[1.0, np.nan], [np.inf, -4.0]], dtype)
     near, far = array.copy(), array.copy()
     near[1, 1], far[1, 1] = -4.002, -4.2
     assert not differs(in_binary(array, datatype), in_binary(near, datatype), 1e-3)

@@ -258,7 +258,11 @@ def test_a_shadow_that_answers_alike_differs_in_nothing(blue: Deployment, tmp_pa
         with Worker(state).running() as worker:
             for number in range(3):
                 worker.send(post(INFER, body([number, 1])))
-            wait_until(lambda worker=worker: worker.shared.totals(2)[slab.SHADOW_DONE] == 3)
+
+            def done(worker: Worker = worker) -> bool:
+                return worker.shared.totals(2)[slab.SHADOW_DONE] == 3
+
+            wait_until(done)
             assert worker.shared.totals(2)[slab.SHADOW_DIFFERING] == differing
 
 

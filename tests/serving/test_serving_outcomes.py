@@ -130,10 +130,11 @@ def test_the_counts_are_those_of_all_workers(pair: tuple[ServerFamily, Deploymen
     for counts in found.deployments.values():
         assert len(counts.latency) == len(found.bounds_s) + 1
         assert sum(counts.latency) == sum(counts.statuses.values())
+    shadow = server.counts().deployments["green"]
     for _ in range(1000):
-        shadow = server.counts().deployments["green"]
         if shadow.shadow_answered == 10:
             break
+        shadow = server.counts().deployments["green"]
     assert (shadow.shadow_answered, shadow.shadow_differing, shadow.shadow_failed) == (10, 10, 0)
     assert shadow.statuses == found.deployments["green"].statuses
 
@@ -157,7 +158,7 @@ def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
         counted, unknown = counted + found[0], unknown + found[1]
     assert counted + unknown == len(reports)
     assert unknown == shared.totals(0)[slab.UNKNOWN_OUTCOMES] > 0
-    odd = sum(int(report["request_id"]) % 2 for report in reports)
+    odd = sum(int(str(report["request_id"])) % 2 for report in reports)
     assert shared.totals(2)[slab.OUTCOMES] <= odd
     assert shared.totals(1)[slab.OUTCOMES] <= len(reports) - odd
     assert shared.totals(1)[slab.OUTCOMES] + shared.totals(2)[slab.OUTCOMES] == counted

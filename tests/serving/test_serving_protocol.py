@@ -34,9 +34,16 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     root = tmp_path_factory.mktemp("models")
     blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
     green = scaling_deployment(root / "green", name="green", version="2", scale=3.0, model="m")
-    bounds = {"read_timeout_s": 2.0, "keep_alive_s": 3.0, "most": 50}
-    with Worker(state_of(blue, green, blue=70, green=30), bounds=bounds).running() as running:
+    with Worker(state_of(blue, green, blue=70, green=30), bounds={"most": 50}).running() as running:
         yield running
+
+
+@pytest.fixture
+def hasty(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """Return the worker, which waits for nobody longer than about half a second."""
+    monkeypatch.setattr(worker.connections, "_read_timeout_s", 0.5)
+    monkeypatch.setattr(worker.connections, "_keep_alive_s", 0.5)
+    return worker
 
 
 @pytest.fixture(autouse=True)
@@ -213,27 +220,27 @@ def test_large_bodies_behind_one_head(worker: Worker, first: int) -> None:
     assert worker.connections.held == 0
 
 
-def test_a_large_body_behind_a_known_head_that_never_ends_is_refused_and_forgotten(worker: Worker) -> None:
+def test_a_large_body_behind_a_known_head_that_never_ends_is_refused_and_forgotten(hasty: Worker) -> None:
     request = large(1, 2, room=500_000)
-    with worker.connect() as client:
+    with hasty.connect() as client:
         for _ in range(2):
             client.sendall(request)
             assert received(client).startswith(b"HTTP/1.1 200")
         client.sendall(request[:300_000])
-        wait_until(lambda: worker.connections.held > 100_000)
+        wait_until(lambda: hasty.connections.held > 100_000)
         assert received(client).startswith(b"HTTP/1.1 408")
-    assert worker.connections.held == 0
+    assert hasty.connections.held == 0
 
 
-def test_a_large_body_that_never_ends_is_refused_and_forgotten(worker: Worker) -> None:
+def test_a_large_body_that_never_ends_is_refused_and_forgotten(hasty: Worker) -> None:
     request = large(1, 2, room=500_000)
-    with worker.connect() as client:
+    with hasty.connect() as client:
         client.sendall(request[:300_000])
-        wait_until(lambda: worker.connections.held > 100_000)
+        wait_until(lambda: hasty.connections.held > 100_000)
         assert received(client).startswith(b"HTTP/1.1 408")
         client.sendall(request[300_000:] + GOOD)
         assert client.recv(1) == b""
-    assert worker.connections.held == 0
+    assert hasty.connections.held == 0
 
 
 def test_chunked_bodies(worker: Worker) -> None:
@@ -310,10 +317,10 @@ def test_a_chunked_body_without_end_is_refused(worker: Worker) -> None:
     assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
 
 
-def test_all_bodies_together_are_bounded(worker: Worker) -> None:
-    half = worker.connections.max_body // 2
+def test_all_bodies_together_are_bounded(hasty: Worker) -> None:
+    half = hasty.connections.max_body // 2
     head = post(INFER, b"").replace(b"length: 0", b"length: %d" % (half + 1))
-    clients = [worker.connect() for _ in range(18)]
+    clients = [hasty.connect() for _ in range(18)]
     try:
         for client in clients:
             client.sendall(head + b" " * half)
@@ -322,23 +329,23 @@ def test_all_bodies_together_are_bounded(worker: Worker) -> None:
         for client in clients:
             client.close()
     assert {answer[9:12] for answer in answers} == {b"408", b"503"}
-    assert worker.connections.held <= worker.connections.max_held
+    assert hasty.connections.held <= hasty.connections.max_held
 
 
-def test_a_request_that_comes_too_slowly_is_ended(worker: Worker) -> None:
+def test_a_request_that_comes_too_slowly_is_ended(hasty: Worker) -> None:
     for start in (
         b"POST ",
         post(INFER, BODY)[:-3],
         post(INFER, BODY, TWICE)[:-3],
         b"GET /ping HTTP/1.1\r\nhost: x\r\n",
     ):
-        assert worker.send(start).startswith(b"HTTP/1.1 408"), start
+        assert hasty.send(start).startswith(b"HTTP/1.1 408"), start
 
 
-def test_an_idle_connection_is_closed(worker: Worker) -> None:
-    with worker.connect() as client:
+def test_an_idle_connection_is_closed(hasty: Worker) -> None:
+    with hasty.connect() as client:
         assert client.recv(1) == b""
-    with worker.connect() as client:
+    with hasty.connect() as client:
         client.sendall(GOOD)
         assert b" 200 OK" in received(client)
         assert client.recv(1) == b""

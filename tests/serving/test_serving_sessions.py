@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -104,9 +105,12 @@ def test_an_entry_is_made_once_and_answers_with_the_same_bits(
     assert set(made) == {"model.onnx", "weights.bin", "entry.json"}
     opened: list[Path] = []
     original = sessions.open_session
-    monkeypatch.setattr(
-        sessions, "open_session", lambda path, **options: opened.append(path) or original(path, **options)
-    )
+
+    def spy(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return original(path, **options)
+
+    monkeypatch.setattr(sessions, "open_session", spy)
     assert answer(network, cache) == plain
     assert opened == [entry / "model.onnx"]
     assert {path.name: path.stat().st_mtime_ns for path in entry.iterdir()} == made

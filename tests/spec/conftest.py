@@ -6,13 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from onnx_ops.errors import SpecError
 from onnx_ops.spec import load_pipeline
-
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.load_profile("repeatable")
 
 PIPELINE = """\
 pipeline: toy

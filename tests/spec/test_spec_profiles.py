@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from jsonschema import Draft202012Validator
 
 from onnx_ops.domain.provider_options import PROVIDER_OPTIONS, PROVIDER_PACKAGES
 from onnx_ops.errors import NotFound, SpecError
@@ -33,6 +32,8 @@ def wrong(option: str) -> str:
 
 @pytest.mark.parametrize("name", profile_names())
 def test_a_profile_is_a_target_of_every_project(name: str, tmp_path: Path) -> None:
+    from jsonschema import Draft202012Validator
+
     target = TargetFiles(tmp_path).load(name)
     assert target.name == name
     assert target.description
@@ -59,7 +60,8 @@ def test_an_option_that_is_wrong_by_a_letter_is_refused_where_it_stands(
 
 
 @pytest.mark.parametrize(
-    ("provider", "option"), [(provider, option) for provider, names in PROVIDER_OPTIONS.items() for option in names]
+    ("provider", "option"),
+    [(provider, option) for provider, names in PROVIDER_OPTIONS.items() for option in sorted(names)],
 )
 def test_every_name_is_accepted_and_refused_with_a_letter_more(provider: str, option: str, project: Path) -> None:
     path = project / "configs/targets/one.yaml"

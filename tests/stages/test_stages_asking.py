@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import numpy_helper
-from sklearn.datasets import load_breast_cancer
-from sklearn.ensemble import RandomForestClassifier
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from torch import nn
 
 from onnx_ops import codec
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
@@ -42,17 +36,6 @@ from onnx_ops.testing.models import rows, write_perceptron
 TARGET = Target(name="cpu")
 
 
-class Pooled(nn.Module):
-    """Takes images of any height and width, at least 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.last = nn.Conv2d(1, 4, 2), nn.Linear(4, 3)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.conv(image)).mean(dim=(2, 3)))
-
-
 def exported(exporter: Exporter, model: Any, section: Export, samples: Tensors, path: Path) -> Asked:
     exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
     return ask_source(exporter, model, path, samples)
@@ -72,6 +55,10 @@ FREE = Export(framework="torch", dynamic={"image": {0: "batch", 2: "height", 3: 
 
 
 def test_free_axes_are_exercised_and_what_the_source_refuses_is_noted(images: Tensors, tmp_path: Path) -> None:
+    import torch
+
+    from tests.support.torch_modules import Pooled
+
     torch.manual_seed(0)
     path = tmp_path / "model.onnx"
     asked = exported(TorchExporter(), Pooled().eval(), FREE, images, path)
@@ -86,6 +73,10 @@ def test_free_axes_are_exercised_and_what_the_source_refuses_is_noted(images: Te
 def test_an_export_that_takes_one_size_only_fails_where_its_source_takes_others(
     images: Tensors, tmp_path: Path
 ) -> None:
+    import torch
+
+    from tests.support.torch_modules import Pooled
+
     torch.manual_seed(0)
     path = tmp_path / "model.onnx"
     asked = exported(TorchExporter(), Pooled().eval(), FREE, images, path)
@@ -102,6 +93,10 @@ def test_an_export_that_takes_one_size_only_fails_where_its_source_takes_others(
 
 
 def test_a_fixed_size_has_nothing_to_exercise(images: Tensors, tmp_path: Path) -> None:
+    import torch
+
+    from tests.support.torch_modules import Pooled
+
     torch.manual_seed(0)
     path = tmp_path / "model.onnx"
     section = Export(framework="torch", dynamic={"image": {0: "batch"}})
@@ -110,22 +105,32 @@ def test_a_fixed_size_has_nothing_to_exercise(images: Tensors, tmp_path: Path) -
 
 
 def cancer(rows: int) -> tuple[Any, Any]:
+    from sklearn.datasets import load_breast_cancer
+
     x, y = load_breast_cancer(return_X_y=True)
     return x[:rows].astype(np.float32), y[:rows]
 
 
-@pytest.mark.parametrize(
-    ("model", "policy"),
-    [
-        (make_pipeline(StandardScaler(), LogisticRegression()), "refused"),
-        (RandomForestClassifier(3, random_state=0), "answered"),
-    ],
-)
+def scaled_regression() -> Any:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), LogisticRegression())
+
+
+def forest() -> Any:
+    from sklearn.ensemble import RandomForestClassifier
+
+    return RandomForestClassifier(3, random_state=0)
+
+
+@pytest.mark.parametrize(("make", "policy"), [(scaled_regression, "refused"), (forest, "answered")])
 def test_nan_is_compared_where_the_source_answers_it_and_noted_where_not(
-    model: Any, policy: str, tmp_path: Path
+    make: Callable[[], Any], policy: str, tmp_path: Path
 ) -> None:
     x, y = cancer(200)
-    asked = exported(SklearnExporter(), model.fit(x, y), Export(framework="sklearn"), {"x": x}, tmp_path / "m.onnx")
+    asked = exported(SklearnExporter(), make().fit(x, y), Export(framework="sklearn"), {"x": x}, tmp_path / "m.onnx")
     assert asked.limits.nan == policy
     assert ("nan" in asked.limits.refused) == (policy == "refused")
     assert ("nan" in [group.name for group in asked.groups]) == (policy != "refused")
@@ -143,7 +148,7 @@ def test_nan_that_is_passed_on_is_told(images: Tensors, tmp_path: Path) -> None:
 
 def test_a_source_that_refuses_the_real_rows_is_the_users_to_mend(tmp_path: Path) -> None:
     x, y = cancer(100)
-    model = make_pipeline(StandardScaler(), LogisticRegression()).fit(x, y)
+    model = scaled_regression().fit(x, y)
     path = tmp_path / "model.onnx"
     request = ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=path)
     SklearnExporter().export(model, request)
@@ -154,6 +159,10 @@ def test_a_source_that_refuses_the_real_rows_is_the_users_to_mend(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def scaled_forest() -> tuple[Any, Tensors]:
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     x, y = cancer(569)
     return make_pipeline(StandardScaler(), RandomForestClassifier(12, random_state=0)).fit(x, y), {"x": x[:256]}
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from sklearn.datasets import load_iris
-from sklearn.ensemble import RandomForestClassifier
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
@@ -29,6 +27,9 @@ def compared(a: Path, b: Path) -> Parity:
 
 @pytest.fixture
 def forest(tmp_path: Path) -> Path:
+    from sklearn.datasets import load_iris
+    from sklearn.ensemble import RandomForestClassifier
+
     x, y = load_iris(return_X_y=True)
     x = x.astype(np.float32)
     path = tmp_path / "forest.onnx"

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import numpy_helper
 
-from examples.digits_cnn import DigitsCnn
 from onnx_ops import codec
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -47,6 +45,10 @@ class Source:
     """A network with its sound export, its own answers, and a look inside it."""
 
     def __init__(self, folder: Path) -> None:
+        import torch
+
+        from examples.digits_cnn import DigitsCnn
+
         torch.manual_seed(0)
         self.model = DigitsCnn().eval()
         self.path = folder / "model.onnx"
@@ -153,7 +155,7 @@ class Counting(TorchExporter):
 class Blind:
     """An exporter that cannot look inside."""
 
-    tools = ()
+    tools: tuple[str, ...] = ()
 
     def save(self, model: object, folder: Path) -> None: ...
     def load(self, folder: Path) -> object: ...
@@ -200,10 +202,12 @@ def test_the_stage_says_that_an_exporter_cannot_look_inside(source: Source, tmp_
 
 
 def test_looking_inside_leaves_the_source_as_it_was(source: Source) -> None:
+    import torch
+
     before = {name: value.clone() for name, value in source.model.state_dict().items()}
     single, double = source.tracer(SAMPLES, {"conv2d", "output"})
     assert double is not None
-    assert (single["conv2d"].dtype, double["conv2d"].dtype) == (np.float32, np.float64)
+    assert (single["conv2d"].dtype, double["conv2d"].dtype) == (np.dtype("float32"), np.dtype("float64"))
     again, _ = source.tracer(SAMPLES, {"conv2d"})
     np.testing.assert_array_equal(single["conv2d"], again["conv2d"])
     assert set(again) == {"conv2d"}

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import digits_cnn, digits_mlp
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
@@ -66,6 +65,8 @@ def build(folder: Path, exporter: Exporter, model: object, framework: str, train
 
 @pytest.fixture(scope="module")
 def perceptron(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    from examples import digits_mlp
+
     train, test = digits("train", "x", "data"), digits("test", "x", "data")
     model = digits_mlp.train({"train": train})
     return build(tmp_path_factory.mktemp("mlp"), SklearnExporter(), model, "sklearn", train, test)
@@ -73,6 +74,8 @@ def perceptron(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture(scope="module")
 def convolution(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    from examples import digits_cnn
+
     train, test = digits("train", "image", "images"), digits("test", "image", "images")
     model = digits_cnn.train({"train": train}, epochs=4)
     return build(tmp_path_factory.mktemp("cnn"), TorchExporter(), model, "torch", train, test)

@@ -80,7 +80,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
                 "gates.json": put_document(store, (ParityGate(),)),
             }
         )
-    phone = inputs["benchmark/fp32@cpu-1t"].files | {"package/model.ort": store.put_bytes(b"flat")}
+    phone = {**inputs["benchmark/fp32@cpu-1t"].files, "package/model.ort": store.put_bytes(b"flat")}
     inputs["benchmark/fp32@cpu-1t"] = Manifest(files=phone)
     stage = Stage(
         id="register",

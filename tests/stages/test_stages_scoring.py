@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn import metrics as reference
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.analysis.scores import CANDIDATE
@@ -81,6 +80,8 @@ def test_memory_is_bounded_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_accuracy_and_top_k_are_counts(model: Path, scores: Any, tmp_path: Path) -> None:
+    from sklearn import metrics as reference
+
     fixed = tmp_path / "fixed.onnx"
     write_perceptron(fixed, batch=16)
     label = labels_of(scores)
@@ -96,6 +97,8 @@ def test_accuracy_and_top_k_are_counts(model: Path, scores: Any, tmp_path: Path)
 
 @pytest.mark.parametrize("average", ["macro", "micro", "weighted", "binary"])
 def test_f1_of_scores(model: Path, scores: Any, average: Any) -> None:
+    from sklearn import metrics as reference
+
     label = labels_of(scores)
     positive = 2 if average == "binary" else None
     found = alone(measured({CANDIDATE: model}, label, MetricDefinition(name="f1", average=average, positive=positive)))
@@ -106,6 +109,8 @@ def test_f1_of_scores(model: Path, scores: Any, average: Any) -> None:
 
 
 def test_auc_reads_the_column_of_the_positive_label(model: Path, scores: Any) -> None:
+    from sklearn import metrics as reference
+
     label = labels_of(scores)
     found = alone(measured({CANDIDATE: model}, label, MetricDefinition(name="auc", positive=1)))
     assert found.candidate is not None
@@ -113,6 +118,8 @@ def test_auc_reads_the_column_of_the_positive_label(model: Path, scores: Any) ->
 
 
 def test_labels_that_are_texts_have_their_columns_in_order(model: Path, scores: Any) -> None:
+    from sklearn import metrics as reference
+
     label = np.array(["ant", "bee", "cat"])[labels_of(scores)]
     found = measured({CANDIDATE: model}, label, ACCURACY, MetricDefinition(name="auc", positive="bee"))
     assert found.counts[0].both == 90
@@ -178,7 +185,7 @@ class TestReading:
     SCORES = np.array([[0.1, 0.7, 0.2], [0.8, 0.1, 0.1], [0.3, 0.3, 0.4]], dtype=np.float32)
 
     def test_labels_come_before_scores(self) -> None:
-        outputs = {"scores": self.SCORES, "label": self.LABELS}
+        outputs: dict[str, np.ndarray[Any, Any]] = {"scores": self.SCORES, "label": self.LABELS}
         assert read(ACCURACY, outputs).columns == 0
         named = read(MetricDefinition(name="accuracy", output="scores"), outputs)
         assert (named.columns, named.values.tolist()) == (3, [1, 0, 2])

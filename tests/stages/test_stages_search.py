@@ -45,7 +45,8 @@ def fragile(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def test_the_fragile_node_is_found_and_stays_in_float(fragile: Callable[[str], Path]) -> None:
-    root, lines = fragile("a"), []
+    root = fragile("a")
+    lines: list[str] = []
     found = search(fragile_ground(root), FileJournal(root / "journal"), lines.append)
     record = found.record
     dynamic = [t for t in record.trials if t.recipe == "dynamic"]

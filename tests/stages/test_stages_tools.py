@@ -21,22 +21,15 @@ from onnx_ops.domain.gate import LatencyGate, ParityGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.ports import (
-    LoadSamples,
-    LoadSchedule,
-    RaceSamples,
-    RaceSchedule,
-    RunSamples,
-    StartSamples,
-    StartSchedule,
-)
 from onnx_ops.spec.builtin import BUILTIN, find_target
 from onnx_ops.spec.targets import TargetFiles
+from onnx_ops.stages import load, starts
 from onnx_ops.stages.bench import bench
 from onnx_ops.stages.bench_pair import bench_pair, pair_gates
 from onnx_ops.stages.compare import Parity, compare
 from onnx_ops.stages.probing import brought, groups_of, made_up, shared_inputs
 from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
+from tests.stages.scripted import Scripted
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = BUILTIN["cpu-1t"]
@@ -300,9 +293,19 @@ class TestBench:
         assert found.figures["p99"].high is None, "40 runs bound no 99th percentile"
         assert found.figures["p50"].n == 40 - found.preempted or found.preempted == 40
 
-    def test_load_and_fresh_processes_are_measured_where_asked(self, model: Path) -> None:
+    def test_load_and_fresh_processes_are_measured_where_asked(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for kind in (load, starts):
+            monkeypatch.setattr(kind, "HEATS_ALONE", 1)
         asked = Asked(throughput=(2,), starts=True)
         found = bench(RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
+        for name in ("concurrency 2", "load", "first", "peak"):
+            assert found.figures[name].value > 0
+
+    def test_each_figure_has_its_unit_its_number_and_an_interval(self, model: Path) -> None:
+        asked = Asked(throughput=(2,), starts=True)
+        found = bench(Scripted({model: 1.0}), CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
         assert list(found.figures) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
         assert [found.figures[name].unit for name in ("concurrency 2", "load", "peak")] == ["req/s", "s", "B"]
         for name in ("concurrency 2", "load", "first", "peak"):
@@ -381,40 +384,6 @@ class TestBench:
     def test_a_model_too_new_for_the_target_is_refused(self, model: Path) -> None:
         with pytest.raises(UserError, match="accepts opset <= 9, IR version <= 13; this model has opset 18"):
             bench(RUNTIME, replace(CPU, max_opset=9), model, rows(1), runs=20, conditions=dict)
-
-
-class Scripted(OnnxRuntime):
-    """The real runtime, with times that follow a script: `cost` units for each model, and noise between sessions."""
-
-    def __init__(self, cost: dict[Path, float], *, noise: float = 0.005, used: tuple[str, ...] = ()) -> None:
-        self._cost, self._noise, self._used = cost, noise, used
-        self._draw = np.random.default_rng(5)
-
-    def facts(self, model: Path, target: Any) -> Any:
-        found = super().facts(model, target)
-        return replace(found, used=self._used, nodes=dict.fromkeys(self._used, 3)) if self._used else found
-
-    def sample(self, model: Path, target: Any, feed: Any, *, runs: int, warmup: int) -> RunSamples:
-        return RunSamples(nanoseconds=np.full(runs, 1_000_000), preempted=np.zeros(runs, dtype=bool))
-
-    def race(self, models: Sequence[Path], target: Any, feed: Any, schedule: RaceSchedule) -> RaceSamples:
-        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
-        cost = np.array([self._cost[model] for model in models])[:, np.newaxis]
-        session = np.exp(self._noise * self._draw.standard_normal((schedule.heats, 1, len(models), 1)))
-        times = 1e6 * cost * session * np.exp(0.01 * self._draw.standard_normal(shape))
-        return RaceSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
-
-    def under_load(self, models: Sequence[Path], target: Any, feed: Any, schedule: LoadSchedule) -> LoadSamples:
-        times = self._drawn(models, (schedule.heats, schedule.windows, len(models)))
-        return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
-
-    def starts(self, models: Sequence[Path], target: Any, feed: Any, schedule: StartSchedule) -> StartSamples:
-        load, first, peak = (self._drawn(models, (schedule.heats, len(models))) for _ in range(3))
-        return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak)
-
-    def _drawn(self, models: Sequence[Path], shape: tuple[int, ...]) -> Any:
-        cost = 1e6 * np.array([self._cost[model] for model in models])
-        return (cost * np.exp(self._noise * self._draw.standard_normal(shape))).astype(np.int64)
 
 
 def evidence(measured: tuple[ParityMeasurement, ...]) -> Evidence:

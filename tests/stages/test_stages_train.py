@@ -11,6 +11,7 @@ import pytest
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure
 from onnx_ops.stages.train import execute
 from onnx_ops.testing.fakes import FakeWorld
@@ -19,7 +20,7 @@ from onnx_ops.testing.fakes import FakeWorld
 def train(root: Path, body: str, function: str = "train") -> None:
     module = f"user_{uuid.uuid4().hex}"
     (root / f"{module}.py").write_text(body, encoding="utf-8")
-    settings = {"run": f"{module}:{function}", "with_": {"seed": 1}, "framework": "sklearn"}
+    settings: dict[str, Json] = {"run": f"{module}:{function}", "with_": {"seed": 1}, "framework": "sklearn"}
     stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings)
     ports = replace(FakeWorld().ports(root=root), exporter=lambda *_: SklearnExporter())
     execute(stage, digest_bytes(b""), {}, ports)

@@ -14,11 +14,12 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onnx_ops.errors import OnnxOpsError
 from tests.support.processes import ROOT
@@ -53,9 +54,14 @@ class Outcome:
         return self.kind in ("crashed", "untyped")
 
 
-def write_models(folder: Path) -> tuple[Path, ...]:
-    """Copy or make all of them, one folder each: `folder/KIND/NAME/model.onnx`. Takes about half a minute."""
-    found = [*_stored(folder), *_made(folder)]
+def write_models(folder: Path, operators: Iterable[str] | None = None) -> tuple[Path, ...]:
+    """Copy or make all of them, one folder each: `folder/KIND/NAME/model.onnx`. Takes about half a minute.
+
+    Args:
+        folder: where.
+        operators: those whose models are made, by the modules of the onnx package that do so; all by default.
+    """
+    found = [*_stored(folder), *_made(folder, operators)]
     return tuple(sorted(found))
 
 
@@ -173,14 +179,18 @@ def _stored(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _made(folder: Path) -> Iterator[Path]:
+def _made(folder: Path, operators: Iterable[str] | None) -> Iterator[Path]:
     """Models of single operators, lowered to what the runtime accepts where none of their operators is newer."""
+    from onnx.backend.test.case import node
     from onnx.backend.test.loader import load_node_model_tests
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cases: Sequence[Any] = load_node_model_tests()
-    for case in cases:
+        if operators is None:
+            load_node_model_tests()
+        for operator in operators or ():
+            import_module(f"{node.__name__}.{operator}")  # which makes its models
+    for case in tuple(node._NodeTestCases):
         path = folder / "node" / case.name / "model.onnx"
         path.parent.mkdir(parents=True)
         _lower(case.model)

@@ -5,11 +5,13 @@ A plugin of pytest, loaded by `tests/conftest.py`.
 
 from __future__ import annotations
 
+import gc
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
+from hypothesis import settings
 
 from tests.support.processes import ROOT
 
@@ -21,7 +23,35 @@ T = TypeVar("T")
 PARTS = 3
 """One commit runs one part of every sweep; the nightly tier runs all."""
 
-SHARED: dict[str, str] = {}
+SHARED: dict[str, str] = {
+    # They share the import of the SDK, which takes as long as most of their tests.
+    "tests/adapters/test_doctor_azureml.py": "azure",
+    "tests/adapters/test_endpoint_azureml.py": "azure",
+    "tests/adapters/test_endpoint_azureml_faults.py": "azure",
+    "tests/adapters/test_endpoint_azureml_registry.py": "azure",
+    "tests/adapters/test_metrics_azuremonitor.py": "azure",
+    "tests/operations/test_operations_azureml.py": "azure",
+    "tests/adapters/test_endpoint_sagemaker.py": "sagemaker",
+    "tests/adapters/test_endpoint_sagemaker_faults.py": "sagemaker",
+    "tests/adapters/test_endpoint_sagemaker_rollouts.py": "sagemaker",
+    "tests/adapters/test_endpoint_sagemaker_settings.py": "sagemaker",
+    "tests/adapters/test_endpoint_sagemaker_troubles.py": "sagemaker",
+    "tests/adapters/test_metrics_cloudwatch.py": "sagemaker",
+    "tests/adapters/test_exporter_edges.py": "torch",
+    "tests/adapters/test_exporter_examples.py": "torch",
+    "tests/adapters/test_exporter_torch.py": "torch",
+    "tests/e2e/test_prefect_automations.py": "prefect",
+    "tests/e2e/test_prefect_postgres.py": "prefect",
+    "tests/e2e/test_prefect_server.py": "prefect",
+    "tests/e2e/test_remote_targets.py": "prefect",
+    "tests/e2e/test_bad_releases.py": "releases",
+    "tests/e2e/test_champions.py": "releases",
+    "tests/e2e/test_killed.py": "releases",
+    "tests/e2e/test_rollback.py": "releases",
+    "tests/e2e/test_rollout.py": "releases",
+    "tests/integrations/": "integrations",
+    "tests/orchestration/": "orchestration",
+}
 """Test files, or folders with a trailing slash, whose tests share a server: they run on one worker."""
 
 FIRST: tuple[str, ...] = ()
@@ -80,6 +110,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "in_order: tests of one story, which run in the order of their file")
     part = part_of(config.option.sweep)
     config.option.sweep = f"{part}/{PARTS}" if part else "all"  # the workers of pytest-xdist take the same
+    # Nightly runs draw new examples. The first one of a test may import what the test needs, hence no deadline.
+    settings.register_profile("suite", derandomize=part != 0, print_blob=True, deadline=None)
+    settings.load_profile("suite")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -90,6 +123,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 def sweep(pytestconfig: pytest.Config) -> Sweep:
     """Choose this run's part of the points at which something is killed or fails."""
     return Sweep(part_of(pytestconfig.option.sweep))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the collector of garbage: it takes a third of the time, and there is none among syntax trees."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

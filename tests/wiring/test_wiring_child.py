@@ -20,6 +20,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.isolation.output import LAST_LINES
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFound, Refused, StageFailure, UserError
 from onnx_ops.ports import Ports
 from onnx_ops.settings import Settings, load_settings, to_environ
@@ -175,12 +176,14 @@ def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> Non
 
 
 def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings, scratch: Path) -> None:
+    why = ""
     for seconds in (2.5, 10.0, 40.0):  # until its process has come as far as it should
         with pytest.raises(StageFailure, match=f"time-out of {seconds:g} s") as stopped:
             in_child(project, train_stage("hang", timeout=seconds), KEY, {})
+        why = stopped.value.why
         if (project.root / "trainer").exists():
             break
-    assert stopped.value.why == "about to hang"
+    assert why == "about to hang"
     assert list(scratch.iterdir()) == []
     for name in ("trainer", "grandchild"):
         process = noted(project, name)
@@ -248,7 +251,7 @@ def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project
         "    print('last words', flush=True)\n"
         "    os._exit(7)\n"
     )
-    settings = {"run": "telling:train", "with_": {}, "framework": "sklearn"}
+    settings: dict[str, Json] = {"run": "telling:train", "with_": {}, "framework": "sklearn"}
     telling = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
     heard: list[tuple[str, str]] = []
     with pytest.raises(StageFailure) as caught:

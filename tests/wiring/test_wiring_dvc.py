@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_iris
 
 from onnx_ops.domain.pipeline import StageStatus
 from onnx_ops.engine import RunResult
@@ -39,6 +38,8 @@ register: {model: kept}
 
 
 def iris(side: int) -> bytes:
+    from sklearn.datasets import load_iris
+
     bunch, stream = load_iris(), io.BytesIO()
     np.savez(stream, x=bunch.data[side::2].astype(np.float32), y=bunch.target[side::2])
     return stream.getvalue()
@@ -94,6 +95,7 @@ def test_lineage_ends_in_mlflow_and_in_the_model(repository: Repository) -> None
     tracked = client.get_run(str(client.get_model_version("kept", "1").run_id))
     assert tracked.data.tags["origin.train.commit"] == commit
     assert tracked.data.params["params.limit"] == "40"
+    assert tracked.inputs is not None
     inputs: dict[str, Any] = {one.dataset.name: one for one in tracked.inputs.dataset_inputs}
     train = inputs["train"]
     assert train.dataset.source_type == "dvc"

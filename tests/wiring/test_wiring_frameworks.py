@@ -17,8 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 """Folder in which environments stay from one run of the tests to the next."""
 
-LIGHT = ("cancer-lightgbm", "digits-mlp", "digits-xgboost", "iris-onnx")
-HEAVY = ("digits-keras", "digits-paddle", "digits-tensorflow", "digits-tflite", "digits-vit")
+LIGHT = ("iris-onnx",)
+HEAVY = (
+    "cancer-lightgbm",
+    "digits-keras",
+    "digits-mlp",
+    "digits-paddle",
+    "digits-tensorflow",
+    "digits-tflite",
+    "digits-vit",
+    "digits-xgboost",
+)
 GATES = {"digits-mlp": ("gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]",)}
 """Tests share their machine with each other: latency is not their subject."""
 ELSEWHERE = ("digits-cnn",)

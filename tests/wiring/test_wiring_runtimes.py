@@ -26,6 +26,7 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.wiring.project import Project, execute, open_project, prepare
 from onnx_ops.wiring.summary import summarise
+from tests.support.suite import Sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
@@ -143,20 +144,22 @@ LONG_ENOUGH_S = 1.0
 """For whoever waits for a stopped process to have asked it for something."""
 
 
-def test_runtimes_that_are_killed_are_errors_and_the_rest_of_the_run_goes_on(root: Path) -> None:
-    with killed(*VICTIMS.values()):
-        _, result, summary = run(root, "iris-onnx", *VICTIMS, "cpu-1t")
+def test_runtimes_that_are_killed_are_errors_and_the_rest_of_the_run_goes_on(root: Path, sweep: Sweep) -> None:
+    victims = sweep(VICTIMS)
+    with killed(*(VICTIMS[target] for target in victims)):
+        _, result, summary = run(root, "iris-onnx", *victims, "cpu-1t")
     failed = {o.stage: o.reason for o in result.outcomes.values() if o.status is StageStatus.FAILED}
-    assert list(failed) == [f"benchmark/fp32@{target}" for target in VICTIMS]
-    for target, told in (
-        ("node", "signal SIGKILL while it was to"),
-        ("browser-wasm", "the browser (ended while it was to|does not start)"),
-        ("apart", "signal SIGKILL while it was to"),
-    ):
-        assert re.search(told, failed[f"benchmark/fp32@{target}"])
+    assert list(failed) == [f"benchmark/fp32@{target}" for target in victims]
+    words = {
+        "node": "signal SIGKILL while it was to",
+        "browser-wasm": "the browser (ended while it was to|does not start)",
+        "apart": "signal SIGKILL while it was to",
+    }
+    for target in victims:
+        assert re.search(words[target], failed[f"benchmark/fp32@{target}"])
     verdicts = {decision.target: decision.verdict for decision in summary.decisions}
-    assert verdicts == dict.fromkeys(VICTIMS, Verdict.ERROR) | {"cpu-1t": Verdict.PASS}
-    assert {choice.target: choice.variant for choice in summary.choices} == dict.fromkeys(VICTIMS) | {"cpu-1t": "fp32"}
+    assert verdicts == dict.fromkeys(victims, Verdict.ERROR) | {"cpu-1t": Verdict.PASS}
+    assert {choice.target: choice.variant for choice in summary.choices} == dict.fromkeys(victims) | {"cpu-1t": "fp32"}
     assert summary.exit_code == 4
 
 

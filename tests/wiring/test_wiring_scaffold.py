@@ -32,7 +32,9 @@ TOP = {
 }
 
 
-@pytest.mark.parametrize("template", PROJECTS)
+@pytest.mark.parametrize(
+    "template", [pytest.param(name, marks=[] if name == "onnx" else pytest.mark.nightly) for name in PROJECTS]
+)
 def test_a_project_is_sound_and_its_own_tests_pass(template: TemplateName, tmp_path: Path) -> None:
     folder = tmp_path / "fraud"
     files = scaffold(folder, "fraud", template)

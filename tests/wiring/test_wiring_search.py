@@ -132,6 +132,8 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     assert choice.variant != "fp32"
     assert "smallest" in choice.reason
     registration = summary.registration
+    assert registration is not None
+    assert choice.variant is not None
     assert set(registration.versions) == names
     registry = project.ports.registry()
     version = registry.version("searched", registration.versions[choice.variant])

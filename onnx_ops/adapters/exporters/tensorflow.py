@@ -40,7 +40,7 @@ _GENERATED = r"__(\d+)"
 class TensorflowExporter:
     """Inputs are passed by name to a SavedModel; to a Keras model by name where it has such inputs, else in order."""
 
-    tools = ("tensorflow-cpu", "tf2onnx", "onnx", "numpy")
+    tools: tuple[str, ...] = ("tensorflow-cpu", "tf2onnx", "onnx", "numpy")
     requirements = REQUIREMENTS
 
     def save(self, model: object, folder: Path) -> None:

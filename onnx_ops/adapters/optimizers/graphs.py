@@ -33,7 +33,7 @@ class GraphOptimizer:
     machine, so that the targets must be alike.
     """
 
-    tools = _TOOLS
+    tools: tuple[str, ...] = _TOOLS
     quantized = False
     needs_calibration = False
 
@@ -63,7 +63,7 @@ class FusionOptimizer:
     Options: `family` (bert unless given), `heads` and `hidden` (found in the graph unless given).
     """
 
-    tools = _TOOLS
+    tools: tuple[str, ...] = _TOOLS
     quantized = False
     needs_calibration = False
 
@@ -101,7 +101,7 @@ class ShapeOptimizer:
     Option `dims`: sizes by name. The batch axis stays free: gates and endpoints ask groups of all sizes.
     """
 
-    tools = _TOOLS
+    tools: tuple[str, ...] = _TOOLS
     quantized = False
     needs_calibration = False
 

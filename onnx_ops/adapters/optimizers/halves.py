@@ -22,7 +22,7 @@ class HalfOptimizer:
     Excluded nodes stay in float32, and so do operators of the types that option `keep` lists.
     """
 
-    tools = ("onnxruntime", "onnx", "numpy")
+    tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
     quantized = True
     needs_calibration = False
 

@@ -40,7 +40,7 @@ class WeightQuantizer:
     move weights so as to keep answers, gptq by calibration rows), `accuracy` (4: activations in 8 bits too).
     """
 
-    tools = ("onnxruntime", "onnx", "numpy")
+    tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
     quantized = True
     needs_calibration = False
 

@@ -75,7 +75,7 @@ class DynamicQuantizer:
     Options: `op_types`; `reduce_range` (7-bit weights), which follows the targets' CPUs unless it is set.
     """
 
-    tools = TOOLS
+    tools: tuple[str, ...] = TOOLS
     quantized = True
     needs_calibration = False
 
@@ -93,7 +93,7 @@ class StaticQuantizer:
     and `symmetric` (activations around 0), which follow the targets' machines unless they are set.
     """
 
-    tools = TOOLS
+    tools: tuple[str, ...] = TOOLS
     quantized = True
     needs_calibration = True
 

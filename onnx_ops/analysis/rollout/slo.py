@@ -11,7 +11,6 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import brentq
 
 from onnx_ops.analysis.rollout.evidence import RISK
 from onnx_ops.analysis.rollout.likelihood import GRID, Array
@@ -54,7 +53,12 @@ def upper_bound(errors: int, requests: int) -> float:
     least = max(errors / requests, _LEAST) if requests else 1.0
     if least >= 1 - _LEAST or short(1 - _LEAST) < 0:
         return 1.0
-    return least if short(least) >= 0 else float(brentq(short, least, 1 - _LEAST, xtol=1e-9))
+    if short(least) >= 0:
+        return least
+
+    from scipy.optimize import brentq  # what only looks at rollouts starts sooner without it
+
+    return float(brentq(short, least, 1 - _LEAST, xtol=1e-9))
 
 
 def clean_requests(rate: float) -> int:

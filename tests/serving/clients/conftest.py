@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from skl2onnx import to_onnx
-from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
 
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import Server, deploy
+
+if TYPE_CHECKING:
+    from sklearn.linear_model import LogisticRegression
 
 TYPES = {
     "fp32": TensorProto.FLOAT,
@@ -56,6 +57,9 @@ def types(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def classifier() -> tuple[LogisticRegression, np.ndarray]:
+    from sklearn.datasets import load_iris
+    from sklearn.linear_model import LogisticRegression
+
     data = load_iris()
     rows = data.data.astype(np.float32)
     return LogisticRegression(max_iter=500).fit(rows, data.target), rows
@@ -65,6 +69,8 @@ def classifier() -> tuple[LogisticRegression, np.ndarray]:
 def iris(
     classifier: tuple[LogisticRegression, np.ndarray], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
+    from skl2onnx import to_onnx
+
     model, rows = classifier
     exported = to_onnx(model, rows[:1], options={"zipmap": False}, target_opset=18)
     yield from serve(tmp_path_factory.mktemp("iris"), exported)

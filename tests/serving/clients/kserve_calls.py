@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import numpy as np
 from httpx import HTTPStatusError
 from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 
-ARRAYS = {
+ARRAYS: dict[str, tuple[str, np.ndarray[Any, Any]]] = {
     "fp32": ("FP32", np.array([[1.5, -2]], np.float32)),
     "fp16": ("FP16", np.array([[1.5, -2]], np.float16)),
     "fp64": ("FP64", np.array([[1.5, 0.1]])),

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import warnings
+from typing import TYPE_CHECKING, Any
 
-import boto3
 import numpy as np
-import pandas as pd
 import pytest
-from botocore.exceptions import ClientError
-from sklearn.linear_model import LogisticRegression
 
 from tests.serving.serving_process import Server
 
-Fitted = tuple[LogisticRegression, np.ndarray]
+if TYPE_CHECKING:
+    from sklearn.linear_model import LogisticRegression
+
+    Fitted = tuple[LogisticRegression, np.ndarray]
 
 
 def test_mlflow_predicts_from_frames_and_arrays(iris: Server, classifier: Fitted) -> None:
+    import pandas as pd
+
     with warnings.catch_warnings(action="ignore"):  # mlflow.pyfunc warns of its own type hints when it is imported
         from mlflow.pyfunc.scoring_server.client import ScoringServerClient
     model, rows = classifier
-    client = ScoringServerClient("127.0.0.1", iris.port)
+    client: Any = ScoringServerClient("127.0.0.1", iris.port)  # type: ignore[no-untyped-call]
     client.ping()
     assert client.get_version()
     client.wait_server_ready(timeout=5)
@@ -36,6 +38,9 @@ def test_mlflow_predicts_from_frames_and_arrays(iris: Server, classifier: Fitted
 
 
 def test_sagemaker_runtime_invokes_by_endpoint_name(iris: Server, classifier: Fitted) -> None:
+    import boto3
+    from botocore.exceptions import ClientError
+
     model, rows = classifier
     client = boto3.client(
         "sagemaker-runtime",

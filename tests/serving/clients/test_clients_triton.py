@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import tritonclient.http as triton
-from tritonclient.utils import InferenceServerException
 
 from tests.serving.serving_process import Server
+
+if TYPE_CHECKING:
+    import tritonclient.http as triton
 
 VALUES: dict[str, tuple[str, np.ndarray[Any, Any]]] = {
     "fp32": ("FP32", np.array([[1.5, -2], [3, 0.1]], np.float32)),
@@ -28,6 +29,8 @@ JSON_REFUSED = ("fp16",)
 
 @pytest.fixture
 def client(types: Server) -> Iterator[triton.InferenceServerClient]:
+    import tritonclient.http as triton
+
     with triton.InferenceServerClient(f"127.0.0.1:{types.port}") as client:
         yield client
 
@@ -49,6 +52,8 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
 def test_the_six_combinations_carry_every_type(
     client: triton.InferenceServerClient, binary_input: bool, binary_output: bool | None
 ) -> None:
+    import tritonclient.http as triton
+
     inputs = []
     for name, (datatype, array) in VALUES.items():
         tensor = triton.InferInput(name, list(array.shape), datatype)
@@ -67,6 +72,9 @@ def test_the_six_combinations_carry_every_type(
 
 
 def test_an_error_is_the_servers_words(client: triton.InferenceServerClient) -> None:
+    import tritonclient.http as triton
+    from tritonclient.utils import InferenceServerException
+
     tensor = triton.InferInput("fp32", [1, 3], "FP32")
     tensor.set_data_from_numpy(np.zeros((1, 3), np.float32))
     with pytest.raises(InferenceServerException, match="tensor 'fp32' must have shape"):

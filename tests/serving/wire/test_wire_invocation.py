@@ -122,7 +122,7 @@ def predictions(call: Call, arrays: list[np.ndarray[Any, Any]]) -> Any:
 
 
 def test_predictions_come_by_name_or_as_records() -> None:
-    values = [
+    values: list[np.ndarray[Any, Any]] = [
         np.array([1, 0], np.longlong),  # the runtime's own int64
         np.array([[0.1, 0.75], [np.nan, 0.5]], np.float32),
         np.array([["a"], ["b"]], object),

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from jsonschema import Draft202012Validator, ValidationError
 
 from onnx_ops.protocol.tensors import DATATYPE_OF
 from onnx_ops.serving.openapi import describe
 from onnx_ops.serving.wire import read_infer, write
 from tests.serving.wire.wire_cases import encode, signature, spec
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
 
 MODEL = signature(
     [spec("x", "float32", "batch", 2), spec("t", "int8", 1)], [spec("y", "float16", "b"), spec("s", "string", "b")]
@@ -20,6 +23,8 @@ T = {"name": "t", "datatype": "INT8", "shape": [1], "data": [3]}
 
 
 def validator(name: str) -> Draft202012Validator:
+    from jsonschema import Draft202012Validator
+
     document = describe([MODEL])
     return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
 
@@ -44,11 +49,15 @@ def test_requests_and_answers_fit_the_document() -> None:
     ],
 )
 def test_wrong_requests_do_not_fit_it(inputs: list[object]) -> None:
+    from jsonschema import ValidationError
+
     with pytest.raises(ValidationError):
         validator("InferRequest").validate({"inputs": inputs})
 
 
 def test_every_type_and_several_deployments_are_described() -> None:
+    from jsonschema import Draft202012Validator
+
     every = signature([spec(dtype, dtype, "n") for dtype in DATATYPE_OF], [spec("y", "bfloat16")])
     document = describe([every, replace(MODEL, version="4"), replace(MODEL, version="5")])
     assert len(document["components"]["schemas"]["InferRequest"]["anyOf"]) == 2

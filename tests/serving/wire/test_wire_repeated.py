@@ -22,7 +22,9 @@ KINDS = {
     "BOOL": ("bool", st.booleans()),
     "BYTES": ("string", st.text(alphabet='a é"[]{},\\\n', max_size=5)),
 }
-ODD = st.sampled_from([None, True, 1e300, -1, 2**70, "x", [], [[]], {}, {"data": [1]}, [1, 2, 3], [[1], [2]]])
+ODD: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, 1e300, -1, 2**70, "x", [], [[]], {}, {"data": [1]}, [1, 2, 3], [[1], [2]]]
+)
 
 
 @st.composite

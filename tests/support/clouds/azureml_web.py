@@ -15,11 +15,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
 from onnx_ops.adapters.host import SystemClock
 
 _DAY = datetime.timedelta(days=1)
@@ -158,6 +153,11 @@ def _handler(answer: Callable[[Call], Reply | None]) -> type[BaseHTTPRequestHand
 
 
 def _make_certificate(path: Path) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.fromtimestamp(SystemClock().now(), datetime.UTC)

@@ -59,6 +59,11 @@ class FakeSageMaker:
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }
 
+    def reset(self) -> None:
+        """As it was when it had started."""
+        self._say("reset", {})
+        _furnish(self)
+
     def fault(self, **given: Any) -> None:
         """Order a fault (see `sagemaker_server.Fault`), or none; calls are counted anew."""
         self._say("fault", given)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.support.ports import free_port
 
 _LOOPBACK = "127.0.0.1"
-_START_S = 60.0
+START_S = 60.0
 _PAUSE_S = 0.01
 _PASSED_ON = ("PATH", "PYTHONPATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR")
 
@@ -68,7 +68,7 @@ class Containers:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.startup_s = _START_S
+        self.startup_s = START_S
         self._folder = folder
         self._running: dict[tuple[bytes, tuple[tuple[str, str], ...]], Container] = {}
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.clouds.sagemaker_containers import Answer, Containers
+from tests.support.clouds.sagemaker_containers import START_S, Answer, Containers
 from tests.support.clouds.sagemaker_faults import Fault, Start, answer_json, fail
 from tests.support.clouds.sagemaker_iam import policy_answer, policy_question
 from tests.support.clouds.sagemaker_moto import Moto
@@ -65,6 +65,17 @@ class Fake:
         self._log = Log()
         self._turns: dict[str, dict[str, float]] = {}
         self._turning = threading.Lock()
+
+    def reset(self) -> None:
+        """Forget everything that clients made and tests ordered; containers stay, for the same archives."""
+        from moto.moto_api._internal.models import moto_api_backend
+
+        moto_api_backend.reset()
+        self.shift_s = 0.0
+        self.containers.startup_s = START_S
+        self.plane = Plane(self.around, self.now)
+        self._log = Log()
+        self._turns.clear()
 
     def now(self) -> float:
         return time.clock_gettime(time.CLOCK_REALTIME) + self.shift_s
@@ -177,8 +188,10 @@ class Fake:
             return True
 
     def _order(self, what: str, given: dict[str, Any]) -> dict[str, Any]:
-        """What tests say: fault, calls, behaviour, startup, shift, count."""
-        if what == "fault":
+        """What tests say: reset, fault, calls, behaviour, startup, shift, count."""
+        if what == "reset":
+            self.reset()
+        elif what == "fault":
             self._log = Log(fault=Fault(**given) if given else None)
         elif what == "behaviour":
             with self.plane.lock:

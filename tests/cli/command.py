@@ -1,0 +1,149 @@
+"""The command line within this process: the same entry point, streams, folder and environment as the console script.
+
+Tests of arguments, outputs and exit codes call it; a process costs a second of imports. What only a process can show,
+as signals and what is imported, is tested with one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from onnx_ops.cli.main import main
+
+PROGRAM = Path(sys.executable).with_name("onnx-ops")
+WIDTH = "80"
+"""Columns of a terminal that is none."""
+
+_MADE_ONCE = {
+    "onnx_ops.wiring": ("_exporters", "_optimizers"),
+    "onnx_ops.adapters.azure": ("credential",),
+    "onnx_ops.adapters.endpoints.azureml_client": ("_ml_client",),
+}
+"""What a process keeps for one project or one identity, by the modules that keep it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command has left when it has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def document(self) -> dict[str, Any]:
+        """The document of a command with `--json` that says its own exit code."""
+        found: dict[str, Any] = json.loads(self.stdout)
+        assert found["exit_code"] == self.code
+        return found
+
+
+def run_command(*arguments: str | Path, cwd: Path, environ: Mapping[str, str] | None = None) -> Result:
+    """Run `onnx-ops` with these arguments.
+
+    Args:
+        cwd: folder in which it runs.
+        environ: variables beside those of this process, of which none of onnx-ops' own is passed on.
+    """
+    words = ["onnx-ops", *map(str, arguments)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with ExitStack() as stack:
+            stack.enter_context(_place(cwd, clean(environ or {})))
+            stack.enter_context(_streams(out.fileno(), err.fileno()))
+            stack.enter_context(_warnings())
+            stack.enter_context(patch.multiple(sys, argv=words, path=list(sys.path)))
+            stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
+            sys.modules["__main__"] = ModuleType("__main__")  # click names the program by it
+            code = _call()
+        for file in (out, err):
+            file.seek(0)
+        return Result(code, out.read().decode(), err.read().decode())
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a command: this process's own without settings of onnx-ops, and `environ`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ONNX_OPS_")}
+    return {**kept, "COLUMNS": WIDTH, **environ}
+
+
+def _call() -> int:
+    """What the interpreter makes of the end of a program."""
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xFF
+        sys.stderr.write(f"{ended.code}\n")
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+@contextmanager
+def _place(cwd: Path, environ: Mapping[str, str]) -> Iterator[None]:
+    before, outer = Path.cwd(), dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    _forget()
+    try:
+        os.environ.clear()
+        os.environ.update(environ)
+        os.chdir(cwd)
+        yield
+    finally:
+        os.chdir(before)
+        os.environ.clear()
+        os.environ.update(outer)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        _forget()
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """The interpreter's own filters: what packages of others say as they are imported is no error of a command."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
+        yield
+
+
+def _forget() -> None:
+    for module, names in _MADE_ONCE.items():
+        if module in sys.modules:
+            for name in names:
+                getattr(sys.modules[module], name).cache_clear()
+
+
+@contextmanager
+def _streams(out: int, err: int) -> Iterator[None]:
+    """Files in place of standard output and error, for this process, its libraries in C and its children."""
+    kept = (os.dup(1), os.dup(2))
+    try:
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        with (
+            open(os.devnull, encoding="utf-8") as stdin,
+            open(1, "w", encoding="utf-8", closefd=False) as stdout,
+            open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False) as stderr,
+            patch.multiple(sys, stdin=stdin, stdout=stdout, stderr=stderr, __stdout__=stdout, __stderr__=stderr),
+        ):
+            yield
+    finally:
+        for place, descriptor in enumerate(kept, 1):
+            os.dup2(descriptor, place)
+            os.close(descriptor)

@@ -1,0 +1,38 @@
+"""Models and rows that the tools are pointed at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_external, write_perceptron
+
+
+def write_models(folder: Path) -> None:
+    """`good.onnx`; `wrong.onnx`, which answers other than it; `other.onnx`, which takes other inputs; `rows.npz`."""
+    write_perceptron(folder / "good.onnx")
+    write_convolution(folder / "other.onnx")
+    proto = onnx.load(folder / "good.onnx")
+    for weight in proto.graph.initializer:
+        if weight.name == "third.bias":
+            weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 0, "third.bias"))
+    onnx.save(proto, folder / "wrong.onnx")
+    np.savez(folder / "rows.npz", x=rows(50)["x"], label=np.arange(50))
+
+
+def write_hostile(folder: Path) -> None:
+    """Files that no tool may stumble over, beside those of `write_models`."""
+    (folder / "garbage.onnx").write_bytes(bytes(range(256)) * 20)
+    (folder / "empty.onnx").write_bytes(b"")
+    (folder / "cut.onnx").write_bytes((folder / "good.onnx").read_bytes()[:700])
+    write_external(folder / "escape.onnx", "../../etc/passwd")
+    (folder / "garbage.npz").write_bytes(b"PK\x03\x04" + bytes(200))
+    np.savez(folder / "pickled.npz", x=np.array([{"a": 1}], dtype=object))
+    np.savez(folder / "short.npz", z=np.zeros(3))
+    np.savez(folder / "shape.npz", x=np.zeros((3, FEATURES + 1), dtype=np.float32))
+    huge = onnx.load(folder / "good.onnx")
+    huge.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 1 << 60
+    onnx.save(huge, folder / "huge.onnx")

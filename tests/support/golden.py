@@ -1,0 +1,150 @@
+"""Texts that people read, in one file for each surface; `--regenerate` writes what the tests have found.
+
+A plugin of pytest, loaded by `tests/conftest.py`. A test says `golden("errors", text)`; the text stands in
+`tests/golden/errors.txt` under the name of the test, indented, so that no text looks like a name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+
+FOLDER = ROOT / "tests/golden"
+_INDENT = "    "
+_FIGURE = re.compile(r"(?<![A-Za-z0-9_])\d+(\.\d+)*(e[+-]?\d+)?")
+_RUNS = re.compile(r"([ ━─])\1+")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+Texts = dict[str, dict[str, str]]
+"""By surface and entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """Compares what a test has found with the stored text of that test.
+
+    Args:
+        test: id of the test.
+        made: what has been found, to be written at the end; None to compare.
+        folder: that of this test alone, which is called FOLDER in its texts.
+    """
+
+    test: str
+    made: Texts | None
+    folder: Path | None = None
+    seen: set[tuple[str, str]] = field(default_factory=set)
+
+    def __call__(self, surface: str, text: str, part: str = "") -> None:
+        """Fail unless the text is the stored one.
+
+        Args:
+            surface: name of the file.
+            part: which of the test's texts it is, where it has several.
+        """
+        name = f"{self.test} {part}".strip()
+        assert (surface, name) not in self.seen, "two texts of one name"
+        self.seen.add((surface, name))
+        found = plain(text, {} if self.folder is None else {str(self.folder): "FOLDER"})
+        if self.made is not None:
+            self.made.setdefault(surface, {})[name] = found
+            return
+        stored = read(surface).get(name)
+        if stored == found:
+            return
+        lines = difflib.unified_diff(
+            (stored or "").splitlines(), found.splitlines(), f"tests/golden/{surface}.txt", "found", lineterm=""
+        )
+        remedy = f"pytest {self.test.partition('::')[0]} --regenerate"
+        what = "has another text" if stored is not None else "has no text"
+        pytest.fail(f"{name} {what}; write it with: {remedy}\n" + "\n".join(lines), pytrace=False)
+
+
+def plain(text: str, replaced: Mapping[str, str] | None = None) -> str:
+    """A text without colours, spaces at ends of lines, and what differs from run to run."""
+    text = _COLOUR.sub("", text)
+    for old, new in (replaced or {}).items():
+        text = text.replace(old, new)
+    return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
+
+
+def without_figures(text: str) -> str:
+    """A text with `#` for every number, units and signs kept, and one space for the many that align columns."""
+    return _RUNS.sub(r"\1", _FIGURE.sub("#", plain(text)))
+
+
+def read(surface: str) -> dict[str, str]:
+    """The stored texts of a surface, by entry."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    path = FOLDER / f"{surface}.txt"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        if line and not line.startswith((_INDENT, "#")):
+            lines = found[line] = []
+        else:
+            lines.append(line.removeprefix(_INDENT))
+    return {name: "\n".join(lines).strip("\n") for name, lines in found.items()}
+
+
+def write(surface: str, texts: Mapping[str, str]) -> None:
+    head = f"# Texts of tests, checked to the letter. Written by: pytest tests --regenerate (surface {surface!r}).\n"
+    entries = []
+    for name, text in sorted(texts.items()):
+        body = "\n".join(f"{_INDENT}{line}".rstrip() for line in text.splitlines())
+        entries.append(f"{name}\n{body}\n")
+    path = FOLDER / f"{surface}.txt"
+    path.write_text(head + "\n" + "\n".join(entries), encoding="utf-8")
+
+
+_MADE = pytest.StashKey[Texts]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--regenerate",
+        action="store_true",
+        help="write the texts of tests/golden as the chosen tests find them; then read the difference in git",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.regenerate:
+        if getattr(config.option, "numprocesses", None):
+            raise pytest.UsageError("--regenerate needs one process: leave out --numprocesses")
+        config.stash[_MADE] = {}
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Golden:
+    """Compare texts with those stored in tests/golden, or store them with `--regenerate`."""
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    return Golden(request.node.nodeid, pytestconfig.stash.get(_MADE, None), folder)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write what was found. Of a function that ran nothing else is kept, of a file that ran as a whole neither."""
+    made = session.config.stash.get(_MADE, None)
+    if made is None:
+        return
+    ran = {_function(item.nodeid) for item in session.items}
+    whole = not session.config.option.keyword and not any("::" in word for word in session.config.args)
+    files = {name.partition("::")[0] for name in ran} if whole else set()
+    for surface in made.keys() | {path.stem for path in FOLDER.glob("*.txt")}:
+        stored = read(surface)
+        kept = {
+            name: text
+            for name, text in stored.items()
+            if _function(name) not in ran and name.partition("::")[0] not in files
+        }
+        if stored != kept | made.get(surface, {}):
+            write(surface, kept | made.get(surface, {}))
+
+
+def _function(name: str) -> str:
+    return re.split(r"[\[ ]", name, maxsplit=1)[0]

@@ -1,0 +1,78 @@
+"""Modules of PyTorch that tests export. Tests import this file where they need it: torch takes long to import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Convolution(nn.Module):
+    """Batch normalisation and dropout behave otherwise in training than in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 3)
+        )
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layers(image)
+        return scores
+
+
+class Pooled(nn.Module):
+    """Takes images of any height and width, at least 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 4, 2), nn.Linear(4, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(torch.relu(self.conv(image)).mean(dim=(2, 3)))
+        return scores
+
+
+class TwoInputs(nn.Module):
+    def forward(self, left: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": left + index[:, None], "twice": 2 * index}
+
+
+class Tuple(nn.Module):
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return image.mean((1, 2, 3)), image.amax((1, 2, 3))
+
+
+class Nested(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[object]:
+        return [x, {"inner": x}]
+
+
+class Single(nn.Module):
+    """Makes a float32 tensor of its own, so that it does not run in float64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, torch.ones(8, 2))
+
+
+class Guarded(nn.Module):
+    """Reads a number out of a tensor in order to branch on it."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image if float(image.sum()) > 0 else -image
+
+
+class Branching(nn.Module):
+    """Branches on a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Conditional(nn.Module):
+    """Branches as torch wants it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda y: y.sin() + 1, lambda y: y.cos() * 2, (x,))
