@@ -202,8 +202,8 @@ def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: s
 
 
 def test_memory_beyond_the_limit_is_told(tmp_path: Path) -> None:
-    exporter = make(tmp_path, Limits(memory=2_000_000_000, timeout=60.0))
-    with pytest.raises(StageFailure, match=r"more memory than its limit of 2\.0 GB") as failure:
+    exporter = make(tmp_path, Limits(memory=700_000_000, timeout=60.0))
+    with pytest.raises(StageFailure, match=r"more memory than its limit of 0\.7 GB") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "swallow"))
     assert "env.memory" in failure.value.remedy
 

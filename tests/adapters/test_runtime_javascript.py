@@ -15,7 +15,7 @@ import psutil
 import pytest
 from onnx import helper
 
-from onnx_ops.adapters.runtimes.javascript.runtime import DRIVER, WEB, BrowserRuntime, NodeRuntime
+from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRuntime
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.environment import Environment
@@ -28,12 +28,7 @@ from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.runtime_places import ended_in_the_middle, environments, require
 
 NODE = Target(name="node", runtime="node", providers=(Provider(name="cpu"),))
-NODE_WASM = Target(
-    name="node-wasm",
-    runtime="node",
-    providers=(Provider(name="wasm"),),
-    env=Environment(requirements=(WEB, DRIVER)),  # the browser's own, so that one installation is enough
-)
+NODE_WASM = Target(name="node-wasm", runtime="node", providers=(Provider(name="wasm"),))
 WASM = Target(name="browser-wasm", runtime="browser", providers=(Provider(name="wasm"),))
 WEBGPU = Target(name="webgpu", runtime="browser", providers=(Provider(name="webgpu"),))
 
@@ -315,10 +310,6 @@ def test_programs_that_are_missing_are_told_with_what_to_install(
 def test_requirements_are_exact_and_hold_the_library(requirements: tuple[str, ...], told: str) -> None:
     with pytest.raises(UserError, match=told):
         NodeRuntime().fingerprint(replace(NODE, env=Environment(requirements=requirements)))
-
-
-def test_without_requirements_a_target_of_webassembly_has_its_own_library() -> None:
-    assert "onnxruntime-web" in NodeRuntime().fingerprint(replace(NODE_WASM, env=None)).runtime_version
 
 
 @pytest.mark.parametrize("env", [Environment(memory=10**9), Environment(python="3.12"), Environment(isolated=False)])

@@ -70,6 +70,7 @@ def end_all(home: Path) -> None:
                 process.kill()
 
 
+@pytest.mark.nightly  # five minutes: it builds a wheel and installs it into an environment
 @pytest.mark.services
 def test_the_four_ways_in_work_word_by_word(machine: Shell, tmp_path: Path) -> None:
     for block in blocks_of(PAGE):

@@ -108,7 +108,7 @@ def test_secrets_are_not_shown() -> None:
     assert "hush" not in "".join(map(repr, (registry(), access(), people())))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def saved(prefect_server: None) -> None:
     for block in (registry(), access(), people(), fleet()):
         block.save("prod", overwrite=True)

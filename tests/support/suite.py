@@ -54,7 +54,22 @@ SHARED: dict[str, str] = {
 }
 """Test files, or folders with a trailing slash, whose tests share a server: they run on one worker."""
 
-FIRST: tuple[str, ...] = ()
+FIRST = (
+    "releases",
+    "prefect",
+    "sagemaker",
+    "azure",
+    "tests/adapters/test_runtime_javascript.py",
+    "tests/adapters/test_registry_mlflow.py",
+    "tests/orchestration/",
+    "tests/e2e/test_main_job.py",
+    "tests/cli/test_cli_watch.py",
+    "integrations",
+    "tests/wiring/test_wiring_batch.py",
+    "torch",
+    "tests/chaos/test_live_rollouts.py",
+    "tests/e2e/test_three_providers.py",
+)
 """Groups and files that take longest, longest first: begun first, so that no worker ends long before the other."""
 
 
