@@ -6,7 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.e2e_project import ONLY_FP32, Project
+
+pytestmark = pytest.mark.in_order  # the last test takes the store's records away
 
 OTHERWISE = """
 import numpy as np

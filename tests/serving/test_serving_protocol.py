@@ -35,6 +35,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
     green = scaling_deployment(root / "green", name="green", version="2", scale=3.0, model="m")
     with Worker(state_of(blue, green, blue=70, green=30), bounds={"most": 50}).running() as running:
+        running.send(GOOD)  # the first request prepares what the others find
         yield running
 
 

@@ -61,7 +61,7 @@ FIRST = (
     "azure",
     "tests/adapters/test_runtime_javascript.py",
     "tests/adapters/test_registry_mlflow.py",
-    "tests/orchestration/",
+    "orchestration",
     "tests/e2e/test_main_job.py",
     "tests/cli/test_cli_watch.py",
     "integrations",
