@@ -16,8 +16,8 @@ from typer.main import get_command
 
 from onnx_ops.cli.common import reported
 from onnx_ops.cli.main import app
-from tests.cli.command import PROGRAM, Result, clean, run_command
 from tests.cli.tool_files import write_hostile, write_models
+from tests.support.command import PROGRAM, Result, clean, run_command
 from tests.support.golden import Golden
 from tests.support.processes import ROOT
 

@@ -16,8 +16,8 @@ from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.promote import configure
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
 from onnx_ops.wiring.project import open_project
-from tests.cli.command import run_command
 from tests.support.clouds.sagemaker import SETTINGS
+from tests.support.command import run_command
 from tests.support.extras import require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")

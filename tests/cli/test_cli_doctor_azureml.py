@@ -10,8 +10,8 @@ from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.operations.promote import configure
 from onnx_ops.wiring.project import open_project
 from tests.adapters.azureml_parts import config_of, inside
-from tests.cli.command import run_command
 from tests.support.clouds.azureml import AzureCloud
+from tests.support.command import run_command
 from tests.support.extras import require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")

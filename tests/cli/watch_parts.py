@@ -25,7 +25,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.settings import load_settings
 from onnx_ops.testing.registries import publication
 from onnx_ops.wiring import connect
-from tests.cli.command import PROGRAM, Result, run_command
+from tests.support.command import PROGRAM, Result, run_command
 
 TARGET = "cpu-1t"
 CHAMPION, CHALLENGER = f"champion-{TARGET}", f"challenger-{TARGET}"

@@ -6,9 +6,7 @@ there.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import io
 import json
 import os
 import shutil
@@ -22,40 +20,39 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from typer.testing import CliRunner
+from tests.support.command import PROGRAM, Result, clean, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
-ONNX_OPS = Path(sys.executable).with_name("onnx-ops")
 MLP = "configs/pipelines/digits-mlp.yaml"
 COPIED = ("configs", "examples", "flows", "prefect.yaml")
 ONLY_FP32 = "quantize=[]"
+AT_START = ("PYTHON", "PREFECT_")
+"""How the names of variables begin that a process reads once, at its start."""
 SECOND = "train.with.seed=8"
 """What makes the second release of `Releases` another one than the first."""
 
 
 @dataclass
 class Project:
-    """Runs `onnx-ops` as a user would: a process of its own, in the project's folder."""
+    """Runs `onnx-ops` as a user would, in the project's folder."""
 
     root: Path
     environ: dict[str, str] = field(default_factory=dict)
 
-    def command(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [ONNX_OPS, *arguments],
-            cwd=self.root,
-            env=self.environment(environ),
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
+    def command(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Result:
+        """Run a command to its end: in this process, which has imported what it needs, unless that decides."""
+        given = self.environment(environ)
+        if not any(name.startswith(AT_START) for name in {**self.environ, **(environ or {})}):
+            return run_command(*arguments, cwd=self.root, environ=given)
+        done = subprocess.run(
+            [PROGRAM, *arguments], cwd=self.root, env=given, capture_output=True, text=True, timeout=600, check=False
         )
+        return Result(done.returncode, done.stdout, done.stderr)
 
     def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [ONNX_OPS, *arguments],
+            [PROGRAM, *arguments],
             cwd=self.root,
             env=self.environment(environ),
             stdout=subprocess.DEVNULL,
@@ -67,26 +64,12 @@ class Project:
     def document(self, *arguments: str, code: int = 0, environ: Mapping[str, str] | None = None) -> Any:
         """The JSON document that a command prints, which must end with that exit code."""
         done = self.command(*arguments, "--json", environ=environ)
-        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.code == code, f"exit {done.code}\n{done.stdout}\n{done.stderr}"
         return json.loads(done.stdout)
-
-    def look(self, *arguments: str) -> Any:
-        """The JSON document of a command that changes nothing, run in this process: a process takes a second."""
-        from onnx_ops.cli.main import app
-
-        output = io.StringIO()
-        with (
-            patch.dict(os.environ, self.environment(), clear=True),
-            patch.object(sys, "__stdout__", output),
-            contextlib.chdir(self.root),
-        ):
-            done = CliRunner().invoke(app, [*arguments, "--json"])
-        assert done.exit_code == 0, f"exit {done.exit_code}\n{output.getvalue()}\n{done.output}"
-        return json.loads(output.getvalue())
 
     def status(self, endpoint: str = "digits") -> Any:
         """What `onnx-ops status` says of one endpoint."""
-        (status,) = self.look("status", endpoint)
+        (status,) = self.document("status", endpoint)
         return status
 
     def run(self, *overrides: str, code: int = 0, options: Sequence[str] = (), pipeline: str = MLP) -> Any:
@@ -94,8 +77,7 @@ class Project:
         return self.document("run", pipeline, *sets, *options, code=code)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ONNX_OPS_", "MLFLOW_", "PREFECT_"))}
-        return {**inherited, "ONNX_OPS_ACTOR": "tester", "COLUMNS": "200", **self.environ, **(extra or {})}
+        return clean({"ONNX_OPS_ACTOR": "tester", "COLUMNS": "200", **self.environ, **(extra or {})})
 
     def serve(self) -> None:
         """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""

@@ -61,7 +61,7 @@ def test_a_release_slower_than_the_champion_fails_and_moves_nothing(released: Pr
 def test_the_reason_on_the_terminal_names_gate_figure_and_limit(released: Project) -> None:
     sets = [part for override in (ONLY_FP32, *SLOW) for part in ("--set", override)]
     done = released.command("run", MLP, *sets)
-    assert done.returncode == 1
+    assert done.code == 1
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL cpu-1t")]
     assert "latency" in done.stdout
     assert "no release" in line
@@ -103,13 +103,13 @@ def test_a_tampered_artifact_in_the_registry_is_refused(released: Project) -> No
     before = state_of(released)
     done = released.command("promote", "digits-mlp", version, "--target", "cpu-1t")
     told = done.stdout + done.stderr
-    assert done.returncode == 5
+    assert done.code == 5
     assert "refused" in told
     assert "registered" in told
     after = state_of(released)
     assert after[0] == before[0]
     assert after[1] == before[1], "the alias was put back"
-    assert any("refused" in line["what"] for line in released.look("history", "digits"))
+    assert any("refused" in line["what"] for line in released.document("history", "digits"))
 
 
 def test_pull_requests_stop_at_the_gates(released: Project) -> None:

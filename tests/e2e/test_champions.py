@@ -61,7 +61,7 @@ def test_a_runtime_that_computes_otherwise_is_found(released: Project, tmp_path:
 
 def test_a_name_without_a_champion(released: Project) -> None:
     done = released.command("champions", "digits-cnn")
-    assert done.returncode == 2
+    assert done.code == 2
     assert "Pipelines and models that have one: digits-mlp." in done.stderr
 
 

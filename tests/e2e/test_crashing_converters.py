@@ -53,7 +53,7 @@ def test_the_other_variants_are_made_and_judged(fresh_project: Project, sweep: S
             assert "100 MB of output in all" in result["reason"]
     assert done["choices"][0]["verdict"] == "pass"
     table = fresh_project.command("run", PIPELINE, environ=FAULTY)
-    assert table.returncode == 0
+    assert table.code == 0
     for how, words in told.items():
         assert words in " ".join(table.stdout.split()), how
 

@@ -30,7 +30,7 @@ def killed_run(project: Project, stage: str, *overrides: str) -> bool:
 
 
 def stages(project: Project) -> list[str]:
-    planned = project.look("plan", MLP, *OVERRIDES)
+    planned = project.document("plan", MLP, *OVERRIDES)
     return [entry["stage"] for entry in planned["stages"]]
 
 
@@ -50,7 +50,7 @@ def test_a_run_killed_in_every_stage_in_turn_ends_as_one_that_was_not(fresh_proj
     assert names[-1] == "deploy/digits"
     for stage in sweep(names):
         assert killed_run(fresh_project, stage), f"{stage} did not begin"
-        foreseen = fresh_project.look("plan", MLP, *OVERRIDES)
+        foreseen = fresh_project.document("plan", MLP, *OVERRIDES)
         would = {entry["stage"]: entry["would"] for entry in foreseen["stages"]}
         finished = [name for name in names[: names.index(stage)] if not name.startswith(("promote", "deploy"))]
         assert {would[name] for name in finished} <= {"unchanged"}, f"killed in {stage}: {would}"

@@ -79,7 +79,7 @@ def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, p
 def test_a_second_run_executes_no_stage(first: Any, project: Project) -> None:
     del first
     done = project.command("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
-    assert done.returncode == 0
+    assert done.code == 0
     assert "Nothing changed: no stage was executed." in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     heavy = {"prefect", "mlflow", "torch", "onnxruntime", "onnx", "sklearn", "skl2onnx", "scipy"}
@@ -106,7 +106,7 @@ def test_explain_judges_again_from_what_is_stored(first: Any, project: Project) 
 
 def test_plan_shows_what_would_run(first: Any, project: Project) -> None:
     del first
-    planned = project.look("plan", MLP, "--set", SECOND)
+    planned = project.document("plan", MLP, "--set", SECOND)
     would = {stage["stage"]: stage["would"] for stage in planned["stages"]}
     assert would["data/train"] == "unchanged"
     assert would["train"] == would["register"] == "run"
@@ -136,7 +136,7 @@ def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first
     rolled = project.document("rollback", "digits", "--wait", "--reason", "wrong on sevens")
     assert (rolled["moved_from"], rolled["moved_to"]) == (after["roles"]["stable"]["name"], before["name"])
     assert rolled["registry_pending"] is False
-    told = project.look("history", "digits")
+    told = project.document("history", "digits")
     line = next(entry for entry in told if entry["what"].startswith("rollback"))
     assert line["actor"] == "tester"
     assert "wrong on sevens" in line["why"]

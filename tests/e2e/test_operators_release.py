@@ -91,10 +91,10 @@ def test_the_operators_come_with_the_release(project: Project) -> None:
 def test_a_tampered_library_stops_the_run_and_a_target_without_it_is_told_the_nodes(project: Project) -> None:
     (project.root / PIPELINE).write_text(TEXT.replace("TARGET", "cpu-1t"))
     failed = project.command("run", PIPELINE)
-    assert failed.returncode == 2, failed.stdout + failed.stderr
+    assert failed.code == 2, failed.stdout + failed.stderr
     assert "acme.ops::ScaledSoftsign at sign" in failed.stdout + failed.stderr
     (project.root / PIPELINE).write_text(TEXT.replace("TARGET", "cpu-acme"))
     tamper(project.root / "lib/libsoftsign.so")
     refused = project.command("run", PIPELINE)
-    assert refused.returncode == 4, refused.stdout + refused.stderr
+    assert refused.code == 4, refused.stdout + refused.stderr
     assert "its digest is sha256:" in " ".join(refused.stdout.split())

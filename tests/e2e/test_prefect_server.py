@@ -95,7 +95,7 @@ def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: 
     after = site.project.status()
     assert after["roles"]["stable"]["version"] == before["roles"]["stable"]["version"]
     assert "100 % of traffic. Reason: it was slow" in run["state"]["message"]
-    actors = {line["actor"] for line in site.project.look("history", "digits")}
+    actors = {line["actor"] for line in site.project.document("history", "digits")}
     assert f"tester via prefect flow run {run['id']}" in actors
 
 

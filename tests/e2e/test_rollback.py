@@ -135,7 +135,7 @@ def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice:
         assert client.answers[new] == fresh, "no request goes to the version that was rolled back"
     assert client.errors == []
     assert (rolled["moved_from"], rolled["moved_to"]) == (new, old)
-    (line,) = [e for e in twice.look("history", "digits") if e["what"].startswith("rollback")]
+    (line,) = [e for e in twice.document("history", "digits") if e["what"].startswith("rollback")]
     assert line["actor"] == "night shift"
     assert line["why"] == "wrong on sevens"
     assert f"{new} -> {old}" in line["what"]

@@ -85,5 +85,5 @@ def test_an_aborted_rollout_gives_all_traffic_back_and_does_not_start_again(cand
     candidate.run(ONLY_FP32, SECOND, code=5)
     assert candidate.status()["traffic"] == {"v1": 100}
     wrong_word = candidate.command("rollout", "resume", "digits")
-    assert wrong_word.returncode == 2
+    assert wrong_word.code == 2
     assert "no rollout is in progress" in wrong_word.stderr

@@ -27,6 +27,7 @@ PROGRAM = Path(sys.executable).with_name("onnx-ops")
 WIDTH = "80"
 """Columns of a terminal that is none."""
 
+_SETTINGS = ("ONNX_OPS_", "MLFLOW_", "PREFECT_")
 _MADE_ONCE = {
     "onnx_ops.wiring": ("_exporters", "_optimizers"),
     "onnx_ops.adapters.azure": ("credential",),
@@ -73,8 +74,8 @@ def run_command(*arguments: str | Path, cwd: Path, environ: Mapping[str, str] | 
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a command: this process's own without settings of onnx-ops, and `environ`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("ONNX_OPS_")}
+    """The environment of a command: this process's own without settings of onnx-ops and its services, and `environ`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
     return {**kept, "COLUMNS": WIDTH, **environ}
 
 
