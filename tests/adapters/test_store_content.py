@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -185,7 +186,7 @@ def test_content_that_is_put_again_is_never_collected_from_under_the_one_who_put
     collector = threading.Thread(target=collect)
     collector.start()
     try:
-        for turn in range(400):
+        for turn in itertools.takewhile(lambda turn: turn < 400 or not removed, range(100_000)):
             digest = ours.put_bytes(b"%d" % (turn % 3))
             for _ in range(turn % 4):  # sometimes the collector has listed it as old before it is put again
                 with contextlib.suppress(FileNotFoundError):

@@ -7,7 +7,6 @@ there.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -27,8 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MLP = "configs/pipelines/digits-mlp.yaml"
 COPIED = ("configs", "examples", "flows", "prefect.yaml")
 ONLY_FP32 = "quantize=[]"
-AT_START = ("PYTHON", "PREFECT_")
-"""How the names of variables begin that a process reads once, at its start."""
 SECOND = "train.with.seed=8"
 """What makes the second release of `Releases` another one than the first."""
 
@@ -41,10 +38,12 @@ class Project:
     environ: dict[str, str] = field(default_factory=dict)
 
     def command(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Result:
-        """Run a command to its end: in this process, which has imported what it needs, unless that decides."""
+        """Run a command in this process, which has imported what it needs."""
+        return run_command(*arguments, cwd=self.root, environ=self.environment(environ))
+
+    def process(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Result:
+        """Run a command in a process of its own: where variables count that are read once, at the start."""
         given = self.environment(environ)
-        if not any(name.startswith(AT_START) for name in {**self.environ, **(environ or {})}):
-            return run_command(*arguments, cwd=self.root, environ=given)
         done = subprocess.run(
             [PROGRAM, *arguments], cwd=self.root, env=given, capture_output=True, text=True, timeout=600, check=False
         )
@@ -63,9 +62,7 @@ class Project:
 
     def document(self, *arguments: str, code: int = 0, environ: Mapping[str, str] | None = None) -> Any:
         """The JSON document that a command prints, which must end with that exit code."""
-        done = self.command(*arguments, "--json", environ=environ)
-        assert done.code == code, f"exit {done.code}\n{done.stdout}\n{done.stderr}"
-        return json.loads(done.stdout)
+        return self.command(*arguments, "--json", environ=environ).parsed(code)
 
     def status(self, endpoint: str = "digits") -> Any:
         """What `onnx-ops status` says of one endpoint."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.e2e_project import ONLY_FP32, Project
+from tests.support.command import Result
 
 pytestmark = pytest.mark.in_order  # the last test takes the store's records away
 
@@ -27,15 +28,15 @@ onnxruntime.InferenceSession.run = otherwise
 """
 
 
-def champion(released: Project, *names: str, code: int, environ: dict[str, str] | None = None) -> dict[str, Any]:
-    found: list[dict[str, Any]] = released.document("champions", *names, code=code, environ=environ)
-    (drift,) = found
+def champion(done: Result, code: int) -> dict[str, Any]:
+    drift: dict[str, Any]
+    (drift,) = done.parsed(code)
     assert (drift["model"], drift["target"], drift["pipeline"]) == ("digits-mlp", "cpu-1t", "digits-mlp")
     return drift
 
 
 def test_one_that_is_as_it_was(released: Project) -> None:
-    found = champion(released, "digits-mlp", code=0)
+    found = champion(released.command("champions", "digits-mlp", "--json"), 0)
     assert found["verdict"] in ("pass", "inconclusive"), found
     assert found["changed"] == []
     assert any(result["metric"] == "accuracy since" and result["estimate"] == 0 for result in found["results"])
@@ -52,7 +53,8 @@ def test_a_runtime_that_computes_otherwise_is_found(released: Project, tmp_path:
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: onnxruntime\nVersion: 99.0\n", encoding="utf-8")
     inherited = released.environment().get("PYTHONPATH", "")
-    found = champion(released, code=1, environ={"PYTHONPATH": f"{tmp_path}:{inherited}"})
+    environ = {"PYTHONPATH": f"{tmp_path}:{inherited}"}
+    found = champion(released.process("champions", "--json", environ=environ), 1)
     assert (found["verdict"], found["measured"]) == ("fail", 2)
     assert any(change.startswith("runtime onnxruntime 99.0, was onnxruntime ") for change in found["changed"])
     failed = {result["gate"] for result in found["results"] if result["verdict"] == "fail"}
@@ -67,6 +69,6 @@ def test_a_name_without_a_champion(released: Project) -> None:
 
 def test_a_store_that_has_forgotten_is_no_drift(released: Project) -> None:
     shutil.rmtree(released.root / ".onnx-ops" / "store" / "records")
-    found = champion(released, code=4)
+    found = champion(released.command("champions", "--json"), 4)
     assert found["verdict"] == "error"
     assert "--fresh benchmark" in found["why"]

@@ -78,7 +78,7 @@ def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, p
 
 def test_a_second_run_executes_no_stage(first: Any, project: Project) -> None:
     del first
-    done = project.command("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
+    done = project.process("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
     assert "Nothing changed: no stage was executed." in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}

@@ -48,7 +48,7 @@ def site(released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathF
 
 
 def run(site: PrefectSite, *overrides: str, code: int = 0) -> Any:
-    return site.project.document(*command(*overrides), code=code, environ=site.client)
+    return site.project.process(*command(*overrides), "--json", environ=site.client).parsed(code)
 
 
 def command(*overrides: str) -> list[str]:
@@ -71,7 +71,7 @@ def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite
     overrides = (f"benchmark.targets=[{', '.join(targets)}]", "deploy=[]", LIMITS)
     sets = [part for override in overrides for part in ("--set", override)]
     run = ("run", "configs/pipelines/digits-cnn.yaml", *sets)
-    found = site.project.document(*run, environ=site.client)
+    found = site.project.process(*run, "--json", environ=site.client).parsed()
     chosen = {choice["target"]: choice["variant"] for choice in found["choices"]}
     assert set(chosen) == set(targets)
     assert all(chosen.values()), found["choices"]
@@ -83,6 +83,7 @@ def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite
     assert registry.document(version, "packages/mobile-ort/model.ort")[4:8] == b"ORTM"
 
 
+@pytest.mark.nightly
 def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:
     arguments = [*command('benchmark.targets=["board-a"]'), "--fresh", "benchmark"]
     begun = site.project.start(*arguments, environ=site.client)
@@ -121,6 +122,6 @@ def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> No
 
 
 def test_a_pool_that_is_not_there_says_how_to_make_it(site: PrefectSite) -> None:
-    done = site.project.command(*command('benchmark.targets=["board-b"]'), environ=site.client)
+    done = site.project.process(*command('benchmark.targets=["board-b"]'), environ=site.client)
     assert "no deployment is called measure/nobody" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

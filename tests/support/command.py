@@ -44,6 +44,11 @@ class Result:
     stdout: str
     stderr: str
 
+    def parsed(self, code: int = 0) -> Any:
+        """The document that a command printed, which must have ended with this exit code."""
+        assert self.code == code, f"exit {self.code}\n{self.stdout}\n{self.stderr}"
+        return json.loads(self.stdout)
+
     def document(self) -> dict[str, Any]:
         """The document of a command with `--json` that says its own exit code."""
         found: dict[str, Any] = json.loads(self.stdout)
@@ -59,12 +64,14 @@ def run_command(*arguments: str | Path, cwd: Path, environ: Mapping[str, str] | 
         environ: variables beside those of this process, of which none of onnx-ops' own is passed on.
     """
     words = ["onnx-ops", *map(str, arguments)]
+    given = clean(environ or {})
+    folders = [folder for folder in given.get("PYTHONPATH", "").split(os.pathsep) if folder]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with ExitStack() as stack:
-            stack.enter_context(_place(cwd, clean(environ or {})))
+            stack.enter_context(_place(cwd, given))
             stack.enter_context(_streams(out.fileno(), err.fileno()))
             stack.enter_context(_warnings())
-            stack.enter_context(patch.multiple(sys, argv=words, path=list(sys.path)))
+            stack.enter_context(patch.multiple(sys, argv=words, path=[*folders, *sys.path]))
             stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
             sys.modules["__main__"] = ModuleType("__main__")  # click names the program by it
             code = _call()

@@ -13,7 +13,7 @@ from tests.serving.serving_process import Server
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
-@pytest.mark.parametrize("name", ["types", "iris"])
+@pytest.mark.parametrize("name", [pytest.param("types", marks=pytest.mark.nightly), "iris"])
 def test_the_document_is_kept(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     server: Server = request.getfixturevalue(name)
     command = [
