@@ -207,6 +207,16 @@ def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: 
         assert "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY" in str(unread.value)
 
 
+@pytest.mark.nightly
+def test_an_open_server_without_a_key_takes_webhooks_and_cannot_read_them_when_it_starts_again(tmp_path: Path) -> None:
+    with WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print) as receiver:
+        with mlflow_server(tmp_path, environ=OPEN) as url:
+            assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
+        unread = pytest.raises(ServiceUnavailable, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY")
+        with mlflow_server(tmp_path, environ=OPEN) as url, unread:
+            MlflowWebhooks(url).check()
+
+
 def copy_webhooks(source: Path, to: Path) -> None:
     """What one server has stored under its key becomes another server's, which has another key."""
     with closing(sqlite3.connect(to, timeout=60)) as database, database:
