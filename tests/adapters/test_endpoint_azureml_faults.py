@@ -33,7 +33,7 @@ require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azur
 pytestmark = pytest.mark.services
 
 
-ANSWER_S = 0.7
+ANSWER_S = 0.35
 """What is longer than any honest answer of the fake takes, nearly always: one that is slower is asked for again."""
 WRITES = ("PUT", "DELETE", "POST")
 STAGES = [pytest.param(stage, id=name) for stage, name in enumerate(("first", "canary", "end", "back"))]

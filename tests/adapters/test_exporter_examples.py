@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -36,6 +37,7 @@ def test_the_perceptron_is_right_on_95_of_100_and_the_same_each_time() -> None:
     np.testing.assert_array_equal(answers[0]["probabilities"], answers[1]["probabilities"])
 
 
+@pytest.mark.nightly
 def test_the_convolution_is_right_on_95_of_100_and_the_same_each_time() -> None:
     from examples import digits_cnn
 

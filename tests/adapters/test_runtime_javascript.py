@@ -97,14 +97,14 @@ class TestNodeWasm(RuntimeSuite):
 
     @pytest.mark.nightly
     def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
-        """Each start takes seconds; the other two show it for each commit."""
+        """Each start takes seconds; Node shows it for each commit."""
         super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
 
     @pytest.mark.nightly
     def test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(
         self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
     ) -> None:
-        """As above."""
+        """As above; the browser shows it too."""
         super().test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(runtime, target, file, tmp_path)
 
 
@@ -116,6 +116,11 @@ class TestBrowser(RuntimeSuite):
     @pytest.fixture
     def target(self) -> Target:
         return WASM
+
+    @pytest.mark.nightly
+    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+        """Each start takes seconds; Node shows it for each commit."""
+        super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
 
 
 @pytest.fixture
@@ -253,6 +258,7 @@ def test_a_browser_or_page_killed_in_the_middle_is_told_and_started_again(
     assert browser.run(file, WASM, (rows(2),))[0]["scores"].shape[0] == 2
 
 
+@pytest.mark.nightly
 def test_a_hang_in_node_is_stopped(other_node: NodeRuntime, file: Path) -> None:
     hasty = replace(NODE, env=Environment(timeout=2.0))
     with pytest.raises(StageFailure, match="longer than 2 s to sample"):

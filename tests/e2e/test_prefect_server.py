@@ -73,6 +73,7 @@ def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSit
     assert "nothing changed" in run["state"]["message"]
 
 
+@pytest.mark.nightly
 def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], site: PrefectSite) -> None:
     del first
     run = site.flow_run("pipeline/digits-mlp", ends="FAILED", overrides=["gates[5].max=1 kB"])

@@ -32,9 +32,8 @@ TOP = {
 }
 
 
-@pytest.mark.parametrize(
-    "template", [pytest.param(name, marks=[] if name == "onnx" else pytest.mark.nightly) for name in PROJECTS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("template", PROJECTS)
 def test_a_project_is_sound_and_its_own_tests_pass(template: TemplateName, tmp_path: Path) -> None:
     folder = tmp_path / "fraud"
     files = scaffold(folder, "fraud", template)
