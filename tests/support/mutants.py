@@ -30,6 +30,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.mutants_plugin import CONTEXTS, FAILURES, PACKAGE
 
@@ -203,10 +204,20 @@ class Tree:
         return FaultResult(id=fault.id, detected=False, seconds=time.monotonic() - begun, fallback=fallback)
 
     def record(self, path: Path) -> int:
-        """Run all tests under coverage and write the map of lines to tests; returns pytest's exit code."""
+        """Run tests under coverage, by any number of workers, and write the map of lines to tests.
+
+        Returns:
+            pytest's exit code.
+        """
         command = [sys.executable, "-m", "pytest", "-p", _PLUGIN, "-q", "-p", "no:randomly", *self._options]
-        environment = {**self._environment(), CONTEXTS: str(path.resolve())}
-        return subprocess.run(command, cwd=self.folder, env=environment, check=False).returncode
+        with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+            environment = {**self._environment(), CONTEXTS: f"{scratch}/map"}
+            code = subprocess.run(command, cwd=self.folder, env=environment, check=False).returncode
+            parts = [
+                json.loads(part.read_text(encoding="utf-8")) for part in Path(scratch).iterdir() if not part.suffix
+            ]
+        path.write_text(json.dumps(merge(parts)), encoding="utf-8")
+        return code
 
     @contextlib.contextmanager
     def _planted(self, fault: Fault) -> Iterator[None]:
@@ -257,6 +268,20 @@ class Tree:
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": str(self.folder)}
+
+
+def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one map of lines to tests of those that workers have recorded."""
+    seconds: dict[str, float] = {}
+    lines: dict[str, dict[str, list[int]]] = {}
+    for part in parts:
+        first = len(seconds)
+        seconds |= part["seconds"]
+        for file, by_line in part["lines"].items():
+            into = lines.setdefault(file, {})
+            for line, tests in by_line.items():
+                into.setdefault(line, []).extend(first + test for test in tests)
+    return {"seconds": seconds, "lines": lines}
 
 
 def _write_source(path: Path, text: str) -> None:

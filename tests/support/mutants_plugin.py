@@ -18,8 +18,9 @@ def pytest_configure(config: Any) -> None:
     """Register the reporter that the environment asks for; processes under test do not get the variable."""
     if path := os.environ.pop(FAILURES, ""):
         config.pluginmanager.register(_FailureReporter(Path(path)))
-    if path := os.environ.pop(CONTEXTS, ""):
-        config.pluginmanager.register(_LineRecorder(Path(path)))
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if CONTEXTS in os.environ and (worker or not config.getoption("numprocesses", None)):
+        config.pluginmanager.register(_LineRecorder(Path(os.environ.pop(CONTEXTS) + worker)))
 
 
 class _FailureReporter:
