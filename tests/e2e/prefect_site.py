@@ -77,6 +77,7 @@ class PrefectSite:
                 "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
                 "PREFECT_SERVER_UI_ENABLED": "false",
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+                "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "0.2",
                 "PREFECT_WORKER_QUERY_SECONDS": "1",
                 "PREFECT_CLI_COLORS": "false",
                 "DO_NOT_TRACK": "1",

@@ -50,25 +50,24 @@ SHARED: dict[str, str] = {
     "tests/e2e/test_rollback.py": "releases",
     "tests/e2e/test_rollout.py": "releases",
     "tests/integrations/": "integrations",
-    "tests/orchestration/": "orchestration",
+    "tests/orchestration/": "prefect",
 }
 """Test files, or folders with a trailing slash, whose tests share a server: they run on one worker."""
 
 FIRST = (
-    "releases",
     "prefect",
-    "sagemaker",
     "azure",
-    "tests/adapters/test_runtime_javascript.py",
-    "tests/adapters/test_registry_mlflow.py",
-    "orchestration",
-    "tests/e2e/test_main_job.py",
+    "releases",
+    "sagemaker",
     "tests/cli/test_cli_watch.py",
+    "tests/adapters/test_runtime_javascript.py",
     "integrations",
-    "tests/wiring/test_wiring_batch.py",
+    "tests/e2e/test_three_providers.py",
+    "tests/adapters/test_registry_mlflow.py",
     "torch",
     "tests/chaos/test_live_rollouts.py",
-    "tests/e2e/test_three_providers.py",
+    "tests/serving/test_serving_server.py",
+    "tests/e2e/test_main_job.py",
 )
 """Groups and files that take longest, longest first: begun first, so that no worker ends long before the other."""
 
