@@ -161,9 +161,10 @@ class Tree:
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
         names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
         for name in names:
-            if name and (ROOT / name).is_file():
+            if name and (ROOT / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
+                (folder / name).unlink(missing_ok=True)
+                shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
         if (ROOT / ".git").is_dir() and not (folder / ".git").exists():
             shutil.copytree(ROOT / ".git", folder / ".git")
         if (ROOT / ".venv").exists() and not (folder / ".venv").exists():
