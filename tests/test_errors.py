@@ -23,6 +23,15 @@ def test_an_error_survives_as_a_document(kind: type[OnnxOpsError]) -> None:
     assert str(error) == str(again) == "here: it broke (age). Mend it."
 
 
+def test_exit_codes_tell_whose_turn_it_is() -> None:
+    by_code: dict[int, set[str]] = {}
+    for kind in KINDS:
+        by_code.setdefault(kind.exit_code, set()).add(kind.__name__)
+    assert by_code.keys() == {2, 4, 5}
+    assert by_code[2] == {"UserError", "NotFound", "TooLarge", "MissingPackage"}
+    assert by_code[5] == {"Refused", "SignatureInvalid", "DigestMismatch"}
+
+
 def test_the_tree_is_drawn_in_the_docstring() -> None:
     assert errors.__doc__ is not None
     assert all(kind.__name__ in errors.__doc__ for kind in KINDS)

@@ -100,6 +100,8 @@ def test_enough_clean_requests_advance_and_then_finish() -> None:
     acts(
         due(seen(*[healthy()] * 6)), ActionKind.ADVANCE, "step 2 of 3: 50 % to v2", "nothing against it in 300 requests"
     )
+    less = replace(healthy(), canary=counted(requests=49))
+    waits(due(seen(*[healthy()] * 5, less)), WaitKind.WATCHING, "299 of 300 requests")
     before = [healthy()] * 6
     waits(due(seen(*before, step=1)), WaitKind.WATCHING, "0 of 300 requests")
     half = Interval(step=1, canary=counted(over_p99=1), stable=counted(over_p99=1))

@@ -190,7 +190,7 @@ class TestFasterThanTheExport:
     def test_a_host_too_noisy_to_tell_shows_nothing(self) -> None:
         result = only(LatencyGate(faster_than="fp32"), replace(INT8, comparisons=(latency(0.97, LOUD),)))
         assert result.verdict is Verdict.INCONCLUSIVE
-        assert "not shown to be faster" in result.reason
+        assert "not shown" in result.reason
 
     def test_the_export_itself_is_left_out_and_nothing_measured_is_said(self) -> None:
         gate = LatencyGate(faster_than="fp32")

@@ -11,6 +11,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
     Body,
     Configured,
+    Deleted,
     Intent,
     LedgerEntry,
     Mirrored,
@@ -229,6 +230,11 @@ def test_a_version_that_serves_again_is_no_longer_rejected() -> None:
     )
     assert state.roles.stable == version(2)
     assert state.rejected == {version(1).release: "it was the network"}
+
+
+def test_what_is_bound_again_after_a_deletion_counts_its_generations_on() -> None:
+    gone = folded(*SERVING, intent(START), Outcome(of=4, ok=True), Deleted(done=False), Deleted(done=True))
+    assert (gone.generation, gone.config, gone.roles) == (4, None, Roles())
 
 
 def test_nothing_is_wanted_of_an_endpoint_without_versions() -> None:

@@ -173,6 +173,15 @@ def test_no_interval_spans_an_effect() -> None:
     assert (failed.step, failed.began) == (0, 2.0)
 
 
+def test_a_reading_from_before_the_split_was_changed_counts_for_nothing() -> None:
+    """A monitor tells late: entry 2 is the outcome that changed the split."""
+    early, first, later = (reading(n, 9 * n, at=at) for n, at in ((10, 1.0), (20, 3.0), (30, 4.0)))
+    trial = folded(START, *(Observed(reading=one) for one in (early, first, later))).trial
+    assert trial is not None
+    assert [one.canary.requests for one in trial.intervals] == [10]
+    assert folded(START, Observed(reading=early)).trial == folded(START).trial
+
+
 def test_counts_end_with_the_rollout() -> None:
     first = Observed(reading=reading(0, 0))
     assert folded(START, first, ABORT).trial is None

@@ -114,6 +114,8 @@ def test_states_are_compared_by_content_not_by_generation_or_order() -> None:
     assert not left.same_as(
         EndpointState(deployments=(one, two), split=TrafficSplit(weights={"v1": 90, "v2": 10}), generation=3)
     )
+    copied = TrafficSplit(weights={"v1": 100}, shadow={"v2": 10})
+    assert not left.same_as(EndpointState(deployments=(one, two), split=copied, generation=3))
 
 
 @given(st.binary(max_size=200))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -110,8 +111,8 @@ class LineMap:
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[str, Sequence[int]]]
 
-    def select(self, fault: Fault, text: str) -> list[str]:
-        """Return the cheapest tests that executed the changed lines; those of one file stand together.
+    def select(self, fault: Fault, text: str, budget_s: float) -> list[str]:
+        """Return the cheapest tests that executed the changed lines, at most so many seconds of them, file by file.
 
         Lines that no test executed, as those that run while a module is imported, stand for what is around them.
         """
@@ -119,9 +120,11 @@ class LineMap:
         numbers = set[int]()
         for scope in fault.scopes(text):
             numbers = numbers or {number for line in scope for number in by_line.get(str(line), ())}
-        cheapest = sorted(numbers, key=lambda number: self.seconds[ids[number]])[:MOST_TESTS]
-        files = dict.fromkeys(_file_of(ids[number]) for number in cheapest)
-        selected = [ids[number] for number in sorted(cheapest)]
+        costs = {ids[number]: self.expected_s(_runnable(_file_of(ids[number]), [ids[number]])) for number in numbers}
+        cheapest = sorted(costs, key=lambda test: costs[test])[:MOST_TESTS]
+        sums = dict(zip(cheapest, itertools.accumulate(costs[test] for test in cheapest), strict=True))
+        selected = [test for test in ids if test in sums and sums[test] <= budget_s]
+        files = sorted({_file_of(test) for test in selected}, key=lambda file: self.expected_s([file]))
         return [test for file in files for test in _runnable(file, [one for one in selected if _file_of(one) == file])]
 
     def expected_s(self, paths: Sequence[str]) -> float:
@@ -417,6 +420,7 @@ def _arguments(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--tree", type=Path, metavar="FOLDER", help="where copies are made and kept; a temporary folder by default")
     add("--jobs", type=int, default=1, help="copies that are worked in side by side")
     add("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="longest run of pytest")
+    add("--budget", type=float, default=LIMIT_S, metavar="SECONDS", help="longest choice of tests by the map")
     add("--no-fallback", action="store_true", help="run only tests that executed the changed lines")
     return parser.parse_args(given[:at]), list(given[at + 1 :])
 
@@ -448,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def groups(fault: Fault) -> Iterator[Sequence[str]]:
             if line_map is not None:
-                yield from filter(None, [line_map.select(fault, texts[fault.path])])
+                yield from filter(None, [line_map.select(fault, texts[fault.path], given.budget)])
             for path in rooms[fault.room] if fallback else ():
                 yield from _expand(path)
 
