@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.mutants_plugin import CONTEXTS, FAILURES, PACKAGE
+from tests.support.mutants_plugin import CONTEXTS, FAILURES, PACKAGE, SELECTION
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_suffix(".toml")
@@ -250,11 +250,12 @@ class Tree:
         expected_s = 0.0 if self._line_map is None else self._line_map.expected_s(tests)
         with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
             failures, selection, token = Path(scratch, "failures"), Path(scratch, "tests"), Path(scratch).name
-            selection.write_text("\n".join(tests), encoding="utf-8")
+            selection.write_text(json.dumps(list(tests)), encoding="utf-8")
+            files = dict.fromkeys(map(_file_of, tests))
             process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-p", _PLUGIN, *_OPTIONS, *self._options, *options, f"@{selection}"],
+                [sys.executable, "-m", "pytest", "-p", _PLUGIN, *_OPTIONS, *self._options, *options, *files],
                 cwd=self.folder,
-                env={**self._environment(), FAILURES: str(failures), _RUN: token},
+                env={**self._environment(), FAILURES: str(failures), SELECTION: str(selection), _RUN: token},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -10,6 +10,8 @@ from typing import Any
 PACKAGE = "onnx_ops"
 FAILURES = "PYTHON_MUTANTS_FAILURES"
 """Variable with the file that gets the ids of failed tests."""
+SELECTION = "PYTHON_MUTANTS_SELECTION"
+"""Variable with the file that lists the tests to run, or their files or folders: an id need not be an argument."""
 CONTEXTS = "PYTHON_MUTANTS_CONTEXTS"
 """Variable with the file that gets seconds by test id, and by file and line the numbers of the tests."""
 
@@ -18,6 +20,8 @@ def pytest_configure(config: Any) -> None:
     """Register the reporter that the environment asks for; processes under test do not get the variable."""
     if path := os.environ.pop(FAILURES, ""):
         config.pluginmanager.register(_FailureReporter(Path(path)))
+    if path := os.environ.pop(SELECTION, ""):
+        config.pluginmanager.register(_Selection(frozenset(json.loads(Path(path).read_text(encoding="utf-8")))))
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if CONTEXTS in os.environ and (worker or not config.getoption("numprocesses", None)):
         config.pluginmanager.register(_LineRecorder(Path(os.environ.pop(CONTEXTS) + worker)))
@@ -33,6 +37,23 @@ class _FailureReporter:
         if report.failed:
             with self._path.open("a", encoding="utf-8") as stream:
                 stream.write(f"{report.nodeid}\n")
+
+
+class _Selection:
+    """Deselects all tests but those that are listed, and those of listed files and folders."""
+
+    def __init__(self, chosen: frozenset[str]) -> None:
+        self._chosen = chosen
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        left = [item for item in items if not self._is_chosen(item.nodeid)]
+        items[:] = [item for item in items if self._is_chosen(item.nodeid)]
+        config.hook.pytest_deselected(items=left)
+
+    def _is_chosen(self, test: str) -> bool:
+        file = test.partition("::")[0]
+        places = {file, *map(str, Path(file).parents)}
+        return test in self._chosen or not places.isdisjoint(self._chosen)
 
 
 class _LineRecorder:
