@@ -41,7 +41,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.mark.usefixtures("installed")
 def test_a_plugin_of_another_distribution_is_found_and_made() -> None:
-    assert {"good", "needy", "sklearn", "torch"} <= set(plugins.names("exporters"))
+    names = plugins.names("exporters")
+    assert {"good", "needy", "sklearn", "torch"} <= set(names)
+    assert list(names) == sorted(names)
     assert plugins.load("exporters", "good", 1, "two").arguments == (1, "two")
 
 

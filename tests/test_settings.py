@@ -34,6 +34,8 @@ def test_paths_are_relative_to_the_root_and_urls_are_kept(tmp_path: Path) -> Non
     assert settings.ledger == str(tmp_path / "shared" / "ledger")
     assert settings.state == Path("/var/onnx-ops")
     assert settings.endpoints == Path("/var/onnx-ops/endpoints")
+    keys = load(tmp_path, "signing_key = 'secrets/release.pem'\n")
+    assert keys.trusted_keys == keys.signing_key.parent == tmp_path / "secrets"
 
 
 PROFILES = """

@@ -27,6 +27,7 @@ from onnx_ops.stages.probing import made_up, shared_inputs
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_external, write_perceptron
 from tests.support.forks import fork_context
+from tests.support.golden import Golden
 from tests.support.operators import write_softsign
 
 CPU = Target(name="cpu")
@@ -136,21 +137,16 @@ def test_only_whoever_asks_gets_a_conversion(tmp_path: Path) -> None:
         converted(source, section(18, 10, convrt=True))
 
 
-def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Path, golden: Golden) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=27, ir_version=14)
     web, old = Target(name="browser-wasm", max_opset=26), Target(name="old", max_opset=15, max_ir_version=8)
-    (told,) = brought_problems(source, section(18, 10, convert=False), (web, old))
-    assert "the file has opset 27 and IR version 14" in told
-    assert "convert: true" in told
+    found = brought_problems(source, section(18, 10, convert=False), (web, old))
     assert brought_problems(source, section(18, 10), (web, old)) == []
-    first, second = brought_problems(source, section(28, 14, convert=False), (web, old))
-    assert first.startswith("target browser-wasm accepts opset <= 26, IR version <= 13; this model has opset 27")
-    assert first.endswith("set export.opset: 26 and export.ir_version: 13")
-    assert second.startswith("target old accepts opset <= 15")
+    found += brought_problems(source, section(28, 14, convert=False), (web, old))
     write_softsign(source)
-    (told,) = brought_problems(source, section(), (CPU,))
-    assert told == "target cpu lacks operators: acme.ops::ScaledSoftsign at sign"
+    found += brought_problems(source, section(), (CPU,))
+    golden("errors", "\n".join(found))
 
 
 def test_a_classifier_of_the_tutorials_is_told_what_its_maps_are(tmp_path: Path) -> None:
@@ -166,7 +162,8 @@ def test_a_classifier_of_the_tutorials_is_told_what_its_maps_are(tmp_path: Path)
     source = tmp_path / "mine.onnx"
     source.write_bytes(made.SerializeToString())
     (told,) = brought_problems(source, section(18, 10, convert=False), (CPU,))
-    assert "output_probability is no tensor but a sequence" in told
+    assert "output_probability" in told
+    assert "sequence" in told
     assert "zipmap" in told
     with pytest.raises(UserError, match="cannot be brought"):
         converted(source, section(18, 10, convert=False))

@@ -102,7 +102,7 @@ def operators(path: Path) -> list[str]:
 def test_a_saved_graph_is_fused_and_tells_how_many_nodes_are_left(perceptron: OptimizeRequest) -> None:
     (note,) = GraphOptimizer().optimize(with_options(perceptron, level="extended"))
     assert "FusedGemm" in operators(perceptron.path)
-    assert note.startswith("graph level extended: 6 nodes became ")
+    assert "extended: 6 nodes" in note
     assert "FusedGemm" in note
 
 
@@ -209,7 +209,7 @@ def test_blocks_read_back_are_what_the_runtime_computes_with(
 ) -> None:
     request = replace(with_options(perceptron, **options), calibration=rows(64))
     notes = WeightQuantizer().optimize(replace(request, machines=(X86,)))
-    assert "on a CPU this is a recipe for size" in " ".join(notes)
+    assert "recipe for size" in " ".join(notes)
     before, after = answers(request)
     assert np.sqrt(np.mean((after - before) ** 2)) < error * np.sqrt(np.mean(before**2))
     found = {weight.name: weight for weight in quantized_weights(request.source, request.path)}

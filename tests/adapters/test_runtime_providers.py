@@ -17,6 +17,7 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Provider, Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.testing.models import write_perceptron
+from tests.support.golden import Golden
 
 TENSORRT = Provider(name="TensorrtExecutionProvider", options={"device_id": "1", "trt_engine_cache_path": "{cache}"})
 
@@ -54,14 +55,14 @@ def test_a_plug_in_that_is_not_there_is_told(model: Path) -> None:
     assert error.remedy.startswith("pip install no-such-provider ")
 
 
-def test_a_package_that_is_no_plug_in_is_told(model: Path, package: Callable[[str], Target]) -> None:
-    assert refused(model, package("")).what == "package acme_provider brings no execution provider"
+def test_a_package_that_is_no_plug_in_is_told(model: Path, package: Callable[[str], Target], golden: Golden) -> None:
+    golden("errors", refused(model, package("")).what)
 
 
 @pytest.mark.parametrize("library", ["/nowhere/libacme.so", onnx.__file__])
 def test_a_library_that_cannot_be_loaded_is_told(model: Path, package: Callable[[str], Target], library: str) -> None:
     error = refused(model, package(f"def get_library_path():\n    return {library!r}\n"))
-    assert error.what == "the library of AcmeExecutionProvider cannot be loaded"
+    assert "AcmeExecutionProvider cannot be loaded" in error.what
     assert library in error.why
 
 

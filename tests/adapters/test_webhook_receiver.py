@@ -17,6 +17,7 @@ from onnx_ops.adapters.webhooks.secret import VARIABLE, make_secret, read_secret
 from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
 from onnx_ops.protocol.delivery import ID, MAX_BODY, SIGNATURE, TIMESTAMP, sign
 from onnx_ops.testing.fakes import FakeClock
+from tests.support.golden import Golden
 
 SECRET = "a secret of some length"  # noqa: S105 (of a test)
 
@@ -68,13 +69,13 @@ def test_a_forged_delivery_wakes_nobody_and_spends_no_id(listening: Listening) -
     assert listening.woken == ["digits"]
 
 
-def test_a_replay_is_refused_once_it_is_old_and_unheard_while_it_is_young(listening: Listening) -> None:
+def test_a_replay_is_refused_once_it_is_old_and_unheard_while_it_is_young(listening: Listening, golden: Golden) -> None:
     assert listening.send() == 204
     assert listening.send(age=0) == 204
     listening.clock.advance(301)
     assert listening.send(age=301) == 400
     assert listening.woken == ["digits"]
-    assert listening.refused == ["the delivery is more than 300 s old, or from the future"]
+    golden("reasons", "\n".join(listening.refused))
 
 
 def test_an_oversize_body_is_not_read_to_its_end(listening: Listening) -> None:

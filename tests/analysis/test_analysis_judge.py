@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_ops import codec
@@ -38,6 +38,7 @@ from onnx_ops.domain.gate import (
     Verdict,
 )
 from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.structure import ActivationMeasurement
 from tests.support.golden import Golden
 
 D = Digest("sha256:" + "0" * 64)
@@ -251,7 +252,7 @@ class TestMetric:
         assert judge([self.GATE, SizeGate(max=2_000_000)], FP32).verdict is Verdict.PASS
 
     @pytest.mark.parametrize("baseline", ["champion", "fp32", ""])
-    def test_a_missing_comparison_is_inconclusive(self, baseline: str, golden: Golden) -> None:
+    def test_a_missing_comparison_is_inconclusive(self, baseline: str) -> None:
         decision = judge([self.GATE, SizeGate(max=2_000_000)], replace(INT8, baseline=baseline, metrics=(counts(""),)))
         assert decision.verdict is Verdict.INCONCLUSIVE
         assert "was not measured" in decision.reason
@@ -310,7 +311,9 @@ class TestLatency:
         assert "noisy host" in result.reason
 
     @pytest.mark.parametrize("comparisons", [(), (against("fp32", 0.5),), (against("champion", 1.0, log_ratios=()),)])
-    def test_a_missing_comparison_is_inconclusive(self, comparisons: tuple[LatencyComparison, ...]) -> None:
+    def test_a_missing_comparison_is_inconclusive(
+        self, comparisons: tuple[LatencyComparison, ...], golden: Golden
+    ) -> None:
         decision = judge([self.GATE, SizeGate(max=2_000_000)], replace(INT8, comparisons=comparisons))
         assert decision.verdict is Verdict.INCONCLUSIVE
         golden("reasons", decision.reason)
@@ -368,14 +371,18 @@ FAILING: dict[str, list[Any]] = {
     "ratios": [figure(name, to, 2.0) for name in ("concurrency 4", "load", "peak") for to in ("champion", "fp32")],
     "throughput": [rate(1.0), rate(1.0, 8)],
 }
-NAN: dict[str, Any] = {
-    "parity": parity(math.nan),
-    "export_parity": parity(1.0, noise=math.nan),
-    "weights": WeightMeasurement(tensor="v", steps=math.nan, elements=5),
-    "comparisons": against("champion", 0.5, log_ratios=((0.0,), (math.nan,))),
-    "ratios": figure("load", "champion", 0.5, self_log_ratios=((math.inf,),)),
-    "throughput": replace(rate(5.0), per_second=(5.0, math.nan)),
-}
+ACTIVATION = ActivationMeasurement(tensor="relu", values=1000, noise=1.73, saturated=0.001)
+NAN: list[tuple[str, Any]] = [
+    ("parity", parity(math.nan, error=0.0)),
+    ("parity", parity(1.0, error=math.nan)),
+    ("export_parity", parity(1.0, noise=math.nan)),
+    ("weights", WeightMeasurement(tensor="v", steps=math.nan, elements=5)),
+    ("activations", replace(ACTIVATION, noise=math.nan)),
+    ("activations", replace(ACTIVATION, saturated=math.nan)),
+    ("comparisons", against("champion", 0.5, log_ratios=((0.0,), (math.nan,)))),
+    ("ratios", figure("load", "champion", 0.5, self_log_ratios=((math.inf,),))),
+    ("throughput", replace(rate(5.0), per_second=(5.0, math.nan))),
+]
 KINDS = sorted(GOOD)
 
 
@@ -419,10 +426,12 @@ class TestProperties:
         assert (other.faster_than_export, other.latency_ratio) == (first.faster_than_export, first.latency_ratio)
         assert sorted(r.reason for r in other.results) == sorted(r.reason for r in first.results)
 
-    @given(gate_lists, evidences(), st.sampled_from(sorted(NAN)))
-    def test_nan_never_passes(self, gates: list[Gate], evidence: Evidence, kind: str) -> None:
+    @pytest.mark.parametrize(("kind", "entry"), NAN)
+    @settings(max_examples=20)
+    @given(gates=gate_lists, evidence=evidences())
+    def test_nan_never_passes(self, gates: list[Gate], evidence: Evidence, kind: str, entry: Any) -> None:
         before = judge(gates, evidence).verdict
-        entries: dict[str, Any] = {kind: (*getattr(evidence, kind), NAN[kind])}
+        entries: dict[str, Any] = {kind: (*getattr(evidence, kind), entry)}
         after = judge(gates, replace(evidence, **entries)).verdict
         assert after.rank >= max(before.rank, Verdict.ERROR.rank)
 

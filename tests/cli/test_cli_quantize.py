@@ -57,7 +57,7 @@ def test_what_makes_it_slow_is_told_with_the_setting(folder: Path) -> None:
     np.savez(folder / "rows.npz", **arrays)
     options = ["--option", "op_types=[Conv]", "--no-per-channel"]
     said = run("model.onnx", "slow.onnx", "--method", "dynamic", *options)
-    assert "advice convolutions find their ranges anew" in said
+    assert "advice convolutions" in said
     assert "set: method: static" in said
 
 

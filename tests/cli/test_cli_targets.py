@@ -48,10 +48,10 @@ def test_each_target_and_each_profile_is_told_once(project: Path, capfd: Capture
     }
     assert found["cpu-all"]["source"] == "shipped"
     assert found["boards"]["here"] is None
-    assert found["boards"]["why"] == "workers of pool boards measure it"
+    assert "pool boards" in str(found["boards"]["why"])
     assert "unknown key 'provider'" in str(found["wrong"]["why"])
     assert found["node"]["here"] is False
-    assert "no runtimes plugin is called 'no-such-runtime'" in str(found["node"]["why"])
+    assert "'no-such-runtime'" in str(found["node"]["why"])
 
 
 def test_what_is_not_in_the_build_is_not_measured_here(project: Path, capfd: Captured) -> None:

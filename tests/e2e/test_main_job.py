@@ -80,7 +80,7 @@ def test_a_second_run_executes_no_stage(first: Any, project: Project) -> None:
     del first
     done = project.process("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
-    assert "Nothing changed: no stage was executed." in done.stdout
+    assert "no stage was executed" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     heavy = {"prefect", "mlflow", "torch", "onnxruntime", "onnx", "sklearn", "skl2onnx", "scipy"}
     assert not heavy & {name.partition(".")[0] for name in imported}

@@ -222,11 +222,10 @@ def test_one_release_over_all_providers_in_order_and_back_with_one_command(world
     world.settle_all(far)
     assert world.answers(near, region, far) == [(first, 1.0)] * 3
     second = world.release(model, "second", scale=2.0)
-    assert [world.settle_all(one) for one in (far, region)] == [
-        f"{second} waits for endpoint {near.endpoint}: it does not serve this release"
-    ] * 2
+    for one in (far, region):
+        assert world.settle_all(one).startswith(f"{second} waits for endpoint {near.endpoint}: it does not serve ")
     world.settle_all(near, region)
-    assert world.settle_all(far).endswith(f"it has served this release for less than {LATE_S:g} s")
+    assert world.settle_all(far).endswith(f"for less than {LATE_S:g} s")
     assert world.answers(near, region, far) == [(second, 2.0), (second, 2.0), (first, 1.0)]
     world.wind()
     world.settle_all(far, near, region)

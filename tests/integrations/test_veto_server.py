@@ -80,14 +80,14 @@ def test_ui_and_api_are_refused_alike(
     status, answer = veto_server.call("alice", "POST", path, alias(failed))
     assert (status, answer["error_code"]) == (403, "PERMISSION_DENIED")
     model, number = failed.model, failed.version
-    assert answer["message"] == (
-        f"{CHAMPION} was not set on version {number} of {model}: its gates on cpu-1t ended fail (latency: {SLOW}). "
-        f"See `onnx-ops explain {model}/{number} --target cpu-1t`. "
-        "Or override it: set tag override.cpu-1t with the reason, then this alias again."
-    )
+    for part in (CHAMPION, f"version {number} of {model}", "cpu-1t ended fail", f"latency: {SLOW}"):
+        assert part in answer["message"]
+    for remedy in (f"`onnx-ops explain {model}/{number} --target cpu-1t`", "set tag override.cpu-1t"):
+        assert remedy in answer["message"]
     status, answer = veto_server.call("bob", "POST", path, alias(passed))
     assert (status, answer["error_code"]) == (403, "PERMISSION_DENIED")
-    assert "policy.yaml:3 lets only alice, release-bot move champion-*, and you are bob" in answer["message"]
+    for part in ("policy.yaml:3", "only alice, release-bot", "champion-*", "you are bob"):
+        assert part in answer["message"]
     assert veto_server.call("bob", "POST", path, alias(passed, CHALLENGER)) == (200, {})
     assert veto_server.call("bob", "POST", path, alias(failed, "mine")) == (200, {})
 
@@ -196,7 +196,8 @@ def test_an_override_is_given_by_who_may_and_signed_by_the_server(
     reason = tag(failed, f"override.{TARGET}", "the old one is worse")
     status, answer = veto_server.call("bob", "POST", SET_TAG, reason)
     assert status == 403
-    assert "policy.yaml:6 lets only alice override, and you are bob" in answer["message"]
+    for part in ("policy.yaml:6", "only alice override", "you are bob"):
+        assert part in answer["message"]
     assert veto_server.call("alice", "POST", SET_TAG.replace("/api", UI), reason) == (200, {})
     assert veto_server.call("bob", "POST", ALIAS, alias(failed, CHALLENGER)) == (200, {})
     read = registry("release-bot").version(failed.model, failed.version)

@@ -39,6 +39,7 @@ from tests.operations.release_scenes import (
     withdrawn,
 )
 from tests.support.faults import Faults, Killed
+from tests.support.golden import Golden
 from tests.support.suite import PARTS, Sweep
 
 MOST_MOMENTS = 1000
@@ -210,7 +211,7 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
         assert end_of(scene) == expected, f"at moment {moment} of {counted.moments}"
 
 
-def test_while_one_driver_acts_another_reports_and_touches_nothing() -> None:
+def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golden) -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
     reports: list[str] = []
@@ -224,7 +225,7 @@ def test_while_one_driver_acts_another_reports_and_touches_nothing() -> None:
 
     provider.apply = look  # type: ignore[method-assign]
     scene.settle()
-    assert reports == ["process-1 is at work: all at once: 100 % to v2"]
+    golden("reasons", "\n".join(reports))
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
 
 

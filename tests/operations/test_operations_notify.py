@@ -22,6 +22,7 @@ from onnx_ops.testing.fakes import FakeNotifier
 from tests.operations.release_parts import CANARY, CHAMPION, Scene
 from tests.operations.release_scenes import copies_of, misled, on_trial, serving
 from tests.support.faults import Faults, Killed
+from tests.support.golden import Golden
 
 CHAT = "chat"
 
@@ -380,7 +381,7 @@ def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.Mon
     assert whats(chat)[-1] is What.ROLLED_BACK
 
 
-def test_a_canary_that_waits_is_told_of_by_whoever_drives() -> None:
+def test_a_canary_that_waits_is_told_of_by_whoever_drives(golden: Golden) -> None:
     """The hook that a driver calls with what it decided."""
     scene, chat = with_chat(serving("a"))
     scene.bind(policy=CANARY)
@@ -389,4 +390,4 @@ def test_a_canary_that_waits_is_told_of_by_whoever_drives() -> None:
     journal = Journal.open(scene.ports, "digits")
     note_wait(journal, Wait(why="v2 holds 10 % and waits", settled=False, kind=WaitKind.WORD))
     notify_due(scene.ports, "digits")
-    assert chat.received[-1].headline == "v2 waits for an operator's word at step 1"
+    golden("reasons", chat.received[-1].headline)

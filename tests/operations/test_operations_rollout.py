@@ -31,6 +31,7 @@ from tests.operations.release_parts import (
     effects,
     sign,
 )
+from tests.support.golden import Golden
 
 
 @pytest.fixture
@@ -379,7 +380,7 @@ def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment"]
 
 
-def test_status_and_history(trial: Scene) -> None:
+def test_status_and_history(trial: Scene, golden: Golden) -> None:
     trial.world.provider.interfere("digits", None)
     seen = status(trial.ports, "digits")
     assert (seen.actual, seen.address) == (None, None)
@@ -389,7 +390,7 @@ def test_status_and_history(trial: Scene) -> None:
     assert seen.address == "memory:digits"
     lines, _ = history(trial.ports, Wanted(endpoints=("digits",)))
     assert [line.sequence for line in lines] == list(range(1, len(lines) + 1))
-    assert lines[0].what == "bound to digits on cpu"
+    golden("tables", lines[0].what)
     assert lines[0].at.startswith("2023-11-14T22:13:20")
     assert any(line.what.startswith("start:") for line in lines)
 

@@ -9,6 +9,7 @@ from onnx_ops.errors import NotFound
 from onnx_ops.operations.promote import configure
 from onnx_ops.operations.rollback import chosen, roll_back_each
 from tests.operations.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, config_of
+from tests.support.golden import Golden
 
 NAMES = ("digits", "region", "world")
 SOAK_S = 3600.0
@@ -40,26 +41,26 @@ def finish_the_first(scene: Scene) -> None:
     scene.settle("digits")
 
 
-def test_a_first_release_goes_from_one_to_the_next() -> None:
+def test_a_first_release_goes_from_one_to_the_next(golden: Golden) -> None:
     scene = Scene()
     scene.bind()
     configure(scene.ports, config_of("region"), RolloutPolicy(after=("digits",)))
     scene.promote(scene.publish("first"))
-    assert scene.settle("region")[-1].why == "v1 waits for endpoint digits: it does not serve this release"
+    golden("reasons", scene.settle("region")[-1].why)
     scene.settle("digits")
     scene.settle("region")
     assert scene.traffic("region") == {"v1": 100}
 
 
-def test_each_waits_for_those_before_it_and_for_their_hour(scene: Scene) -> None:
+def test_each_waits_for_those_before_it_and_for_their_hour(scene: Scene, golden: Golden) -> None:
     scene.settle("digits")
-    assert scene.settle("region")[-1].why == "v2 waits for endpoint digits: its own rollout is in progress"
+    golden("reasons", scene.settle("region")[-1].why, "in progress")
     finish_the_first(scene)
     assert stable(scene) == ["2", "1", "1"]
-    assert scene.settle("region")[-1].why.endswith("it has served this release for less than 3600 s")
+    golden("reasons", scene.settle("region")[-1].why, "within the hour")
     assert scene.aliases()[CHAMPION] == "1"
     scene.world.clock.advance(SOAK_S)
-    assert scene.settle("world")[-1].why == "v2 waits for endpoint region: it does not serve this release"
+    golden("reasons", scene.settle("world")[-1].why, "not served")
     scene.settle("region")
     assert stable(scene) == ["2", "2", "1"]
     scene.world.clock.advance(SOAK_S)

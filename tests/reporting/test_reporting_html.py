@@ -44,6 +44,7 @@ from onnx_ops.domain.gate import (
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.release import Choice, Lineage
 from onnx_ops.reporting.html import release_report
+from tests.support.golden import Golden
 
 GATES: tuple[Gate, ...] = (
     ParityGate(),
@@ -187,7 +188,7 @@ def test_the_verdict_of_each_target_comes_first_in_one_sentence() -> None:
     for target in TARGETS:
         assert f"PASS {target} : int8-static (version 2) is chosen, because int8-static passes, 0.74" in text
         assert text.index(f"{target} : int8-static") < text.index("Gates")
-    assert "2 of 2 targets have a variant to serve" in text
+    assert "2 of 2 targets" in text
 
 
 def test_every_figure_has_unit_interval_and_n() -> None:
@@ -228,7 +229,9 @@ def test_without_a_choice_the_page_says_why() -> None:
     page = release_report(
         [], [], [Choice(target="gpu", variant=None, verdict=Verdict.ERROR, reason="no GPU")], None, {}
     )
-    assert "! ERROR gpu : no variant is chosen, because no GPU." in Page(page).text
+    text = Page(page).text
+    assert "! ERROR gpu : no variant" in text
+    assert "no GPU" in text
     nothing = release_report([Decision(variant="fp32", target="gpu", results=())], [], [], None, {})
     assert "no gate applied" in nothing
     assert "INCONCLUSIVE" in nothing
@@ -316,15 +319,14 @@ def test_odd_evidence_still_gives_a_page(changes: dict[str, Any]) -> None:
     assert "nan" not in "".join(str(a) for tag, a in Page(page).tags if tag in ("polyline", "circle"))
 
 
-def test_plots_show_what_was_measured() -> None:
-    text = Page(page_of(release())).text
+def test_plots_show_what_was_measured(golden: Golden) -> None:
+    page = Page(page_of(release()))
+    golden("tables", "\n".join(str(attributes["aria-label"]) for tag, attributes in page.tags if tag == "svg"))
     for target in TARGETS:
-        assert f"Size, latency and accuracy on {target}" in text
-        assert f"Latency ratio: int8-static against fp32 on {target}" in text
-        assert f"Same function? fp32 on {target}" in text
-    assert text.count("Quantization error: int8-static") == 2
-    assert "limit 1.05×" in text
-    assert "All 1 weights, n = 64 elements. Dashed: limit 0.51 steps" in text
+        assert f"Latency ratio: int8-static against fp32 on {target}" in page.text
+    assert "limit 1.05×" in page.text
+    assert "n = 64 elements" in page.text
+    assert "limit 0.51 steps" in page.text
 
 
 def test_load_starts_and_memory_have_rows_and_plots() -> None:

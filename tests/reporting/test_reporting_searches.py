@@ -8,6 +8,7 @@ from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.search import Bought, Budget, SearchRecord, Sensitivity, Slot, Trial
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.searches import search_figure, search_section
+from tests.support.golden import Golden
 
 
 def drawn(svg: str) -> None:
@@ -43,16 +44,11 @@ RECORD = SearchRecord(
 )
 
 
-def test_the_plot_names_the_front_the_budget_and_the_variants() -> None:
+def test_the_plot_names_the_front_the_budget_and_the_variants(golden: Golden) -> None:
     figure = search_figure(RECORD, "cpu")
     assert figure is not None
     drawn(figure.svg)
-    assert [key.text.partition(",")[0] for key in figure.keys] == [
-        "fp32: 4 kB",
-        "best-fast = 1: dynamic with 1 node in float",
-    ]
-    assert "400 tuning rows" in figure.caption
-    assert "0.5 points" in figure.caption
+    golden("tables", "\n".join([*(key.text for key in figure.keys), figure.caption]))
     assert search_figure(RECORD, "gpu") is None
     assert search_figure(replace(RECORD, trials=()), "cpu") is None
 
@@ -68,18 +64,20 @@ def test_every_loss_alike_still_makes_a_plot() -> None:
 
 def test_the_section_tells_what_each_node_bought_and_escapes_names() -> None:
     page = "".join(search_section(RECORD, lambda figure: figure.title))
-    assert "What each node kept in float bought" in page
     assert "11 points" in page
     assert "1.04×" in page
     assert "head&lt;b&gt;" in page
     assert "head<b>" not in page
     assert "the library failed" in page
-    assert "empty: best-fast is the best for this too" in page
+    assert f"empty: {RECORD.slots[1].reason}" in page
     assert "All 3 models tried" in page
-    assert "a loss of at most 0.5% of accuracy, at most 3 kB, p99 within 5 ms" in page
+    for limit in ("0.5% of accuracy", "at most 3 kB", "p99 within 5 ms"):
+        assert limit in page
 
 
 def test_it_stands_in_the_report_of_a_release() -> None:
     page = release_report([], [], [], None, {}, searches=(RECORD,))
     assert "<h2>Search best</h2>" in page
-    assert "What the search best saw on cpu" in page
+    figure = search_figure(RECORD, "cpu")
+    assert figure is not None
+    assert figure.title in page

@@ -14,6 +14,7 @@ from onnx_ops.spec import TargetFiles
 from onnx_ops.spec.schema import target_schema
 from onnx_ops.spec.targets import PROFILES, profile_names
 from onnx_ops.spec.text import read_text
+from tests.support.golden import Golden
 
 ROOT = Path(__file__).parents[2]
 SET = [
@@ -91,13 +92,15 @@ def test_the_projects_file_wins_and_names_of_both_are_suggested(project: Path) -
         TargetFiles(project).load("olt")
 
 
-def test_a_pipeline_names_a_profile(project: Path, pipeline_text: str, problems: Callable[[str], list[str]]) -> None:
+def test_a_pipeline_names_a_profile(
+    project: Path, pipeline_text: str, problems: Callable[[str], list[str]], golden: Golden
+) -> None:
     def of_targets(text: str) -> list[str]:
         return [line for line in problems(text) if "benchmark.targets" in line]
 
     assert of_targets(pipeline_text.replace("targets: [cpu-1t]", "targets: [cpu-1t, cuda]")) == []
     (line,) = of_targets(pipeline_text.replace("targets: [cpu-1t]", "targets: [cpu-1t, cudaa]"))
-    assert line.endswith("no target is called 'cudaa'; did you mean 'cuda'?")
+    golden("errors", line)
 
 
 def test_the_files_of_this_project_are_the_profiles_of_their_names() -> None:

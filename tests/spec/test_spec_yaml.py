@@ -108,13 +108,13 @@ def test_a_bomb_of_aliases_is_refused() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     (problem,) = refusals("\n".join(lines))
-    assert problem.endswith("more than 20000 values (aliases count each time they are used)")
+    assert "20000 values" in problem
 
 
 @pytest.mark.parametrize("text", ["&a [*a]", "[" * 5000, "&a {b: *a}", "- " * 5000, "{a: " * 5000])
 def test_bottomless_nesting_is_refused(text: str) -> None:
     (problem,) = refusals(text)
-    assert problem.endswith("nested more than 40 levels deep")
+    assert "40 levels" in problem
 
 
 def test_too_many_values_are_refused() -> None:

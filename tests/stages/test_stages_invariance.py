@@ -140,7 +140,7 @@ def test_dynamic_int8_answers_by_the_batch_and_is_told(
 ) -> None:
     result = judged(measured(project, "dynamic", first))
     assert (result.verdict, result.advisory) == (Verdict.FAIL, True)
-    assert result.reason.endswith("do not batch across requests")
+    assert "do not batch" in result.reason
     assert result.estimate is not None
     assert result.estimate > 100
 

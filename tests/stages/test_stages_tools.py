@@ -30,6 +30,7 @@ from onnx_ops.stages.compare import Parity, compare
 from onnx_ops.stages.probing import brought, groups_of, made_up, shared_inputs
 from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
 from tests.stages.scripted import Scripted
+from tests.support.golden import Golden
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = BUILTIN["cpu-1t"]
@@ -220,7 +221,7 @@ class TestCompare:
         assert "answers differ in" in found.reason
         assert "B is quantized" in found.notes[0]
 
-    def test_a_missing_output_and_inputs_that_only_b_refuses_fail(self, tmp_path: Path) -> None:
+    def test_a_missing_output_and_inputs_that_only_b_refuses_fail(self, tmp_path: Path, golden: Golden) -> None:
         kind = (TensorProto.FLOAT, ["n", 2])
         relu = helper.make_node("Relu", ["x"], ["y"])
         a = graph(
@@ -234,7 +235,7 @@ class TestCompare:
         assert missing.verdict is Verdict.FAIL
         assert "output 'z'" in missing.reason
         assert "B lacks this output" in missing.reason
-        assert compared(b, a).notes == ("B has outputs that A has not: z",)
+        golden("reasons", "\n".join(compared(b, a).notes))
         picky = graph(
             tmp_path / "picky.onnx",
             [
@@ -249,7 +250,7 @@ class TestCompare:
         )
         found = compared(b, picky)
         assert found.verdict is Verdict.FAIL
-        assert "B refuses these inputs, A does not" in found.reason
+        assert "B refuses these inputs" in found.reason
         assert {d.group for d in found.differences if d.verdict is Verdict.FAIL} >= {"batch-1", "batch-3"}
         assert any("A refuses them" in note for note in compared(picky, b).notes)
 
