@@ -54,7 +54,7 @@ def inbox(site: PrefectSite) -> Iterator[Inbox]:
             headers=None,
             cookies=None,
         )
-        block.save("ops")
+        block.save("ops", overwrite=True)  # tests of blocks have saved one of that name
         yield inbox
 
 
