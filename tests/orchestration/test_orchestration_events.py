@@ -27,10 +27,12 @@ DONE = tuple(
 )
 
 
-def events(resource: str, *, sequel: Notification | None = None) -> list[dict[str, Any]]:
+def events(
+    resource: str, *, sequel: Notification | None = None, kinds: frozenset[str] = frozenset()
+) -> list[dict[str, Any]]:
     """Those of a resource, in the ledger's order; the server stores them a moment after it took them.
 
-    All that was sent before the sequel is there once that is.
+    All that was sent before the sequel is there once that is; without one, wait for an event of each of these kinds.
     """
     from prefect.client.orchestration import get_client
 
@@ -41,7 +43,11 @@ def events(resource: str, *, sequel: Notification | None = None) -> list[dict[st
     with get_client(sync_client=True) as client:
         for _ in range(300):
             found = client.request("POST", "/events/filter", json=wanted).json()["events"]
-            if found and (sequel is None or any(event["event"] == "onnx-ops.test" for event in found)):
+            if (
+                found
+                and kinds <= {event["event"] for event in found}
+                and (sequel is None or any(event["event"] == "onnx-ops.test" for event in found))
+            ):
                 others = [event for event in found if sequel is None or event["event"] != "onnx-ops.test"]
                 return sorted(others, key=lambda event: int(event["payload"].get("sequence", 0)))
             threading.Event().wait(0.1)
@@ -135,8 +141,8 @@ def test_what_was_known_already_is_told_no_more() -> None:
 
 def test_a_run_tells_the_server(prefect_server: None) -> None:
     tell_run(Scene().ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
-    found = events("onnx-ops.model.digits-mlp")
-    assert {event["event"] for event in found} == {"onnx-ops.gate.failed", "onnx-ops.release.registered"}
+    kinds = frozenset({"onnx-ops.gate.failed", "onnx-ops.release.registered"})
+    assert {event["event"] for event in events("onnx-ops.model.digits-mlp", kinds=kinds)} == kinds
 
 
 @pytest.fixture
