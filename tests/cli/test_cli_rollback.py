@@ -27,7 +27,7 @@ def test_which_endpoints_must_be_clear(arguments: list[str]) -> None:
 def test_all_of_a_model_that_nobody_serves() -> None:
     result = CliRunner().invoke(app, ["rollback", "--all", "--model", "m", "--target", "cpu", "--reason", "slow"])
     assert result.exit_code == 2
-    assert "m on cpu" in result.output
+    assert "no endpoint serves m" in result.output
 
 
 def test_each_endpoints_trouble_is_told(capfd: pytest.CaptureFixture[str], golden: Golden) -> None:

@@ -136,8 +136,8 @@ def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first
     rolled = project.document("rollback", "digits", "--wait", "--reason", "wrong on sevens")
     assert (rolled["moved_from"], rolled["moved_to"]) == (after["roles"]["stable"]["name"], before["name"])
     assert rolled["registry_pending"] is False
-    told = project.document("history", "digits")
-    line = next(entry for entry in told if entry["what"].startswith("rollback"))
+    history = project.document("history", "digits")
+    line = next(entry for entry in history if entry["what"].startswith("rollback"))
     assert line["actor"] == "tester"
     assert "wrong on sevens" in line["why"]
     refused = project.run(ONLY_FP32, SECOND, code=5)
