@@ -6,6 +6,7 @@ A plugin of pytest, loaded by `tests/conftest.py`.
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, TypeVar
@@ -120,6 +121,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Begun in the background by a shell without job control; the processes of the tests would ignore it as well.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "sweep: cases of a sweep, of which one run takes a part (--sweep)")
     config.addinivalue_line("markers", "in_order: tests of one story, which run in the order of their file")
     part = part_of(config.option.sweep)
