@@ -121,6 +121,7 @@ def finished(world: World, stage: int) -> None:
     assert world.provider.leftovers(world.config, needed) == ()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
@@ -142,6 +143,7 @@ def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep)
                 finished(world, stage)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_client_may_be_killed_at_any_write(world: World, stage: int, sweep: Sweep) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
@@ -185,6 +187,7 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
         assert {one.kind for one in left} == {"deployment"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", PASSING)
 def test_a_token_is_asked_for_again_and_who_does_not_answer_for_long_is_told(world: World, fault: Fault) -> None:
     """Tokens are kept, so this is a request that hardly any other test makes."""

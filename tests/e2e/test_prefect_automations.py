@@ -113,6 +113,7 @@ def test_a_failed_gate_without_another_variant_is_told(automations: dict[str, di
     assert letter.document["body"] == "Why: latency: 21% slower\nhttps://x.example"
 
 
+@pytest.mark.nightly
 def test_a_run_that_falls_silent_is_crashed_and_one_that_ended_is_not(
     automations: dict[str, dict[str, Any]], site: PrefectSite
 ) -> None:

@@ -14,7 +14,7 @@ from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from tests.e2e.e2e_project import ONLY_FP32, Project, until
 from tests.e2e.prefect_site import PrefectSite, site_of
 
-pytestmark = [pytest.mark.services, pytest.mark.in_order]
+pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
 
 POOL = "board-a"
 NOWHERE = "board-b"
@@ -65,7 +65,6 @@ def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_the
     assert {outcome["status"] for outcome in again["outcomes"]} == {"cached"}
 
 
-@pytest.mark.nightly
 def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite) -> None:
     targets = ("cpu-1t", "cpu-all", "openvino-cpu", "node", "browser-wasm", "mobile-ort", "board-a")
     overrides = (f"benchmark.targets=[{', '.join(targets)}]", "deploy=[]", LIMITS)
@@ -83,7 +82,6 @@ def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite
     assert registry.document(version, "packages/mobile-ort/model.ort")[4:8] == b"ORTM"
 
 
-@pytest.mark.nightly
 def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:
     arguments = [*command('benchmark.targets=["board-a"]'), "--fresh", "benchmark"]
     begun = site.project.start(*arguments, environ=site.client)
@@ -109,7 +107,6 @@ def at_work(site: PrefectSite) -> int | None:
     return None
 
 
-@pytest.mark.nightly
 def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> None:
     path = site.project.root / "configs" / "targets" / "board-a.yaml"
     path.write_text(path.read_text().replace("cores: 1", "cores: 1000"), encoding="utf-8")

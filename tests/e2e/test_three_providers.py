@@ -176,9 +176,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(Project(root, dict(given)), ports, clock, sites)
 
 
-@pytest.mark.parametrize(
-    "provider", [pytest.param(name, marks=[] if name == "sagemaker" else pytest.mark.nightly) for name in PROVIDERS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, provider: str) -> None:
     model = f"alone-{provider}"
     config = world.config(provider, model=model)
