@@ -8,6 +8,7 @@
     │   └── MissingPackage           an optional package that this pipeline needs is not installed
     ├── EnvironmentFailure (4)       the machine or a service failed, not the model
     │   ├── ServiceUnavailable       a server that should answer does not
+    │   ├── StillOwed                a request was accepted and could not be carried out yet
     │   ├── StageFailure             a stage crashed, was killed or ran past its time-out
     │   ├── MeasurementFailure       something could not be measured (missing provider, noisy host)
     │   └── StateCorrupt             a record on disk does not match its digest
@@ -119,6 +120,10 @@ class EnvironmentFailure(OnnxOpsError):
 
 
 class ServiceUnavailable(EnvironmentFailure):
+    pass
+
+
+class StillOwed(EnvironmentFailure):
     pass
 
 

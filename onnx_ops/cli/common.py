@@ -27,6 +27,8 @@ SetValue = Annotated[
 
 INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_OPEN = "Give the user who runs this access to it, or name another folder in onnx-ops.toml."
 _FREE = "Free some space and run the same again: what was finished is kept. See docs/troubles/disk-full.md."
 
 
@@ -44,11 +46,14 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             complain(error, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(error.exit_code) from error
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno in _FULL:
+                failure = EnvironmentFailure("the disk is full", why=str(error), remedy=_FREE)
+            elif error.errno in _CLOSED:
+                failure = EnvironmentFailure("a file or folder cannot be used", why=str(error), remedy=_OPEN)
+            else:
                 raise
-            full = EnvironmentFailure("the disk is full", why=str(error), remedy=_FREE)
-            complain(full, as_json=bool(kwargs.get("as_json")))
-            raise typer.Exit(full.exit_code) from error
+            complain(failure, as_json=bool(kwargs.get("as_json")))
+            raise typer.Exit(failure.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted; what was finished is kept, run again to go on", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -75,6 +80,20 @@ def print_json(document: Any) -> None:
     """One document on standard output; figures that are not numbers become null, as JSON has no NaN."""
     output = sys.__stdout__ or sys.stdout
     output.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def duration(text: str, option: str) -> float:
+    """Seconds.
+
+    Raises:
+        UserError: it is no duration.
+    """
+    from onnx_ops.spec.quantities import parse_quantity
+
+    try:
+        return float(parse_quantity(text, "s"))
+    except ValueError as error:
+        raise UserError(str(error), where=option) from error
 
 
 def version_of(text: str, command: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from onnx_ops.cli.tables import console
 from onnx_ops.domain.artifact import short
 
 if TYPE_CHECKING:
+    from onnx_ops.domain.ledger import PendingRollback
     from onnx_ops.operations.orphans import Survey
     from onnx_ops.operations.prune import PrunePlan
     from onnx_ops.operations.status import EndpointStatus, HistoryLine
@@ -30,6 +31,7 @@ def status_document(one: EndpointStatus) -> dict[str, Any]:
         "roles": codec.to_json(state.roles),
         "traffic": dict(one.actual.split.weights) if one.actual is not None else None,
         "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
+        "pending_rollback": _pending_document(state.pending_rollback),
         "registry_pending": dict(state.pending_aliases),
         "rejected": dict(state.rejected),
         "deleting": state.deleting,
@@ -47,6 +49,9 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
         out.print(f"[bold]{escape(state.endpoint)}[/bold] {escape(config.model)} on {escape(config.target)}")
         if state.deleting:
             out.print("  [yellow]is being deleted[/yellow]")
+        if state.pending_rollback is not None:
+            out.print(f"  [red]rollback owed[/red]: {escape(_pending_told(state.pending_rollback, now))}")
+            out.print(f"  onnx-ops reconcile {escape(state.endpoint)} tries again; rollback --withdraw takes it back")
         if one.actual is not None:
             split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
             out.print(f"  answers at {escape(one.address or '?')}: {escape(split)}")
@@ -67,6 +72,27 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
         if state.pending_aliases:
             owed = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
             out.print(f"  [yellow]registry pending[/yellow]: {escape(owed)}")
+
+
+def _pending_document(pending: PendingRollback | None) -> dict[str, Any] | None:
+    if pending is None:
+        return None
+    stable = pending.action.roles.stable
+    return {
+        "to": stable.name if stable is not None else None,
+        "reason": pending.action.why,
+        "actor": pending.actor,
+        "requested_at": pending.at,
+        "attempts": pending.attempts,
+        "error": pending.error,
+    }
+
+
+def _pending_told(pending: PendingRollback, now: float) -> str:
+    stable = pending.action.roles.stable
+    to = stable.name if stable is not None else "nothing"
+    told = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"
+    return f"{told}; {pending.attempts} failed, the last: {pending.error}" if pending.attempts else told
 
 
 def history_table(lines: Sequence[HistoryLine]) -> None:

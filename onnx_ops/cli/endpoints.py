@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, complain, print_json, reported
+from onnx_ops.cli.common import Actor, AsJson, Reason, complain, duration, print_json, reported
 from onnx_ops.errors import OnnxOpsError, UserError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def prune(
     from onnx_ops.wiring.project import open_project
 
     ports = open_project().ports
-    plan = plan_pruning(ports, models, keep=keep, older_than_s=_duration(older_than, "--older-than"))
+    plan = plan_pruning(ports, models, keep=keep, older_than_s=duration(older_than, "--older-than"))
     done = remove(ports, plan) if yes else plan
     if as_json:
         print_json({"removed": yes, **codec.to_json(done)})
@@ -153,7 +153,7 @@ def delete(
 
     Example: onnx-ops delete digits-old --reason "moved to digits" --yes
     """
-    from onnx_ops.operations.delete import delete as end
+    from onnx_ops.operations.delete import delete_soon as end
     from onnx_ops.wiring.project import open_project
 
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"End endpoint {endpoint}? Requests to it will fail")):
@@ -184,20 +184,10 @@ def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
         raise typer.Exit(4)
 
 
-def _duration(text: str, option: str) -> float:
-    """Seconds."""
-    from onnx_ops.spec.quantities import parse_quantity
-
-    try:
-        return float(parse_quantity(text, "s"))
-    except ValueError as error:
-        raise UserError(str(error), where=option) from error
-
-
 def _moment(text: str, now: float) -> float:
     """Seconds since the epoch."""
     if _AGO.fullmatch(text):
-        return now - _duration(text, "--since")
+        return now - duration(text, "--since")
     try:
         at = datetime.datetime.fromisoformat(text)
     except ValueError as error:

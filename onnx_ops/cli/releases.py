@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported, version_of
+from onnx_ops.cli.common import Actor, AsJson, Reason, duration, print_json, reported, version_of
 from onnx_ops.cli.steps import exit_for, steps_document, tell_steps
 from onnx_ops.errors import UserError
 
@@ -81,6 +81,9 @@ def reconcile(
     actor: Actor = "",
     watch: Annotated[bool, typer.Option("--watch", help="Go on, pass after pass, until SIGTERM or Ctrl-C.")] = False,
     every: Annotated[str, typer.Option(metavar="DURATION", help="Between two passes of --watch.")] = "5s",
+    retry: Annotated[
+        str, typer.Option(metavar="DURATION", help="Try again what fails, for so long.", show_default=False)
+    ] = "0s",
     listen: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="With --watch: be woken by MLflow's webhooks.", show_default=False),
@@ -98,7 +101,7 @@ def reconcile(
     """
     from onnx_ops.operations.journal import bound_endpoints
     from onnx_ops.operations.notify import notify_each
-    from onnx_ops.operations.reconcile import settle_each
+    from onnx_ops.operations.reconcile import settle_owed
     from onnx_ops.wiring.project import open_project
 
     if watch:
@@ -110,7 +113,7 @@ def reconcile(
         raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
     ports = open_project().ports
     names = tuple(endpoints or ()) or bound_endpoints(ports)
-    reports, errors = settle_each(ports, names, actor=actor)
+    reports, errors = settle_owed(ports, names, actor=actor, for_s=duration(retry, "--retry"))
     if len(names) == len(errors) == 1:
         raise errors[names[0]]
     notify_each(ports, names)

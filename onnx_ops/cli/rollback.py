@@ -12,14 +12,18 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, complain, print_json, reported
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, StillOwed, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.operations.rollback import Rolled
+    from onnx_ops.ports import Ports
     from onnx_ops.wiring.project import Project
 
 _REGISTRY_LOG, _NOTIFY_LOG = "registry.log", "notify.log"
 """In the state folder: what became of the aliases that a rollback left to be written, and of telling people."""
+
+_RETRY = "15min"
+"""How long the background process tries."""
 
 
 @reported
@@ -33,10 +37,17 @@ def rollback(
     target: Annotated[str, typer.Option("--target", "-t", help="With --all: a target.", show_default=False)] = "",
     force: Annotated[bool, typer.Option("--force", help="Even onto a version that was rolled back itself.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until the registry's aliases are written, too.")] = False,
+    take_back: Annotated[
+        bool, typer.Option("--withdraw", help="Instead: owe no longer what was asked for and is not done.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Move all traffic back, now. Needs neither Prefect nor MLflow.
+
+    Asking again for what was done is no error. Exit code 4, within ten seconds, if it could not be done yet: then it is owed, a background process tries for a
+    quarter of an hour, and so does every reconciliation, until it is done or --withdraw takes it back. Meanwhile the
+    version counts as rejected.
 
     The aliases follow in the background, or by the reconciler. A single endpoint of several that serve the same model
     and target is pinned and leaves the aliases as they are; --all moves them.
@@ -50,13 +61,17 @@ def rollback(
 
     project = open_project()
     ports, names = project.ports, tuple(endpoints or ())
+    if take_back:
+        _withdraw(ports, names, reason, actor, as_json=as_json)
+        return
     names = chosen(ports, names, every=every, model=model, target=target, to=to)
     if not reason and sys.stdin.isatty() and not as_json:
         reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
     moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=actor, force=force, pin=not every)
     if not as_json:
         _tell(moved, errors)
-    owing = [name for name, rolled in moved.items() if rolled.owed]
+    owing = [name for name in names if name in moved and moved[name].owed]
+    owing += [name for name, error in errors.items() if isinstance(error, StillOwed)]
     pending = _settle(project, owing, actor) if wait else _hand_over(project, owing)
     _tell_people(project, tuple(moved), wait=wait)
     if as_json:
@@ -68,8 +83,26 @@ def rollback(
         raise typer.Exit(max(error.exit_code for error in errors.values()))
 
 
+def _withdraw(ports: Ports, names: Sequence[str], reason: str, actor: str, *, as_json: bool) -> None:
+    from onnx_ops.operations.rollback import withdraw
+
+    if not names:
+        raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
+    done = {name: withdraw(ports, name, reason=reason, actor=actor) for name in names}
+    if as_json:
+        print_json([{"endpoint": name, "withdrawn": what} for name, what in done.items()])
+    else:
+        for name, what in done.items():
+            typer.echo(f"{name}: {what} is owed no longer. The next reconciliation restores what the ledger says.")
+
+
 def _tell(moved: Mapping[str, Rolled], errors: Mapping[str, OnnxOpsError]) -> None:
     for name, rolled in moved.items():
+        if rolled.already:
+            typer.echo(
+                f"{name}: {rolled.moved_to} has 100 % of traffic already. To go back further, name it with --to."
+            )
+            continue
         typer.echo(f"{name}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}")
     for error in errors.values():
         complain(error, as_json=False)
@@ -84,13 +117,14 @@ def _settle(project: Project, names: Sequence[str], actor: str) -> dict[str, str
 
 
 def _hand_over(project: Project, names: Sequence[str]) -> dict[str, str]:
-    """Leave the aliases to a process of its own: importing MLflow takes longer than the whole rollback.
+    """Leave the aliases, and traffic that is still owed, to a process of its own: importing MLflow takes longer than
+    the whole rollback.
 
-    Should that process die, the aliases stay owed in the ledger, and the reconciler writes them.
+    Should that process die, they stay owed in the ledger, and every reconciliation tries again.
     """
     if not names:
         return {}
-    log = _in_background(project, "reconcile", names, _REGISTRY_LOG)
+    log = _in_background(project, ("reconcile", "--retry", _RETRY), names, _REGISTRY_LOG)
     told = f"registry pending: written in the background (log: {log}); or now: onnx-ops reconcile {' '.join(names)}"
     return dict.fromkeys(names, told)
 
@@ -100,7 +134,7 @@ def _tell_people(project: Project, names: Sequence[str], *, wait: bool) -> None:
     if not (names and project.settings.notifiers):
         return
     if not wait:
-        _in_background(project, "notify", names, _NOTIFY_LOG)
+        _in_background(project, ("notify",), names, _NOTIFY_LOG)
         return
     from onnx_ops.operations.notify import notify_each
 
@@ -109,12 +143,12 @@ def _tell_people(project: Project, names: Sequence[str], *, wait: bool) -> None:
             typer.echo(f"{told.notifier}: not told: {told.trouble}", err=True)
 
 
-def _in_background(project: Project, command: str, names: Sequence[str], log_name: str) -> Path:
+def _in_background(project: Project, command: Sequence[str], names: Sequence[str], log_name: str) -> Path:
     """Start a command that outlives this one; returns its log."""
     log = project.settings.state / log_name
     with log.open("ab") as sink:
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "onnx_ops", command, *names],
+            [sys.executable, "-P", "-m", "onnx_ops", *command, *names],
             cwd=project.settings.root,
             stdin=subprocess.DEVNULL,
             stdout=sink,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, print_json, reported
+from onnx_ops.cli.common import Actor, AsJson, Reason, duration, print_json, reported
 from onnx_ops.cli.steps import exit_for, tell_steps
 from onnx_ops.errors import UserError
 
@@ -52,7 +52,7 @@ def rollout(
     from onnx_ops.domain.rollout import Word
     from onnx_ops.operations.notify import notify_each
     from onnx_ops.operations.reconcile import settle
-    from onnx_ops.operations.rollback import say
+    from onnx_ops.operations.rollback import roll_back_each, say
     from onnx_ops.wiring.project import open_project
 
     ports = open_project().ports
@@ -61,8 +61,13 @@ def rollout(
         return
     if watch:
         raise UserError("--watch goes with status", remedy=f"onnx-ops rollout status {endpoint} --watch")
-    words = {RolloutWord.RESUME: Word.ADVANCE, RolloutWord.PAUSE: Word.PAUSE, RolloutWord.ABORT: Word.ABORT}
-    say(ports, endpoint, words[word], reason=reason, actor=actor)
+    if word is RolloutWord.ABORT:
+        _, errors = roll_back_each(ports, (endpoint,), reason=reason, actor=actor, candidate_only=True)
+        for error in errors.values():
+            raise error
+    else:
+        spoken = Word.ADVANCE if word is RolloutWord.RESUME else Word.PAUSE
+        say(ports, endpoint, spoken, reason=reason, actor=actor)
     reports = settle(ports, endpoint, actor=actor)
     notify_each(ports, (endpoint,))
     if as_json:
@@ -74,12 +79,8 @@ def rollout(
 
 def _status(ports: Ports, endpoint: str, *, watch: bool, every: str, as_json: bool) -> None:
     from onnx_ops.operations.rollout_view import view
-    from onnx_ops.spec.quantities import parse_quantity
 
-    try:
-        pause_s = float(parse_quantity(every, "s"))
-    except ValueError as error:
-        raise UserError(str(error), where="--every") from error
+    pause_s = duration(every, "--every")
     seen = view(ports, endpoint)
     if not watch or seen is None:
         if as_json:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.quantities import LATER
@@ -71,11 +72,56 @@ class EndpointState:
         """Equal but for the generation."""
         return _effect(self) == _effect(other)
 
+    def leader(self) -> Deployment:
+        """The first deployment with traffic; where one has all of it, that one."""
+        return next(one for one in self.deployments if self.split.weights.get(one.name))
 
-def _effect(state: EndpointState) -> tuple[object, ...]:
+    def held(self, deployment: Deployment) -> Deployment | None:
+        """The deployment of that name and with the same files, if it is here."""
+        wanted = deployment.name, deployment.manifest
+        return next((one for one in self.deployments if (one.name, one.manifest) == wanted), None)
+
+    def covers(self, other: EndpointState) -> bool:
+        """Equal but for the generation and deployments that get nothing."""
+        (mine, tolerance), (theirs, wanted) = _effect(self), _effect(other)
+        spare = {name: effect for name, effect in mine.items() if name not in theirs}
+        same = {name: effect for name, effect in mine.items() if name in theirs} == theirs
+        return same and tolerance == wanted and not any(any(shares) for *_, shares in spare.values())
+
+
+def gives_all_to(state: EndpointState, deployment: Deployment) -> bool:
+    """Whether one deployment, with just these files, answers all requests."""
+    answering = [one for one in state.deployments if state.split.weights.get(one.name)]
+    return [(one.name, one.manifest) for one in answering] == [(deployment.name, deployment.manifest)]
+
+
+def rolled_back(held: EndpointState, state: EndpointState) -> EndpointState:
+    """What an endpoint that holds deployments is to be for a rollback to `state`: the one with all traffic, and all
+    others that are there at weight 0. Nothing is loaded but that one, if it is not there."""
+    goal = state.leader()
+    others = [one for one in held.deployments if one.name != goal.name]
+    kept = held.held(goal) or goal
+    weights = {goal.name: 100, **dict.fromkeys((one.name for one in others), 0)}
+    return EndpointState(deployments=(kept, *others), split=TrafficSplit(weights=weights), generation=state.generation)
+
+
+def without_spare(state: EndpointState) -> EndpointState:
+    """The state without what gets no traffic and no copies."""
+    weights, shadow = state.split.weights, state.split.shadow
+    kept = tuple(one for one in state.deployments if weights.get(one.name) or shadow.get(one.name))
+    names = {one.name for one in kept}
+    split = replace(state.split, weights={name: weight for name, weight in weights.items() if name in names})
+    return replace(state, deployments=kept, split=split)
+
+
+_Effect: TypeAlias = tuple[Digest, bool, tuple[str, ...], tuple[int, int]]
+
+
+def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None]:
+    """What each deployment is and gets, by name; and how far shadow answers may be off, if there are any."""
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {
-        d.name: (d.manifest, d.batchable, d.custom_ops, weights.get(d.name, 0), shadow.get(d.name, 0))
+        d.name: (d.manifest, d.batchable, d.custom_ops, (weights.get(d.name, 0), shadow.get(d.name, 0)))
         for d in state.deployments
     }
     return per_name, state.split.shadow_tolerance if any(shadow.values()) else None

@@ -23,16 +23,12 @@ class Configured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """Somebody is about to do this. While it is open and young it is the lease of the endpoint.
-
-    `by_hand` says that an operator asked for just this, and neither figures nor the registry did.
-    """
+    """Somebody is about to do this. While it is open and young it is the lease of the endpoint."""
 
     kind: Literal["intent"] = "intent"
     action: Action
     holder: str
     expires_at: float
-    by_hand: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +48,27 @@ class Outcome:
     of: int
     ok: bool
     detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackRequested:
+    """All traffic is to go back, as `action` says, and what that rejects is rejected from this entry on.
+
+    It is owed until an outcome says that the endpoint was observed there, or until it is withdrawn. `by_hand` says that
+    an operator asked for it, and neither figures nor the registry did.
+    """
+
+    kind: Literal["rollback-requested"] = "rollback-requested"
+    action: Action
+    by_hand: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """An operator takes back what is owed: a rollback with what it rejected, or a deletion."""
+
+    kind: Literal["withdrawn"] = "withdrawn"
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +165,8 @@ class Notified:
 Body = (
     Configured
     | Intent
+    | RollbackRequested
+    | Withdrawn
     | Outcome
     | Spoken
     | Mirrored

@@ -23,7 +23,9 @@ from onnx_ops.domain.entries import (
     Override,
     RefusedVersion,
     Renewed,
+    RollbackRequested,
     Spoken,
+    Withdrawn,
 )
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word
@@ -42,13 +44,34 @@ __all__ = [
     "Observed",
     "Outcome",
     "Override",
+    "PendingRollback",
     "RefusedVersion",
     "ReleaseState",
     "Renewed",
+    "RollbackRequested",
     "Spoken",
+    "Withdrawn",
     "fold",
     "follow",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingRollback:
+    """A rollback that is owed: requested in entry `of`, at `at` in seconds since the epoch, by `actor`.
+
+    `attempts` failed so far, the last one for the reason `error`. `rejected_before` is what was rejected before it, and
+    counts again if it is withdrawn.
+    """
+
+    of: int
+    at: float
+    actor: str
+    action: Action
+    by_hand: bool
+    rejected_before: Mapping[Digest, str]
+    attempts: int = 0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +84,8 @@ class ReleaseState:
     `word_at` is the sequence of the operator's word, `decided_at` that of the first intent to do what is open. `trial`
     is what was counted of the rollout in progress, `frozen` the last thresholds that were read for one.
     `overrides_taken` are the registry's signed overrides that were taken up; after a rollback they count no more.
-    While `deleting`, nothing else may be done to the endpoint.
+    While `deleting`, nothing else may be done to the endpoint. `pending_rollback` comes before anything else as well.
+    `rolled_back` is the rollback that took effect last, until another version has come.
     `refusing` is a refusal, written in entry `refused_at`, of which no outcome says yet that the alias was put back.
     `held` is what the rollout waits for a person for. `notified_at` is the sequence up to which each notifier has told
     people.
@@ -84,6 +108,8 @@ class ReleaseState:
     overrides_taken: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
     deleting: bool = False
+    pending_rollback: PendingRollback | None = None
+    rolled_back: Action | None = None
     frozen: Frozen | None = None
     trial: Observations | None = None
     refusing: RefusedVersion | None = None
@@ -129,11 +155,15 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             again = state.open_intent is not None and state.open_intent.action == body.action
             return replace(
                 state,
-                open_intent=replace(body, by_hand=body.by_hand or (again and _by_hand(state))),
+                open_intent=body,
                 generation=entry.sequence,
-                decided_at=state.decided_at if again else entry.sequence,
+                decided_at=state.decided_at if again or state.pending_rollback is not None else entry.sequence,
                 known=_known(state),
             )
+        case RollbackRequested():
+            return _request(state, entry, body)
+        case Withdrawn():
+            return _withdraw(state)
         case Outcome():
             if state.refusing is not None and body.of == state.refused_at:
                 return replace(state, refusing=None)
@@ -144,8 +174,43 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             return _noted(state, entry.sequence, body)
 
 
-def _by_hand(state: ReleaseState) -> bool:
-    return state.open_intent is not None and state.open_intent.by_hand
+def _request(state: ReleaseState, entry: LedgerEntry, body: RollbackRequested) -> ReleaseState:
+    """It overtakes whatever is open, and what a request before it rejected stays rejected."""
+    known = _known(state)
+    pending = state.pending_rollback
+    return replace(
+        state,
+        open_intent=None,
+        generation=entry.sequence,
+        decided_at=entry.sequence,
+        known={**known, **{d.version: d for d in body.action.state.deployments}},
+        rejected=_rejected(state, body.action),
+        overridden=state.overridden - set(body.action.reject),
+        pending_rollback=PendingRollback(
+            of=entry.sequence,
+            at=entry.at,
+            actor=entry.actor,
+            action=body.action,
+            by_hand=body.by_hand,
+            rejected_before=state.rejected if pending is None else pending.rejected_before,
+        ),
+    )
+
+
+def _withdraw(state: ReleaseState) -> ReleaseState:
+    """What an attempt under way does to the endpoint is undone by the next reconciliation."""
+    pending = state.pending_rollback
+    if pending is None:
+        return replace(state, deleting=False)
+    return replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
+
+
+def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
+    """What is rejected once an action is decided: what it rejects, and never what it leads to."""
+    rejected = {**state.rejected, **dict.fromkeys(action.reject, action.why)}
+    stable = action.roles.stable
+    free = () if stable is None else (stable.release, stable.manifest)
+    return {digest: why for digest, why in rejected.items() if digest not in free}
 
 
 def _noted(
@@ -198,7 +263,7 @@ def _override(state: ReleaseState, body: Override) -> ReleaseState:
 
 def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
     if not body.done:
-        return replace(state, deleting=True, open_intent=None, word=None, pending_aliases={})
+        return replace(state, deleting=True, open_intent=None, pending_rollback=None, word=None, pending_aliases={})
     # What is bound under this name later must not bring back what failed here, nor count generations from one again.
     return ReleaseState(
         endpoint=state.endpoint,
@@ -216,26 +281,32 @@ def _close(state: ReleaseState, outcome: Outcome, at: float) -> ReleaseState:
         return state
     if not outcome.ok:
         trial = None if state.trial is None else state.trial.split_again(at)
-        return replace(state, open_intent=None, trial=trial)
+        pending = state.pending_rollback
+        if pending is not None:
+            pending = replace(pending, attempts=pending.attempts + 1, error=outcome.detail)
+        return replace(state, open_intent=None, trial=trial, pending_rollback=pending)
     action = opened.action
-    serving = action.roles.stable
-    rejected = {**state.rejected, **dict.fromkeys(action.reject, action.why)}
-    if serving is not None:
-        rejected = {
-            digest: why for digest, why in rejected.items() if digest not in (serving.release, serving.manifest)
-        }
     return replace(
         state,
         open_intent=None,
+        pending_rollback=None,
+        rolled_back=_rolled_back(state, action),
         roles=action.roles,
         word=state.word if _word_stands(state, action) else None,
         pending_aliases={**state.pending_aliases, **action.aliases},
-        rejected=rejected,
+        rejected=_rejected(state, action),
         overridden=state.overridden - set(action.reject),
         known=_known(state),
         trial=_trial(state, action.roles, at),
         held=state.held if action.roles == state.roles else None,
     )
+
+
+def _rolled_back(state: ReleaseState, action: Action) -> Action | None:
+    """The rollback that explains what serves now; other repairs leave it as it is."""
+    if action.reject:
+        return action
+    return state.rolled_back if action.roles.stable == state.roles.stable and action.roles.candidate is None else None
 
 
 def _trial(state: ReleaseState, roles: Roles, at: float) -> Observations | None:

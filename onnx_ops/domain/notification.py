@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import Held, Intent, LedgerEntry, Outcome, RefusedVersion, ReleaseState, follow
-from onnx_ops.domain.rollout import Action, ActionKind, WaitKind, Word
+from onnx_ops.domain.rollout import Action, ActionKind, WaitKind
 
 QUIET_S = 3600.0
 """Seconds within which the same trouble, refusal or wait of an endpoint is told once."""
@@ -207,7 +207,7 @@ def _taken_back(before: ReleaseState, intent: Intent) -> _News:
         what, severity, headline = What.WITHDRAWN, Severity.INFO, f"v{version} was withdrawn, {serving}"
         commands = {"Undo": _promote(before, version)}
     else:
-        by_hand = intent.by_hand or before.word is Word.ABORT
+        by_hand = before.pending_rollback is not None and before.pending_rollback.by_hand
         what = What.OPERATOR if by_hand else What.ROLLED_BACK
         severity = Severity.WARNING if by_hand else Severity.CRITICAL
         headline = f"v{version} was rolled back{' by an operator' if by_hand else ''}, {serving}"
@@ -226,13 +226,13 @@ def _taken_back(before: ReleaseState, intent: Intent) -> _News:
 def _failed(before: ReleaseState, outcome: Outcome) -> _News:
     action = before.open_intent.action if before.open_intent is not None else None
     kind = action.kind if action is not None else None
-    back = kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
+    back = action is not None and action.gives_back
     name = before.endpoint
     commands = {"Try again": f"onnx-ops reconcile {name}", "See": f"onnx-ops status {name}"}
     return _News(
         what=What.TROUBLE,
         severity=Severity.CRITICAL if back else Severity.WARNING,
-        headline=f"{kind.value if kind is not None else 'an effect'} failed",
+        headline=f"{kind.value if kind is not None else 'an effect'} failed{' and is still owed' if back else ''}",
         why=outcome.detail,
         commands=commands,
     )

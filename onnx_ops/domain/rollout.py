@@ -47,6 +47,7 @@ class ActionKind(StrEnum):
     ROLLBACK = "rollback"
     RETIRE = "retire-previous"
     RESTORE = "restore"
+    CLEAN_UP = "clean-up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +76,16 @@ class Action:
     aliases: Mapping[str, str | None] = field(default_factory=dict)
     reject: tuple[Digest, ...] = ()
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether it moves all traffic back to one version."""
+        return self.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
+
 
 class Word(StrEnum):
     """What an operator may say about a rollout that waits."""
 
     ADVANCE = "advance"
-    ABORT = "abort"
     PAUSE = "pause"
 
 
@@ -149,10 +154,10 @@ def next_action(
     candidate, stable = roles.candidate, roles.stable
     if stable is None:
         return _first(wanted, target, now)
-    if candidate is not None and (why := _must_go(wanted, candidate, stable, policy, word, judged)):
+    if candidate is not None and (why := _must_go(wanted, candidate, stable, policy, judged)):
         return abort(roles, target, why=why, reject=why != _WITHDRAWN)
     believed = _believed(roles, policy)
-    if actual is None or not actual.same_as(believed):
+    if actual is None or not actual.covers(believed):
         return Action(kind=ActionKind.RESTORE, state=believed, roles=roles, why="the endpoint is not what it should be")
     if word is Word.PAUSE and candidate is None:
         return Wait(why="paused by an operator", settled=True)
@@ -160,18 +165,11 @@ def next_action(
         return _continue(roles, stable, candidate, policy, target, word, now, judged)
     if wanted is not None and wanted.manifest != stable.manifest:
         return _start(roles, stable, wanted, policy, target, now)
-    if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
-        return Action(
-            kind=ActionKind.RETIRE,
-            state=split_state(stable, None, 0),
-            roles=replace(roles, finished_at=0.0),
-            why="the previous version was kept for as long as the policy says",
-        )
-    return Wait(why=f"{stable.name} serves all traffic", settled=True)
+    return _tidy(roles, stable, actual, believed, policy, now)
 
 
 def abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
-    """Take the candidate out; the stable version gets all traffic back.
+    """The stable version gets all traffic back. The candidate stays loaded, so that weights alone change.
 
     Raises:
         ValueError: there is no rollout to abort.
@@ -180,7 +178,7 @@ def abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
         raise ValueError("no rollout is in progress")
     return Action(
         kind=ActionKind.ABORT,
-        state=split_state(roles.stable, None, 0),
+        state=split_state(roles.stable, roles.candidate, 0),
         roles=replace(roles, candidate=None, step=0),
         why=why,
         aliases={alias("challenger", target): None} if reject else {},
@@ -188,16 +186,19 @@ def abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
     )
 
 
-def rollback(roles: Roles, to: Deployment, target: str, *, why: str, now: float) -> Action:
-    """All traffic to `to`; what took traffic until now stays loaded at weight 0 and is rejected."""
+def rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:
+    """All traffic to `to`. What took traffic until now is rejected; it stays loaded, so that weights alone change."""
     left = [d for d in (roles.candidate, roles.stable) if d is not None and d.manifest != to.manifest]
-    came_from = left[0] if left else None
     return Action(
         kind=ActionKind.ROLLBACK,
-        state=split_state(to, None, 0, *left[:1]),
-        roles=Roles(stable=to, previous=came_from, candidate=None, finished_at=now if came_from else 0.0),
+        state=split_state(to, None, 0, *left),
+        roles=Roles(stable=to),
         why=why,
-        aliases={alias("champion", target): to.version, alias("challenger", target): None},
+        aliases={
+            alias("champion", target): to.version,
+            alias("previous", target): None,
+            alias("challenger", target): None,
+        },
         reject=_rejected(left, to),
     )
 
@@ -223,17 +224,31 @@ def _withdrawn(wanted: Deployment | None, candidate: Deployment, stable: Deploym
     return wanted is None or wanted.manifest not in (candidate.manifest, stable.manifest)
 
 
+def _tidy(
+    roles: Roles, stable: Deployment, actual: EndpointState, believed: EndpointState, policy: RolloutPolicy, now: float
+) -> Action | Wait:
+    """Let go of what is needed no more, where nothing else is to do."""
+    if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
+        return Action(
+            kind=ActionKind.RETIRE,
+            state=split_state(stable, None, 0),
+            roles=replace(roles, finished_at=0.0),
+            why="the previous version was kept for as long as the policy says",
+        )
+    if not actual.same_as(believed):
+        why = "the endpoint holds what gets no traffic any more"
+        return Action(kind=ActionKind.CLEAN_UP, state=believed, roles=roles, why=why)
+    return Wait(why=f"{stable.name} serves all traffic", settled=True)
+
+
 def _must_go(
     wanted: Deployment | None,
     candidate: Deployment,
     stable: Deployment,
     policy: RolloutPolicy,
-    word: Word | None,
     judged: Judged | None,
 ) -> str:
     """Why the candidate must go whatever else is asked for; empty if nothing says so."""
-    if word is Word.ABORT:
-        return "aborted by an operator"
     if _withdrawn(wanted, candidate, stable):
         return _WITHDRAWN
     return judged.alarm if policy.judged and judged is not None else ""

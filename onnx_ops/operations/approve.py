@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops.domain.artifact import CUSTOM_OPS, Digest, short
@@ -49,17 +50,7 @@ def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | 
         DigestMismatch: what the registry holds is not what was registered.
         ServiceUnavailable: the registry does not answer.
     """
-    location = ports.files.location(record.manifest)
-    if location is None:
-        with Scratch() as folder:
-            manifest = ports.registry().fetch(record, folder)
-            if manifest.digest() != record.manifest:
-                raise DigestMismatch(
-                    f"the registry holds {short(manifest.digest())}, but {short(record.manifest)} was registered",
-                    where=f"{record.model}/{record.version}",
-                    remedy="Its artifact was changed after it was judged; run the pipeline again.",
-                )
-            location = ports.files.admit(Path(folder), manifest)
+    location = ports.files.location(record.manifest) or _download(ports, record)
     return Deployment(
         name=f"v{record.version}",
         model=record.model,
@@ -72,6 +63,31 @@ def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | 
         evidence=None if decision is None else decision.evidence,
         custom_ops=_libraries(Path(location), target),
     )
+
+
+def fetch(ports: Ports, deployment: Deployment) -> None:
+    """Bring the files of a deployment back where an endpoint loads them, if they are lost or damaged.
+
+    Raises:
+        DigestMismatch: what the registry holds is not what was deployed.
+        NotFound, ServiceUnavailable: the registry does not have it, or does not answer.
+    """
+    if ports.files.location(deployment.manifest) is None:
+        record = ports.registry().version(deployment.model, deployment.version)
+        _download(ports, replace(record, manifest=deployment.manifest))
+
+
+def _download(ports: Ports, record: VersionRecord) -> str:
+    """Fetch the version's files, verify them against its manifest, and return where they stand."""
+    with Scratch() as folder:
+        manifest = ports.registry().fetch(record, folder)
+        if manifest.digest() != record.manifest:
+            raise DigestMismatch(
+                f"the registry holds {short(manifest.digest())}, but {short(record.manifest)} was registered",
+                where=f"{record.model}/{record.version}",
+                remedy="Its artifact was changed after it was judged; run the pipeline again.",
+            )
+        return ports.files.admit(Path(folder), manifest)
 
 
 def _libraries(folder: Path, target: str) -> tuple[str, ...]:

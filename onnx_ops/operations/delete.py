@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from onnx_ops.domain.ledger import Deleted
-from onnx_ops.errors import Conflict
+from onnx_ops.errors import Conflict, OnnxOpsError, Overtaken, StillOwed
 from onnx_ops.operations.journal import Journal, looking_again
+from onnx_ops.operations.patience import PATIENCE_S, within
 from onnx_ops.ports import Ports
 
 
@@ -16,7 +19,7 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
     Raises:
         NotFound: no such endpoint.
         Conflict: somebody is changing it right now.
-        ServiceUnavailable: it could not be ended; it still counts as being deleted.
+        StillOwed: it could not be ended yet, and every reconciliation tries again.
     """
     asked = False
 
@@ -36,9 +39,25 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
         if not journal.state.deleting:
             journal.append(Deleted(reason=reason))
             asked = True
-        finish_deletion(journal, reason=reason)
+        try:
+            finish_deletion(journal, reason=reason)
+        except Overtaken:
+            raise
+        except (OnnxOpsError, OSError) as error:
+            raise _still_owed(config.endpoint, str(error)) from error
 
     looking_again(attempt)
+
+
+def delete_soon(
+    ports: Ports, endpoint: str, *, reason: str = "", actor: str = "", patience_s: float = PATIENCE_S
+) -> None:
+    """`delete`, for which the caller waits `patience_s` seconds at most; then it is `StillOwed`."""
+    call = partial(delete, ports, endpoint, reason=reason, actor=actor)
+    late = f"it did not end within {patience_s:g} s"
+    error = within({endpoint: call}, patience_s, lambda _: _still_owed(endpoint, late))[endpoint]
+    if error is not None:
+        raise error
 
 
 def finish_deletion(journal: Journal, *, reason: str = "") -> None:
@@ -50,3 +69,13 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
     config = journal.config
     journal.ports.provider(config.provider).remove(config)
     journal.append(Deleted(reason=reason, done=True))
+
+
+def _still_owed(endpoint: str, why: str) -> StillOwed:
+    return StillOwed(
+        "accepted, still owed: the endpoint's end",
+        where=endpoint,
+        why=why,
+        remedy="Every `onnx-ops reconcile` and watch tries again. Take it back with "
+        f"`onnx-ops rollback --withdraw {endpoint} --reason ...`.",
+    )

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, gives_all_to
 from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, Renewed, fold, follow
 from onnx_ops.domain.rollout import Action
-from onnx_ops.errors import NotFound, OnnxOpsError, Overtaken, StateCorrupt
+from onnx_ops.errors import (
+    Conflict,
+    EnvironmentFailure,
+    NotFound,
+    OnnxOpsError,
+    Overtaken,
+    ServiceUnavailable,
+    StateCorrupt,
+)
 from onnx_ops.operations.lease import LEASE_SECONDS, kept
 from onnx_ops.ports import Ports
 
 LOOKS = 10
 """Times a decision is made anew because somebody else wrote first. Each of these times somebody else got further."""
+
+Effect: TypeAlias = Callable[[int], None]
 
 _Result = TypeVar("_Result")
 
@@ -61,8 +71,15 @@ class Journal:
         self.state = follow(self.state, entry)
         return entry.sequence
 
-    def perform(self, action: Action, *, by_hand: bool = False) -> None:
-        """Intent, effect, outcome. `by_hand`: an operator asked for just this. The lease is kept meanwhile.
+    def perform(self, action: Action, effect: Effect | None = None) -> None:
+        """Intent, effect, outcome. The lease is kept meanwhile.
+
+        An effect that failed may have taken place all the same, as an answer can be lost: then the endpoint shows it.
+        The way back counts as done only once it was observed.
+
+        Args:
+            action: what is to be done.
+            effect: how, given the intent's sequence; by default the provider applies the action's state.
 
         Raises:
             Overtaken: somebody else acted in between; what they wrote counts.
@@ -71,15 +88,48 @@ class Journal:
         config = self.config
         holder = self.ports.host.holder()
         expires = self.ports.clock.now() + LEASE_SECONDS
-        sequence = self.append(Intent(action=action, holder=holder, expires_at=expires, by_hand=by_hand))
-        provider = self.ports.provider(config.provider)
-        try:
-            with kept(lambda: self.renewed(sequence), self.ports.clock):
-                provider.apply(config, numbered(action.state, sequence), generation=sequence)
-        except OnnxOpsError as error:
-            self._conclude(Outcome(of=sequence, ok=False, detail=str(error)))
-            raise
+        sequence = self.append(Intent(action=action, holder=holder, expires_at=expires))
+        with kept(lambda: self.renewed(sequence), self.ports.clock):
+            failure = self._attempt(config, action, sequence, effect)
+            if (failure is not None or action.gives_back) and not self._shows(config, action, failure):
+                failure = failure or ServiceUnavailable(
+                    "the endpoint was not observed where it should be yet", where=config.endpoint
+                )
+                self._conclude(Outcome(of=sequence, ok=False, detail=str(failure)))
+                raise failure
         self._conclude(Outcome(of=sequence, ok=True))
+
+    def _attempt(
+        self, config: EndpointConfig, action: Action, sequence: int, effect: Effect | None
+    ) -> OnnxOpsError | None:
+        try:
+            if effect is not None:
+                effect(sequence)
+            else:
+                state = numbered(action.state, sequence)
+                self.ports.provider(config.provider).apply(config, state, generation=sequence)
+        except OnnxOpsError as error:
+            return error
+        except OSError as error:
+            return EnvironmentFailure(
+                "the endpoint cannot be changed",
+                where=config.endpoint,
+                why=str(error),
+                remedy="Free the disk, or give back access to what the reason names.",
+            )
+        return None
+
+    def _shows(self, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> bool:
+        """Whether the endpoint does what the action asks for. After a conflict that is somebody else's doing."""
+        if isinstance(failure, Conflict):
+            return False
+        try:
+            actual = self.ports.provider(config.provider).observe(config)
+        except OnnxOpsError:
+            return False
+        if actual is None:
+            return False
+        return gives_all_to(actual, action.state.leader()) if action.gives_back else actual.same_as(action.state)
 
     def renewed(self, sequence: int) -> bool:
         """Let the lease of the intent in entry `sequence` last from now on; false if it is not the open one any more.

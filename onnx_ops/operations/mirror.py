@@ -63,7 +63,8 @@ def write_owed_aliases(journal: Journal) -> str:
     # The champion last: while it is still the old one, the registry's server lets that become `previous`.
     for name, version in sorted(owed.items(), key=lambda item: item[0] == champion):
         if version is None:
-            if name in found and spent(journal, found[name]):
+            # A challenger that a person has set meanwhile is a wish.
+            if name in found and (name != alias("challenger", config.target) or spent(journal, found[name])):
                 registry.delete_alias(config.model, name)
         elif found.get(name) != version and not (name == champion and moved_by_a_person(state, name, found.get(name))):
             try:

@@ -34,6 +34,8 @@ def needed(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
     held = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
     if state.open_intent is not None:
         held += state.open_intent.action.state.deployments
+    if state.pending_rollback is not None:
+        held += state.pending_rollback.action.state.deployments
     if state.config is not None:
         actual = ports.provider(state.config.provider).observe(state.config)
         held += state.known.values() if actual is None else actual.deployments

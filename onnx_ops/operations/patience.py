@@ -1,9 +1,20 @@
-"""How often to try again what fails."""
+"""How long to wait for what is slow, and how often to try again what fails."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from onnx_ops.errors import OnnxOpsError
+
+PATIENCE_S = 8.0
+"""How long a command waits for endpoints, in seconds: an operator at night needs an answer within ten."""
 LONGEST_PAUSE = 60.0
 """Seconds after which something that failed again and again is tried once more, at the latest."""
+
+_Result = TypeVar("_Result")
 
 
 class Patience:
@@ -27,3 +38,36 @@ class Patience:
 
     def succeeded(self) -> None:
         self._failures = self._skip = 0
+
+
+def within(
+    calls: Mapping[str, Callable[[], _Result]], patience_s: float, late: Callable[[str], OnnxOpsError]
+) -> dict[str, _Result | OnnxOpsError]:
+    """What each call returned or raised, all made side by side.
+
+    A call that has not ended in time goes on until this process ends; `late` gives the error that stands for it.
+
+    Raises:
+        BaseException: what a call raised that is no error of ours.
+    """
+    results: dict[str, _Result | BaseException] = {}
+
+    def run(name: str, call: Callable[[], _Result]) -> None:
+        try:
+            results[name] = call()
+        except BaseException as error:  # raised again where it was asked for
+            results[name] = error
+
+    threads = [threading.Thread(target=run, args=item, name="patience", daemon=True) for item in calls.items()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + patience_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    found: dict[str, _Result | OnnxOpsError] = {}
+    for name in calls:
+        result = results[name] if name in results else late(name)
+        if isinstance(result, BaseException) and not isinstance(result, OnnxOpsError):
+            raise result
+        found[name] = result
+    return found

@@ -6,6 +6,7 @@ killed anywhere. The next call continues or undoes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from onnx_ops.domain.rollout import Action, ActionKind
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import Desired, desired
-from onnx_ops.operations.journal import Journal, looking_again, pinned
+from onnx_ops.operations.journal import Journal, looking_again, pinned, readable
 from onnx_ops.operations.mirror import (
     conclude_refusal,
     put_back,
@@ -25,6 +26,8 @@ from onnx_ops.operations.mirror import (
 )
 from onnx_ops.operations.notify import note_wait
 from onnx_ops.operations.observe import look, next_move, write_down
+from onnx_ops.operations.patience import LONGEST_PAUSE
+from onnx_ops.operations.rollback import go_back, pay
 from onnx_ops.ports import Ports
 
 MAX_STEPS = 20
@@ -83,6 +86,22 @@ def settle_each(
     return reports, errors
 
 
+def settle_owed(
+    ports: Ports, endpoints: Sequence[str], *, actor: str = "", for_s: float
+) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
+    """`settle_each`, again and again with growing pauses, until nothing fails and no rollback is owed, or `for_s`
+    seconds are over."""
+    deadline, pause = time.monotonic() + for_s, 1.0
+    while True:
+        reports, errors = settle_each(ports, endpoints, actor=actor)
+        if not errors and not any(readable(ports, name).pending_rollback for name in endpoints):
+            return reports, errors
+        if time.monotonic() + pause > deadline:
+            return reports, errors
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
 def tell_registry(ports: Ports, endpoint: str, *, actor: str = "") -> str:
     """Write the aliases that a rollback owes; why not, if that fails.
 
@@ -109,7 +128,7 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     if journal.state.deleting:
         finish_deletion(journal)
         return StepReport(endpoint=endpoint, did="deleted", why="somebody asked for it", settled=True)
-    if (report := _unfinished(journal)) is not None:
+    if (report := _at_work(journal) or _unfinished(journal)) is not None:
         return report
     wish = desired(journal)
     if (report := _refusal(journal, wish)) is not None:
@@ -128,7 +147,10 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     if not isinstance(action, Action):
         note_wait(journal, action)
         return StepReport(endpoint=endpoint, did="", why=action.why, settled=True, registry_down=wish.unreachable)
-    journal.perform(pinned(ports, config, action) if action.kind is ActionKind.ABORT else action)
+    if action.gives_back:
+        go_back(journal, pinned(ports, config, action))
+    else:
+        journal.perform(action)
     did = action.kind.value
     return StepReport(endpoint=endpoint, did=did, why=action.why, settled=False, registry_down=wish.unreachable)
 
@@ -166,18 +188,27 @@ def _same(begun: RefusedVersion, refused: RefusedVersion | None) -> bool:
     return refused is not None and (begun.alias, begun.version) == (refused.alias, refused.version)
 
 
-def _unfinished(journal: Journal) -> StepReport | None:
-    """An open intent is somebody's lease, or the remains of a driver that died: then it is done again."""
-    intent = journal.state.open_intent
-    if intent is None:
+def _at_work(journal: Journal) -> StepReport | None:
+    """An open intent is the lease of whoever wrote it, unless that driver died."""
+    intent, ports = journal.state.open_intent, journal.ports
+    if intent is None or ports.clock.now() >= intent.expires_at or not ports.host.alive(intent.holder):
         return None
-    ports, endpoint = journal.ports, journal.state.endpoint
-    if ports.clock.now() < intent.expires_at and ports.host.alive(intent.holder):
-        why = f"{intent.holder} is at work: {intent.action.why}"
-        return StepReport(endpoint=endpoint, did="", why=why, settled=True)
-    journal.perform(intent.action)
-    why = f"finished what {intent.holder} began: {intent.action.why}"
-    return StepReport(endpoint=endpoint, did=intent.action.kind.value, why=why, settled=False)
+    why = f"{intent.holder} is at work: {intent.action.why}"
+    return StepReport(endpoint=journal.state.endpoint, did="", why=why, settled=True)
+
+
+def _unfinished(journal: Journal) -> StepReport | None:
+    """What is owed, or was begun by a driver that died, is done before anything else."""
+    intent, pending = journal.state.open_intent, journal.state.pending_rollback
+    if pending is not None:
+        pay(journal)
+        kind, why = pending.action.kind, f"{pending.actor} asked for it: {pending.action.why}"
+    elif intent is not None:
+        journal.perform(intent.action)
+        kind, why = intent.action.kind, f"finished what {intent.holder} began: {intent.action.why}"
+    else:
+        return None
+    return StepReport(endpoint=journal.state.endpoint, did=kind.value, why=why, settled=False)
 
 
 def _last_shown(ports: Ports, endpoint: str, head: int) -> int:

@@ -1,32 +1,45 @@
-"""All traffic back to a version that is known to work. Needs the ledger and the endpoint, nothing else."""
+"""All traffic back to a version that is known to work. Needs the ledger and the endpoint, nothing else.
+
+A rollback is requested first, by an entry of its own, and is owed from then on: whatever fails or is killed, every
+reconciliation tries again, until the endpoint was observed where the request leads or an operator withdraws it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import Intent, ReleaseState, Spoken, fold
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
+from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested, Spoken, Withdrawn, fold
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, abort, rollback
-from onnx_ops.errors import Conflict, NotFound, OnnxOpsError, Refused, UserError
-from onnx_ops.operations.journal import Journal, damage, looking_again, pinned
+from onnx_ops.errors import (
+    DigestMismatch,
+    NotFound,
+    OnnxOpsError,
+    Refused,
+    StillOwed,
+    UserError,
+)
+from onnx_ops.operations.approve import fetch
+from onnx_ops.operations.journal import Journal, damage, looking_again, numbered, pinned
+from onnx_ops.operations.patience import PATIENCE_S, within
 from onnx_ops.operations.status import Wanted, wanted_endpoints
 from onnx_ops.ports import Ports
-
-ATTEMPTS = 5
-"""Times a rollback tries to get the next ledger entry from a driver that is writing too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rolled:
-    """From which version to which; `owed` are aliases that the registry will be told later."""
+    """From which version to which; `owed` are aliases that the registry will be told later. `already`: nothing was
+    left to do."""
 
     endpoint: str
     moved_from: str
     moved_to: str
     reason: str
     owed: tuple[str, ...]
+    already: bool = False
 
 
 def roll_back(
@@ -38,34 +51,79 @@ def roll_back(
     actor: str = "",
     force: bool = False,
     pin: bool = True,
+    candidate_only: bool = False,
 ) -> Rolled:
-    """Move all traffic to the previous version, or to `to`.
+    """Request that all traffic goes to the previous version, or to `to`, and carry it out.
 
     Where several endpoints serve the same model and target, this one is pinned: the aliases, which speak for all of
     them, stay. Without `pin` they follow once all of these endpoints have gone back.
 
-    The intent outranks whatever a driver has open: its later outcome no longer counts, and the endpoint refuses its
-    later effects, which carry a lower generation.
+    The request outranks whatever a driver has open: its later outcome no longer counts, and the endpoint refuses its
+    later effects, which carry a lower generation. A request that has taken effect already changes nothing.
 
     Raises:
         NotFound: no such endpoint, or no version to go back to.
         Refused: that version was rolled back itself, and `force` does not say that it must be.
-        ServiceUnavailable: the endpoint could not be reached.
+        StillOwed: it was requested, and could not be carried out yet.
+        UserError: no rollout is in progress, and `candidate_only` says that only its candidate may be taken back.
     """
-    for attempt in range(ATTEMPTS):
+    rolled = request_rollback(
+        ports, endpoint, to=to, reason=reason, actor=actor, force=force, pin=pin, candidate_only=candidate_only
+    )
+    return rolled if rolled.already else _carried_out(ports, rolled, actor)
+
+
+def request_rollback(
+    ports: Ports,
+    endpoint: str,
+    *,
+    to: str | None,
+    reason: str,
+    actor: str,
+    force: bool,
+    pin: bool,
+    candidate_only: bool,
+) -> Rolled:
+    """Write down that traffic is to go back; from then on it is owed. Arguments and errors as of `roll_back`."""
+
+    def request() -> Rolled:
         journal = Journal.open(ports, endpoint, actor=actor)
-        action, origin, goal = _plan(journal, to, reason, force)
+        config, pending = journal.config, journal.state.pending_rollback
+        if pending is not None and _is_same(pending.action, to):
+            return _rolled(journal.state, pending.action)
+        if (done := _done(journal, to, force)) is not None:
+            return done
+        if candidate_only and journal.state.roles.candidate is None:
+            raise _no_rollout(endpoint)
+        action = _plan(journal, to, reason, force)
         if pin:
-            action = pinned(ports, journal.config, action)
-        try:
-            journal.perform(action, by_hand=True)
-        except Conflict:
-            if attempt == ATTEMPTS - 1:
-                raise
-            continue
-        owed = tuple(sorted(journal.state.pending_aliases))
-        return Rolled(endpoint=endpoint, moved_from=origin, moved_to=goal.name, reason=action.why, owed=owed)
-    raise AssertionError("unreachable: the last attempt returns or raises")
+            action = pinned(ports, config, action)
+        rolled = _rolled(journal.state, action)
+        journal.append(RollbackRequested(action=action, by_hand=True))
+        return rolled
+
+    return looking_again(request)
+
+
+def go_back(journal: Journal, action: Action) -> None:
+    """Request what the figures or the registry call for, and try once to carry it out.
+
+    Raises:
+        OnnxOpsError: as `pay` does.
+    """
+    journal.append(RollbackRequested(action=action))
+    pay(journal)
+
+
+def pay(journal: Journal) -> None:
+    """Try once to bring the endpoint where its pending rollback leads.
+
+    Raises:
+        OnnxOpsError: it is still owed; the ledger says why.
+    """
+    pending = journal.state.pending_rollback
+    if pending is not None:
+        journal.perform(pending.action, partial(_give_back, journal.ports, journal.config, pending.action))
 
 
 def roll_back_each(
@@ -77,16 +135,58 @@ def roll_back_each(
     actor: str = "",
     force: bool = False,
     pin: bool = True,
+    candidate_only: bool = False,
+    patience_s: float = PATIENCE_S,
 ) -> tuple[dict[str, Rolled], dict[str, OnnxOpsError]]:
-    """`roll_back` of several: what was moved and what was not. One endpoint's trouble does not keep the others back."""
-    moved: dict[str, Rolled] = {}
+    """`roll_back` of several: what was moved and what was not. One endpoint's trouble does not keep the others back.
+
+    All are requested first, then carried out side by side. What takes longer than `patience_s` seconds is `StillOwed`.
+    """
+    requested: dict[str, Rolled] = {}
     errors: dict[str, OnnxOpsError] = {}
     for name in endpoints:
         try:
-            moved[name] = roll_back(ports, name, to=to, reason=reason, actor=actor, force=force, pin=pin)
+            requested[name] = request_rollback(
+                ports, name, to=to, reason=reason, actor=actor, force=force, pin=pin, candidate_only=candidate_only
+            )
         except OnnxOpsError as error:
             errors[name] = error
+    moved = {name: rolled for name, rolled in requested.items() if rolled.already}
+    waiting = {name: rolled for name, rolled in requested.items() if not rolled.already}
+    calls = {name: partial(_carried_out, ports, rolled, actor) for name, rolled in waiting.items()}
+    late = f"the endpoint did not get there within {patience_s:g} s"
+    for name, result in within(calls, patience_s, lambda name: _still_owed(waiting[name], late)).items():
+        if isinstance(result, OnnxOpsError):
+            errors[name] = result
+        else:
+            moved[name] = result
     return moved, errors
+
+
+def withdraw(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> str:
+    """Take back what the endpoint owes: a rollback that did not take effect, with what it rejected, or a deletion.
+
+    Returns:
+        What was withdrawn, in words.
+
+    Raises:
+        NotFound: nothing is owed.
+        UserError: there is no reason.
+    """
+    if not reason.strip():
+        raise UserError("a withdrawal needs a reason", where=endpoint, remedy="Say why with --reason; it is recorded.")
+
+    def attempt() -> str:
+        journal = Journal.open(ports, endpoint, actor=actor)
+        pending, deleting = journal.state.pending_rollback, journal.state.deleting
+        if pending is None and not deleting:
+            raise NotFound(
+                "nothing is owed here", where=journal.config.endpoint, remedy=f"See `onnx-ops history {endpoint}`."
+            )
+        journal.append(Withdrawn(reason=reason))
+        return "the deletion" if pending is None else f"the rollback to {_name(pending.action.roles.stable)}"
+
+    return looking_again(attempt)
 
 
 def chosen(
@@ -156,25 +256,109 @@ def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str
         journal = Journal.open(ports, endpoint, actor=actor)
         config = journal.config
         if journal.state.roles.candidate is None:
-            raise UserError(
-                "no rollout is in progress", where=config.endpoint, remedy=f"See `onnx-ops status {config.endpoint}`."
-            )
+            raise _no_rollout(config.endpoint)
         journal.append(Spoken(word=word, reason=reason))
 
     looking_again(speak)
 
 
-def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> tuple[Action, str, Deployment]:
+def _no_rollout(endpoint: str) -> UserError:
+    return UserError("no rollout is in progress", where=endpoint, remedy=f"See `onnx-ops status {endpoint}`.")
+
+
+def _carried_out(ports: Ports, rolled: Rolled, actor: str) -> Rolled:
+    """Pay what was requested. Raises StillOwed, with the cause."""
+
+    def attempt() -> Journal:
+        journal = Journal.open(ports, rolled.endpoint, actor=actor)
+        pay(journal)
+        return journal
+
+    try:
+        journal = looking_again(attempt)
+    except OnnxOpsError as error:
+        raise _still_owed(rolled, str(error)) from error
+    return replace(rolled, owed=tuple(sorted(journal.state.pending_aliases)))
+
+
+def _still_owed(rolled: Rolled, why: str) -> StillOwed:
+    return StillOwed(
+        f"accepted, still owed: all traffic to {rolled.moved_to}",
+        where=rolled.endpoint,
+        why=why,
+        remedy=f"Every `onnx-ops reconcile` and watch tries again; {rolled.moved_from} counts as rejected meanwhile. "
+        f"Take it back with `onnx-ops rollback --withdraw {rolled.endpoint} --reason ...`.",
+    )
+
+
+def _give_back(ports: Ports, config: EndpointConfig, action: Action, generation: int) -> None:
+    """Traffic first, by the provider's one call. Files that it needs and that are lost or damaged are fetched again."""
+    state, provider = numbered(action.state, generation), ports.provider(config.provider)
+    try:
+        provider.roll_back(config, state, generation=generation)
+    except (NotFound, DigestMismatch):
+        fetch(ports, state.leader())
+        provider.roll_back(config, state, generation=generation)
+
+
+def _is_same(asked: Action, to: str | None) -> bool:
+    """Whether what is owed is what an operator asks for. What was only withdrawn is not rejected yet."""
+    goal = asked.roles.stable
+    return bool(asked.reject) and goal is not None and to in (None, goal.version, goal.name)
+
+
+def _rolled(state: ReleaseState, action: Action, *, already: bool = False) -> Rolled:
+    left = [name for name, weight in action.state.split.weights.items() if not weight]
+    return Rolled(
+        endpoint=state.endpoint,
+        moved_from=left[0] if left else "nothing",
+        moved_to=_name(action.roles.stable),
+        reason=action.why,
+        owed=tuple(sorted(state.pending_aliases)),
+        already=already,
+    )
+
+
+def _done(journal: Journal, to: str | None, force: bool) -> Rolled | None:
+    """What a request that took effect before has done; None if there is something to do.
+
+    Without `to`, a rollback after a rollback is the same one again: whoever wants to go back further says how far.
+    """
+    state, config = journal.state, journal.config
+    stable, last = state.roles.stable, state.rolled_back
+    if stable is None or state.roles.candidate is not None or state.open_intent is not None or state.deleting:
+        return None
+    if to is None and (last is None or force):
+        return None
+    if to is not None and to.removeprefix("v") != stable.version:
+        return None
+    actual = journal.ports.provider(config.provider).observe(config)
+    if actual is None or not gives_all_to(actual, stable):
+        return None
+    if last is None:
+        return Rolled(
+            endpoint=config.endpoint,
+            moved_from=stable.name,
+            moved_to=stable.name,
+            reason="",
+            owed=tuple(sorted(state.pending_aliases)),
+            already=True,
+        )
+    return _rolled(state, last, already=True)
+
+
+def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     state, config = journal.state, journal.config
     if state.deleting:
         raise Refused(
             "the endpoint is being deleted",
             where=config.endpoint,
-            remedy=f"Complete that with `onnx-ops delete {config.endpoint}`, or bind it again with `onnx-ops run`.",
+            remedy=f"Complete that with `onnx-ops delete {config.endpoint}`, or take it back with "
+            f"`onnx-ops rollback --withdraw {config.endpoint} --reason ...`.",
         )
     begun = state.open_intent.action if state.open_intent is not None else None
-    if begun is not None and (goal := _way_back(begun)) is not None and to in (None, goal.version, goal.name):
-        return begun, _name(state.roles.candidate or state.roles.stable), goal
+    if state.pending_rollback is not None:
+        begun = state.pending_rollback.action
     # What a driver has begun may have reached the endpoint already, so it counts as done; but what is being taken
     # out counts as still there, so that it is rejected too.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
@@ -187,22 +371,16 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> tuple[A
             remedy="Name another version with --to, or insist with --force.",
         )
     why = reason or "rolled back by an operator, who gave no reason"
-    now = journal.ports.clock.now()
     if roles.candidate is not None and roles.stable is not None and goal.manifest == roles.stable.manifest:
-        action, origin = abort(roles, config.target, why=why, reject=True), roles.candidate.name
+        action = abort(roles, config.target, why=why, reject=True)
     else:
-        action, origin = rollback(roles, goal, config.target, why=why, now=now), _name(roles.stable)
+        action = rollback(roles, goal, config.target, why=why)
     if begun is not None:
         rejected = (*begun.reject, *action.reject)
         action = replace(
             action, reject=tuple(d for d in dict.fromkeys(rejected) if d not in (goal.release, goal.manifest))
         )
-    return action, origin, goal
-
-
-def _way_back(begun: Action) -> Deployment | None:
-    """Where an operator's rollback leads that nobody concluded; None if something else was begun."""
-    return begun.roles.stable if begun.reject else None
+    return action
 
 
 def _name(deployment: Deployment | None) -> str:
@@ -215,8 +393,6 @@ def _goal(state: ReleaseState, roles: Roles, to: str | None) -> Deployment:
         if version not in state.known:
             known = ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
             raise NotFound(f"v{version} never served here", where=state.endpoint, remedy=f"Versions that did: {known}.")
-        if roles.stable is not None and roles.candidate is None and roles.stable.version == version:
-            raise UserError(f"v{version} serves all traffic already", where=state.endpoint)
         return state.known[version]
     goal = roles.stable if roles.candidate is not None else roles.previous
     if goal is None:

@@ -23,7 +23,9 @@ from onnx_ops.domain.ledger import (
     RefusedVersion,
     ReleaseState,
     Renewed,
+    RollbackRequested,
     Spoken,
+    Withdrawn,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles
 from onnx_ops.errors import NotFound, OnnxOpsError, StateCorrupt
@@ -187,8 +189,9 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
     match body:
         case Configured():
             return f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
-        case Intent():
-            return _action_told(body.action), body.action.why
+        case Intent() | RollbackRequested():
+            asks = "asks for " if isinstance(body, RollbackRequested) else ""
+            return asks + _action_told(body.action), body.action.why
         case Outcome():
             return f"{'done' if body.ok else 'failed'} (entry {body.of})", body.detail
         case Spoken():
@@ -201,13 +204,15 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
             return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
         case Override():
             return f"override for version {body.version}", body.reason
-        case Deleted() | Frozen() | Observed() | Held() | Notified() | Renewed():
+        case Deleted() | Frozen() | Observed() | Held() | Notified() | Renewed() | Withdrawn():
             return _noted_told(body)
         case _:
             assert_never(body)
 
 
-def _noted_told(body: Deleted | Frozen | Observed | Held | Notified | Renewed) -> tuple[str, str]:
+def _noted_told(body: Deleted | Frozen | Observed | Held | Notified | Renewed | Withdrawn) -> tuple[str, str]:
+    if isinstance(body, Withdrawn):
+        return "withdrew what was owed", body.reason
     if isinstance(body, Deleted):
         return "deleted" if body.done else "is to be deleted", body.reason
     if isinstance(body, Held):
@@ -229,8 +234,9 @@ def _noted_told(body: Deleted | Frozen | Observed | Held | Notified | Renewed) -
 
 def _action_told(action: Action) -> str:
     """What the action does to traffic, and for a change of the stable version from which to which."""
-    split = ", ".join(f"{name} {weight} %" for name, weight in action.state.split.weights.items())
-    stable, previous = action.roles.stable, action.roles.previous
-    if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and previous is not None:
-        return f"{action.kind.value} {previous.name} -> {stable.name}: {split}"
+    weights, stable = action.state.split.weights, action.roles.stable
+    split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
+    before = next((name for name, weight in weights.items() if not weight), None)
+    if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and before is not None:
+        return f"{action.kind.value} {before} -> {stable.name}: {split}"
     return f"{action.kind.value}: {split}"

@@ -150,6 +150,20 @@ class EndpointProvider(Protocol):
         """
         ...
 
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Give all traffic to the one deployment of `state` that has any.
+
+        Where the endpoint holds that deployment, this is one call that changes weights and nothing else; a later
+        `apply` cleans up. What gets no traffic is neither loaded nor started, and whatever else the endpoint holds
+        stays. An endpoint that does not run, or does not answer, is started with nothing but this state.
+
+        Raises:
+            NotFound, DigestMismatch: the deployment's files are needed, and lost or damaged.
+            Conflict: a later generation was applied already.
+            ServiceUnavailable: the endpoint could not be reached or started.
+        """
+        ...
+
     def address(self, config: EndpointConfig) -> str | None:
         """Where clients call it, if it exists."""
         ...

@@ -26,8 +26,8 @@ from onnx_ops.protocol.admin import (
     error_to_bytes,
     read_message,
 )
+from onnx_ops.protocol.table_file import write_durably
 from onnx_ops.serving.http import on_crash, on_http_error, read_body
-from onnx_ops.serving.table import write_durably
 
 _MAX_BODY = 1 << 20
 

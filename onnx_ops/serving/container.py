@@ -21,8 +21,8 @@ from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError, UserErro
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.protocol.options import described
 from onnx_ops.protocol.table import follow
+from onnx_ops.protocol.table_file import TableFile
 from onnx_ops.serving import main as server
-from onnx_ops.serving.table import TableFile
 from onnx_ops.serving.verified import verify
 
 _FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")

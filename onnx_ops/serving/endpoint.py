@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import Conflict, ServiceUnavailable, UserError
 from onnx_ops.protocol.table import Table, follow
+from onnx_ops.protocol.table_file import TableFile
 from onnx_ops.serving.shared import Shared, Slots
-from onnx_ops.serving.table import TableFile
 
 _log = logging.getLogger(__name__)
 

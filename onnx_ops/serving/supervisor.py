@@ -27,6 +27,7 @@ from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord
 from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.protocol.table_file import TableFile, write_durably
 from onnx_ops.serving.admin import AdminApp, read_token
 from onnx_ops.serving.audit import Audit
 from onnx_ops.serving.counts import counted
@@ -34,7 +35,6 @@ from onnx_ops.serving.crew import Crew
 from onnx_ops.serving.endpoint import Edition, Endpoint
 from onnx_ops.serving.listeners import LOOPBACK, Listeners, bound, bound_to_file, inherited
 from onnx_ops.serving.shared import Shared
-from onnx_ops.serving.table import TableFile, write_durably
 from onnx_ops.serving.worker import Start
 
 _log = logging.getLogger(__name__)

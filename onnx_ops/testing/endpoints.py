@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit, gives_all_to
 from onnx_ops.errors import Conflict
 from onnx_ops.ports.release import EndpointProvider
 
@@ -132,6 +133,38 @@ class EndpointProviderSuite:
             assert observed.same_as(state)
             assert address is not None
             assert self.scale(address) == scale
+
+    def test_a_rollback_needs_no_files_and_loads_nothing(
+        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+    ) -> None:
+        """What has the traffic already, or stands beside it, gets all of it by a change of weights."""
+        blue, green = deployments
+        if "split" not in provider.capabilities(config.settings):
+            return
+        provider.apply(config, state_of(blue, green, blue=90, green=10), generation=1)
+        lost = [replace(one, location=f"{one.location}-lost") for one in (blue, green)]
+        for generation in (2, 2, 3):
+            provider.roll_back(config, state_of(*lost, blue=100, green=0), generation=generation)
+        observed, address = provider.observe(config), provider.address(config)
+        assert observed is not None
+        assert gives_all_to(observed, blue)
+        assert observed.held(green) is not None
+        assert address is not None
+        assert self.scale(address) == 2.0
+        with pytest.raises(Conflict):
+            provider.roll_back(config, state_of(*lost, blue=0, green=100), generation=2)
+
+    def test_a_rollback_to_what_was_let_go_brings_it_back(
+        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+    ) -> None:
+        blue, green = deployments
+        provider.apply(config, state_of(green, green=100), generation=1)
+        provider.roll_back(config, state_of(blue, green, blue=100, green=0), generation=2)
+        observed, address = provider.observe(config), provider.address(config)
+        assert observed is not None
+        assert gives_all_to(observed, blue)
+        assert address is not None
+        assert self.scale(address) == 2.0
 
     def test_users_stay_where_they_are(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]

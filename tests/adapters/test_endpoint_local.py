@@ -68,6 +68,26 @@ class TestLocalEndpoints(EndpointProviderSuite):
         return CONFIG
 
 
+@pytest.mark.parametrize("how", ["killed", "supervisor hung", "all hung"])
+def test_a_rollback_of_a_server_that_does_not_answer_serves_nothing_else(
+    provider: LocalEndpoints, folder: Path, tmp_path: Path, blue: Deployment, how: str
+) -> None:
+    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
+    provider.apply(CONFIG, state_of(green, green=100), generation=1)
+    server, workers = record_of(folder).pid, processes.workers(folder)
+    number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+    for pid in (server, *(() if how == "supervisor hung" else workers)):
+        os.kill(pid, number)
+    provider.roll_back(CONFIG, state_of(blue, green, blue=100, green=0), generation=2)
+    observed = provider.observe(CONFIG)
+    assert observed is not None
+    assert observed.same_as(state_of(blue, blue=100))
+    assert not set(processes.workers(folder)) & set(workers)
+    address = provider.address(CONFIG)
+    assert address is not None
+    assert TestLocalEndpoints().scale(address) == 2.0
+
+
 def test_a_killed_server_comes_back_with_the_last_table_on_the_same_port(
     provider: LocalEndpoints, folder: Path, blue: Deployment
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.rollout import DAY, Action, Roles, RolloutPolicy, Wait, Word, next_action, rollback
+from onnx_ops.domain.rollout import Action, Roles, RolloutPolicy, Wait, Word, next_action, rollback
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke
 from tests.support.clouds.sagemaker import FakeSageMaker, client
@@ -52,7 +52,8 @@ class Driver:
 
     def perform(self, action: Action) -> None:
         self.generation += 1
-        self.provider.apply(self.config, action.state, generation=self.generation)
+        effect = self.provider.roll_back if action.gives_back else self.provider.apply
+        effect(self.config, action.state, generation=self.generation)
         self.roles = action.roles
 
 
@@ -78,11 +79,12 @@ def test_first_next_back_and_retired(
     assert driver.toward(two, now=1.0) == (["start", "advance", "finish"] if stepwise else ["finish"])
     assert invoke(fake, name)[1] == 3.0
     fake.fault()
-    driver.perform(rollback(driver.roles, one, "cpu", why="it is bad", now=2.0))
-    assert ("SageMaker.UpdateEndpoint" in fake.calls()) == (not stepwise)
+    driver.perform(rollback(driver.roles, one, "cpu", why="it is bad"))
+    made, updated = ([call for call in fake.calls() if verb in call] for verb in (".Create", ".Update"))
+    assert updated == [f"SageMaker.UpdateEndpoint{'WeightsAndCapacities' if stepwise else ''}"]
+    assert bool(made) != stepwise
     assert invoke(fake, name)[1] == 2.0
-    assert driver.toward(one, now=2.0) == []
-    assert driver.toward(one, now=3 * DAY) == ["retire-previous"]
+    assert driver.toward(one, now=2.0) == (["clean-up"] if stepwise else [])
     assert invoke(fake, name)[1] == 2.0
 
 

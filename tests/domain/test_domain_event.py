@@ -48,7 +48,7 @@ def test_what_is_taken_back_says_which_version_and_why() -> None:
     assert (event.payload["version"], event.payload["serving"]) == ("2", "1")
     assert event.payload["why"] == ALARM.why
     assert event.labels == {"onnx-ops.severity": "critical"}
-    back = rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens", now=5.0)
+    back = rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
     *_, found = followed(CONFIGURED, intent(FINISH), Outcome(of=2, ok=True), intent(back), Outcome(of=4, ok=True))
     event = event_of(found)
     assert event.event == "onnx-ops.rolled-back"

@@ -88,7 +88,7 @@ def test_the_scenario_is_what_it_says() -> None:
 
 
 def test_the_same_entries_give_the_same_state() -> None:
-    entries = log(*SERVING, intent(START), Outcome(of=4, ok=True), Spoken(word=Word.ABORT))
+    entries = log(*SERVING, intent(START), Outcome(of=4, ok=True), Spoken(word=Word.PAUSE))
     assert fold("digits", entries) == fold("digits", entries)
     step_by_step = ReleaseState(endpoint="digits")
     for entry in entries:
@@ -163,10 +163,10 @@ def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
         Outcome(of=4, ok=True),
         Spoken(word=Word.ADVANCE),
         intent(ADVANCE),
-        Spoken(word=Word.ABORT),
+        Spoken(word=Word.PAUSE),
         Outcome(of=7, ok=True),
     )
-    assert state.word is Word.ABORT
+    assert state.word is Word.PAUSE
 
 
 def test_no_word_outlives_the_rollout_it_was_about() -> None:
@@ -182,7 +182,7 @@ def test_no_word_outlives_the_rollout_it_was_about() -> None:
 
 
 def test_a_rejected_release_is_freed_by_an_override_and_rejected_again_by_the_next_rollback() -> None:
-    back = rollback(FINISH.roles, version(1), "cpu", why="slow", now=200.0)
+    back = rollback(FINISH.roles, version(1), "cpu", why="slow")
     rolled = (*SERVING, intent(FINISH), Outcome(of=4, ok=True), intent(back), Outcome(of=6, ok=True))
     assert folded(*rolled).rejected == {version(2).release: "slow"}
     override = Override(release=version(2).release, version="2", reason="it was the network")
@@ -198,7 +198,7 @@ def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
     started = planned(bad, Roles(stable=good))
     for back in (
         abort(started.roles, "cpu", why="bad", reject=True),
-        rollback(Roles(stable=bad, previous=good), good, "cpu", why="bad", now=1.0),
+        rollback(Roles(stable=bad, previous=good), good, "cpu", why="bad"),
     ):
         state = folded(*SERVING, intent(started), Outcome(of=4, ok=True), intent(back), Outcome(of=6, ok=True))
         assert state.why_rejected(good) is None
@@ -217,8 +217,8 @@ def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
 
 
 def test_a_version_that_serves_again_is_no_longer_rejected() -> None:
-    back = rollback(FINISH.roles, version(1), "cpu", why="slow", now=200.0)
-    forth = rollback(back.roles, version(2), "cpu", why="it was the network", now=300.0)
+    back = rollback(FINISH.roles, version(1), "cpu", why="slow")
+    forth = rollback(back.roles, version(2), "cpu", why="it was the network")
     state = folded(
         *SERVING,
         intent(FINISH),

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from onnx_ops.domain.ledger import Body, Held, Outcome, RefusedVersion, Spoken
+from onnx_ops.domain.ledger import Body, Held, Outcome, RefusedVersion, RollbackRequested
 from onnx_ops.domain.notification import QUIET_S, Notification, Severity, What, news, trial
-from onnx_ops.domain.rollout import ActionKind, WaitKind, Word, abort, rollback
+from onnx_ops.domain.rollout import ActionKind, WaitKind, abort, rollback
 from tests.domain.test_domain_ledger import CONFIGURED, FINISH, FIRST, START, intent, log, version
 from tests.support.golden import Golden
 
@@ -39,11 +39,10 @@ def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) 
 @pytest.mark.parametrize(
     "bodies",
     [
-        (replace(intent(ALARM), by_hand=True), Outcome(of=6, ok=True)),
-        (replace(intent(ALARM), by_hand=True), intent(ALARM), Outcome(of=7, ok=True)),
-        (Spoken(word=Word.ABORT), intent(ALARM), Outcome(of=7, ok=True)),
+        (RollbackRequested(action=ALARM, by_hand=True), intent(ALARM), Outcome(of=7, ok=True)),
+        (RollbackRequested(action=ALARM, by_hand=True), intent(ALARM), intent(ALARM), Outcome(of=8, ok=True)),
     ],
-    ids=["at once", "finished by a driver", "by a word"],
+    ids=["at once", "finished by a driver"],
 )
 def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[Body, ...]) -> None:
     found = only(*bodies)
@@ -52,9 +51,15 @@ def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[Body, ...]) -> No
 
 
 def test_an_operators_rollback_says_how_to_undo_it() -> None:
-    back = rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens", now=5.0)
-    bodies = (CONFIGURED, intent(FINISH), Outcome(of=2, ok=True), replace(intent(back), by_hand=True))
-    *_, found = told(*bodies, Outcome(of=4, ok=True))
+    back = rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
+    bodies = (
+        CONFIGURED,
+        intent(FINISH),
+        Outcome(of=2, ok=True),
+        RollbackRequested(action=back, by_hand=True),
+        intent(back),
+    )
+    *_, found = told(*bodies, Outcome(of=5, ok=True))
     assert found.what is What.OPERATOR
     assert found.commands == {"Undo": "onnx-ops rollback digits --to 2 --force"}
 
@@ -95,7 +100,8 @@ def test_a_refused_alias(golden: Golden) -> None:
 
 def test_a_rollback_that_fails_is_the_worst() -> None:
     found = only(intent(ALARM), Outcome(of=6, ok=False, detail="cannot be reached"))
-    assert (found.what, found.severity, found.headline) == (What.TROUBLE, Severity.CRITICAL, "abort failed")
+    assert (found.what, found.severity) == (What.TROUBLE, Severity.CRITICAL)
+    assert found.headline == "abort failed and is still owed"
     found = only(intent(FINISH), Outcome(of=6, ok=False, detail="cannot be reached"))
     assert (found.severity, found.why) == (Severity.WARNING, "cannot be reached")
 

@@ -12,7 +12,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Mirrored, Outcome, ReleaseState, Spoken, follow
+from onnx_ops.domain.ledger import (
+    Body,
+    Intent,
+    LedgerEntry,
+    Mirrored,
+    Outcome,
+    ReleaseState,
+    RollbackRequested,
+    Spoken,
+    Withdrawn,
+    follow,
+)
 from onnx_ops.domain.rollout import (
     DAY,
     Action,
@@ -67,8 +78,11 @@ class Rollouts(RuleBasedStateMachine):
         self.state = follow(self.state, entry)
 
     def due(self) -> Action | Wait:
+        if self.state.pending_rollback is not None:
+            return self.state.pending_rollback.action
+        refused = self.wanted is None or self.state.why_rejected(self.wanted) is not None  # as `desired` does
         return next_action(
-            wanted=self.wanted,
+            wanted=None if refused else self.wanted,
             actual=self.actual,
             roles=self.state.roles,
             policy=self.state.policy,
@@ -78,6 +92,9 @@ class Rollouts(RuleBasedStateMachine):
         )
 
     def perform(self, action: Action, *, reaches: bool = True, ok: bool = True) -> None:
+        if action.kind in (ActionKind.ABORT, ActionKind.ROLLBACK) and self.state.pending_rollback is None:
+            self.append(RollbackRequested(action=action))
+            self.nothing_rejected_has_a_way_forward()
         self.append(Intent(action=action, holder="h", expires_at=self.now + 120))
         if reaches:
             self.actual = replace(action.state, generation=self.state.generation)
@@ -123,18 +140,22 @@ class Rollouts(RuleBasedStateMachine):
         action = self.due()
         if not isinstance(action, Action):
             return
-        before = self.state
-        if action.kind is ActionKind.START:
-            assert action.roles.candidate is not None
-            assert before.why_rejected(action.roles.candidate) is None
+        self.nothing_rejected_has_a_way_forward()
         if action.kind is ActionKind.FINISH:
             assert action.roles.stable is not None
             assert action.aliases["champion-cpu"] == action.roles.stable.version
             self.replaced = True
         self.perform(action)
         assert self.due() != action
-        if self.wanted is not None and self.state.why_rejected(self.wanted) is not None:
-            self.wanted = None  # `desired` refuses it from now on
+
+    def nothing_rejected_has_a_way_forward(self) -> None:
+        """Whatever is due, it gives no traffic to what was rejected; a rollback that is owed leads away from it."""
+        action = self.due()
+        if isinstance(action, Action):
+            assert action.roles.candidate is None or self.state.why_rejected(action.roles.candidate) is None
+            for deployment in action.state.deployments:
+                if action.state.split.weights.get(deployment.name):
+                    assert self.state.why_rejected(deployment) is None
 
     @rule()
     def settle(self) -> None:
@@ -145,7 +166,16 @@ class Rollouts(RuleBasedStateMachine):
             self.step()
         raise AssertionError(f"does not come to rest: {self.due()}")
 
-    @precondition(lambda self: self.state.roles.stable is not None)
+    @precondition(lambda self: self.state.pending_rollback is not None)
+    @rule()
+    def withdraw_what_is_owed(self) -> None:
+        pending = self.state.pending_rollback
+        assert pending is not None
+        self.append(Withdrawn(reason="wrong endpoint"))
+        assert self.state.rejected == pending.rejected_before
+        self.wanted = self.state.roles.stable
+
+    @precondition(lambda self: self.state.roles.stable is not None and self.state.pending_rollback is None)
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         roles = self.state.roles
@@ -156,9 +186,9 @@ class Rollouts(RuleBasedStateMachine):
             goal = data.draw(st.sampled_from(list(self.state.known.values())))
             if goal.manifest == roles.stable.manifest:
                 return
-            action = rollback(roles, goal, "cpu", why="bad", now=self.now)
+            action = rollback(roles, goal, "cpu", why="bad")
             assert action.aliases["champion-cpu"] == goal.version
-            self.replaced = True
+            self.replaced = False
         self.perform(action)
         self.wanted = None
         assert self.actual is not None
@@ -188,7 +218,7 @@ class Rollouts(RuleBasedStateMachine):
         if roles.stable is None:
             assert roles == Roles()
             return
-        assert self.state.why_rejected(roles.stable) is None
+        assert self.state.pending_rollback is not None or self.state.why_rejected(roles.stable) is None
         assert roles.stable.version in self.state.known
         for other in (roles.candidate, roles.previous):
             assert other is None or other.manifest != roles.stable.manifest

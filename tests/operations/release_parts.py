@@ -149,6 +149,10 @@ class Scene:
     def say(self, word: Word, endpoint: str = "digits") -> None:
         say(self.ports, endpoint, word)
 
+    def abort(self, endpoint: str = "digits") -> Rolled:
+        """What an operator does who takes a candidate back."""
+        return roll_back(self.ports, endpoint, reason="aborted by an operator", candidate_only=True)
+
     def roll_back(self, endpoint: str = "digits", *, to: str | None = None, force: bool = False) -> Rolled:
         return roll_back(self.ports, endpoint, to=to, reason="it is slow", force=force)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import Deleted
-from onnx_ops.errors import Conflict, NotFound, Refused, ServiceUnavailable
+from onnx_ops.errors import Conflict, NotFound, Refused, StillOwed
 from onnx_ops.operations.delete import delete
 from onnx_ops.operations.journal import Journal, bound_endpoints
 from onnx_ops.operations.reconcile import settle
+from onnx_ops.operations.rollback import withdraw
 from tests.operations.release_parts import CHAMPION, Scene, config_of
 from tests.support.faults import Faults, Killed
 
@@ -107,9 +108,19 @@ def test_not_while_somebody_is_at_work(scene: Scene) -> None:
     assert scene.traffic() == {}
 
 
+def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        delete(scene.ports, "digits")
+    scene.world.provider.down = False
+    withdraw(scene.ports, "digits", reason="it is needed")
+    scene.settle()
+    assert scene.world.provider.observe(config_of("digits")) is not None
+
+
 def test_an_endpoint_that_cannot_be_reached_stays_to_be_deleted(scene: Scene) -> None:
     scene.world.provider.down = True
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(StillOwed):
         delete(scene.ports, "digits")
     with pytest.raises(Refused, match="being deleted"):
         scene.roll_back()

@@ -16,7 +16,7 @@ import pytest
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Override, Spoken
 from onnx_ops.domain.rollout import Word
-from onnx_ops.errors import Conflict, NotFound, Refused
+from onnx_ops.errors import Conflict, NotFound, Refused, ServiceUnavailable, StillOwed
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.promote import promote
 from onnx_ops.operations.reconcile import settle
@@ -63,6 +63,11 @@ def promoting(version: str, **options: bool | str) -> Callable[[Scene], None]:
     return act
 
 
+def aborting(scene: Scene) -> None:
+    scene.abort()
+    scene.settle()
+
+
 def saying(word: Word) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
         scene.say(word)
@@ -76,7 +81,7 @@ def said(scene: Scene) -> bool:
 
 
 def went_back(scene: Scene) -> bool:
-    return effects(scene.world.ledger.read("digits"))[-1] in ("rollback", "abort")
+    return not {"rollback", "abort"}.isdisjoint(effects(scene.world.ledger.read("digits")))
 
 
 def overridden(scene: Scene) -> bool:
@@ -107,7 +112,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         saying(Word.ADVANCE),
         lambda scene: sum(isinstance(e.body, Spoken) for e in scene.world.ledger.read("digits")) == 2,
     ),
-    "abort by word": Scenario(on_trial, saying(Word.ABORT), said),
+    "abort by word": Scenario(on_trial, aborting, went_back),
     "abort by alias": Scenario(withdrawn, Scene.settle_all),
     "replace a candidate": Scenario(lambda: with_candidate(on_trial()), promoting("4")),
     "refuse a challenger": Scenario(lambda: misled(CHALLENGER), Scene.settle_all),
@@ -160,6 +165,36 @@ def test_killed_at_any_moment(name: str, sweep: Sweep) -> None:
     assert counted.moments > 4
     for moment in sweep(range(counted.moments)):
         assert play(scenario, Faults(at=moment)) == expected, f"killed at moment {moment} of {counted.moments}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_any_call_may_fail(name: str, sweep: Sweep) -> None:
+    """Each call of each port, or its answer, is lost once. What was asked for, or is owed, is done by what follows."""
+    scenario = prepared(name)
+    counted = Faults()
+    expected = play(scenario, counted)
+    for moment in sweep(range(counted.moments)):
+        scene = scenario.setup()
+        scene.faults = Faults(at=moment, error=ServiceUnavailable("injected", where=name))
+        try:
+            scenario.act(scene)
+        except ServiceUnavailable:
+            scene.faults = None
+            if not scenario.done(scene):
+                scenario.act(scene)
+        except StillOwed:
+            assert scene.state().pending_rollback is not None or went_back(scene)
+        scene.restart()
+        scene.settle_all()
+        assert without_clean_ups(end_of(scene)) == without_clean_ups(expected), f"moment {moment} of {counted.moments}"
+
+
+def without_clean_ups(end: dict[str, object]) -> dict[str, object]:
+    """Leave out when something was cleaned up: a registry that fails for a moment lets that be done before the next
+    rollout begins, and not by it."""
+    done = {name: [effect for effect in found if effect != "clean-up"] for name, found in end["effects"].items()}  # type: ignore[attr-defined]
+    split = [(name, {k: v for k, v in weights.items() if v}) for name, weights in end["changes"]]  # type: ignore[attr-defined]
+    return {**end, "effects": done, "changes": [change for change, _ in itertools.groupby(split)]}
 
 
 @pytest.mark.parametrize("name", ["all at once", "abort by word", "rollback"])

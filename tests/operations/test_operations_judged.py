@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import Frozen, Observed
-from onnx_ops.domain.rollout import RolloutPolicy, Word
+from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally
 from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
 from onnx_ops.errors import Refused, ServiceUnavailable
@@ -62,9 +62,10 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
             break
     assert scene.traffic() == {"v1": 100}
     assert CHALLENGER not in scene.aliases()
-    last = [e.body.action for e in scene.world.ledger.read("digits") if e.body.kind == "intent"][-1]
-    assert last.why.endswith("-> ROLL BACK")
-    assert scene.record("2").tags["onnxops.rolled-back.digits"] == last.why[:400]
+    (asked,) = [e.body for e in scene.world.ledger.read("digits") if e.body.kind == "rollback-requested"]
+    assert asked.action.why.endswith("-> ROLL BACK")
+    assert not asked.by_hand
+    assert scene.record("2").tags["onnxops.rolled-back.digits"] == asked.action.why[:400]
     traffic(scene, 1000)
     assert scene.traffic() == {"v1": 100}
     with pytest.raises(Refused):
@@ -79,7 +80,7 @@ def test_without_counts_nothing_moves_but_the_way_back(golden: Golden) -> None:
         traffic(scene, 10_000)
     assert scene.traffic() == {"v1": 90, "v2": 10}
     golden("reasons", scene.settle()[-1].why)
-    scene.say(Word.ABORT)
+    scene.abort()
     scene.settle()
     assert scene.traffic() == {"v1": 100}
 
@@ -162,7 +163,7 @@ def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool, sw
         scene.settle()
         assert scene.traffic() == ({"v1": 100} if bad else {"v1": 50, "v2": 50})
         done = effects(scene.world.ledger.read("digits"))
-        assert done[2:] == (["abort"] if bad else ["advance"]), at
+        assert done[2:] == (["abort", "clean-up"] if bad else ["advance"]), at
         frozen = [e for e in scene.world.ledger.read("digits") if isinstance(e.body, Frozen)]
         assert len(frozen) == 1
 

@@ -42,7 +42,7 @@ from tests.operations.release_scenes import (
 )
 from tests.support.suite import Sweep
 
-EFFECTS = frozenset({"append", "apply", "admit", "set_alias", "delete_alias", "annotate", "mirror"})
+EFFECTS = frozenset({"append", "apply", "roll_back", "admit", "set_alias", "delete_alias", "annotate", "mirror"})
 """Everything by which a reconciler changes ledger, endpoints, model folders and registry."""
 
 
@@ -67,7 +67,6 @@ SCENES: Mapping[str, Callable[[], Scene]] = {
     "start": lambda: asked(with_candidate(on_trial(Word.ADVANCE, Word.ADVANCE)), "4"),
     "advance": lambda: told(on_trial(), Word.ADVANCE),
     "finish": lambda: told(on_trial(Word.ADVANCE), Word.ADVANCE),
-    "abort by word": lambda: told(on_trial(), Word.ABORT),
     "abort by alias": withdrawn,
     "replace a candidate": lambda: asked(with_candidate(on_trial()), "4"),
     "refuse a challenger": lambda: misled("challenger-cpu"),

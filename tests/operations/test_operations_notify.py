@@ -18,6 +18,7 @@ from onnx_ops.errors import Conflict, OnnxOpsError, ServiceUnavailable
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.notify import Herald, Told, note_wait, notify_due, notify_each, notify_test
 from onnx_ops.operations.reconcile import settle
+from onnx_ops.operations.rollback import go_back
 from onnx_ops.testing.fakes import FakeNotifier
 from tests.operations.release_parts import CANARY, CHAMPION, Scene
 from tests.operations.release_scenes import copies_of, misled, on_trial, serving
@@ -35,7 +36,7 @@ def with_chat(scene: Scene) -> tuple[Scene, FakeNotifier]:
 def alarm(scene: Scene, why: str = "errors: 28/800 -> ROLL BACK") -> None:
     """What a driver does when a guardrail fires."""
     journal = Journal.open(scene.ports, "digits")
-    journal.perform(abort(journal.state.roles, "cpu", why=why, reject=True))
+    go_back(journal, abort(journal.state.roles, "cpu", why=why, reject=True))
 
 
 def retry(scene: Scene) -> None:
@@ -230,7 +231,8 @@ def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
         body, opened = entry.body, state.open_intent
         if body.kind == "outcome" and opened is not None and body.of == state.generation and body.ok:
             alarmed = opened.action.kind is ActionKind.ABORT and opened.action.why.startswith("alarm")
-            if alarmed and not opened.by_hand and state.word is not Word.ABORT:
+            pending = state.pending_rollback
+            if alarmed and pending is not None and not pending.by_hand:
                 found.add(entry.sequence)
         state = fold("digits", entries[: number + 1])
     return found

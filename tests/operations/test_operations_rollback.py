@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
-from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, StillOwed, UserError
 from onnx_ops.operations.promote import configure
 from onnx_ops.operations.reconcile import settle, step
+from onnx_ops.operations.rollback import withdraw
 from tests.operations.release_parts import (
     AT_ONCE,
     CANARY,
@@ -37,19 +39,18 @@ def scene() -> Scene:
 def test_back_to_the_previous_version(scene: Scene) -> None:
     rolled = scene.roll_back()
     assert (rolled.moved_from, rolled.moved_to, rolled.reason) == ("v3", "v2", "it is slow")
-    assert set(rolled.owed) == {CHAMPION, CHALLENGER}
+    assert set(rolled.owed) == {CHAMPION, CHALLENGER, PREVIOUS}
     assert scene.traffic() == {"v2": 100, "v3": 0}
-    assert scene.aliases()[CHAMPION] == "3"
+    assert scene.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
     scene.settle()
-    assert scene.aliases()[CHAMPION] == "2"
+    assert scene.traffic() == {"v2": 100}
+    assert scene.aliases() == {CHAMPION: "2"}
     assert scene.state().pending_aliases == {}
 
 
 def test_back_to_a_version_by_name(scene: Scene) -> None:
     assert scene.roll_back(to="v1").moved_to == "v1"
-    assert scene.traffic() == {"v1": 100, "v3": 0}
-    with pytest.raises(UserError, match="serves all traffic already"):
-        scene.roll_back(to="1")
+    assert scene.traffic() == {"v1": 100, "v3": 0, "v2": 0}
     with pytest.raises(NotFound, match="v9 never served here") as caught:
         scene.roll_back(to="9")
     assert "v1, v2, v3" in caught.value.remedy
@@ -58,13 +59,33 @@ def test_back_to_a_version_by_name(scene: Scene) -> None:
 def test_a_version_that_was_rolled_back_is_no_way_back_unless_a_person_insists(scene: Scene) -> None:
     scene.roll_back()
     with pytest.raises(Refused, match="v3 is known to be bad"):
-        scene.roll_back()
-    scene.roll_back(force=True)
+        scene.roll_back(to="3")
+    scene.roll_back(to="3", force=True)
     assert scene.traffic()["v3"] == 100
     scene.settle()
     assert scene.aliases()[CHAMPION] == "3"
     scene.serve(scene.publish("d"))
     assert scene.roll_back().moved_to == "v3"
+
+
+@pytest.mark.parametrize("to", [None, "2", "v2"])
+def test_asking_again_for_what_was_done_changes_nothing(scene: Scene, to: str | None) -> None:
+    scene.roll_back(to=to)
+    before = scene.world.ledger.read("digits")
+    again = scene.roll_back(to=to)
+    assert (again.already, again.moved_to) == (True, "v2")
+    assert scene.world.ledger.read("digits") == before
+    scene.serve(scene.publish("d"))
+    assert not scene.roll_back().already
+
+
+def test_asking_again_repairs_an_endpoint_that_somebody_has_changed(scene: Scene) -> None:
+    scene.roll_back()
+    serving = scene.world.provider.observe(config_of("digits"))
+    assert serving is not None
+    scene.world.provider.interfere("digits", replace(serving, split=TrafficSplit(weights={"v3": 100, "v2": 0})))
+    assert not scene.roll_back(to="2").already
+    assert scene.traffic()["v2"] == 100
 
 
 def test_a_previous_version_that_was_unloaded_is_still_the_way_back(scene: Scene) -> None:
@@ -95,8 +116,9 @@ def trial(scene: Scene) -> Scene:
 def test_a_candidate_is_taken_out(trial: Scene) -> None:
     rolled = trial.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
-    assert trial.traffic() == {"v3": 100}
+    assert trial.traffic() == {"v3": 100, "v4": 0}
     trial.settle()
+    assert trial.traffic() == {"v3": 100}
     assert trial.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
     with pytest.raises(Refused):
         trial.promote("4")
@@ -105,7 +127,8 @@ def test_a_candidate_is_taken_out(trial: Scene) -> None:
 def test_after_a_trial_was_aborted_the_way_back_is_open(trial: Scene) -> None:
     trial.roll_back()
     trial.settle()
-    assert trial.roll_back().moved_to == "v2"
+    assert trial.roll_back().already
+    assert trial.roll_back(to="2").moved_to == "v2"
 
 
 def test_past_a_candidate_and_the_stable_version(trial: Scene) -> None:
@@ -122,7 +145,7 @@ def test_it_needs_no_registry(scene: Scene) -> None:
     scene.roll_back()
     assert scene.traffic() == {"v2": 100, "v3": 0}
     assert scene.settle()[-1].registry_down
-    assert scene.state().pending_aliases == {CHAMPION: "2", CHALLENGER: None}
+    assert scene.state().pending_aliases == {CHAMPION: "2", CHALLENGER: None, PREVIOUS: None}
     scene.world.registry.down = False
     scene.settle()
     assert scene.aliases()[CHAMPION] == "2"
@@ -177,13 +200,83 @@ def test_an_override_brings_it_back(scene: Scene) -> None:
         scene.promote("3")
 
 
-def test_an_endpoint_that_cannot_be_reached_is_told_and_nothing_is_rejected(scene: Scene) -> None:
+def test_what_cannot_be_done_yet_is_owed_and_outranks_everything(scene: Scene) -> None:
     scene.world.provider.down = True
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(StillOwed) as caught:
         scene.roll_back()
-    assert scene.state().rejected == {}
+    assert caught.value.exit_code == 4
+    state = scene.state()
+    assert set(state.rejected.values()) == {"it is slow"}
+    assert state.pending_rollback is not None
+    assert (state.pending_rollback.attempts, bool(state.pending_rollback.error)) == (1, True)
+    scene.promote(scene.publish("d"))
+    with pytest.raises(ServiceUnavailable):
+        scene.settle()
     scene.world.provider.down = False
-    assert scene.roll_back().moved_to == "v2"
+    assert scene.settle()[0].did == "rollback"
+    assert scene.traffic()["v4"] == 100
+    assert [effect for effect in effects(scene.world.ledger.read("digits")) if effect != "clean-up"][-2:] == [
+        "rollback",
+        "finish",
+    ]
+
+
+def test_an_effect_whose_answer_was_lost_is_seen_and_no_more_is_owed(scene: Scene) -> None:
+    provider, roll_back = scene.world.provider, scene.world.provider.roll_back
+
+    def lose(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        roll_back(config, state, generation=generation)
+        raise ServiceUnavailable("the answer was lost")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "roll_back", lose)
+        assert scene.roll_back().moved_to == "v2"
+    assert scene.state().pending_rollback is None
+
+
+def test_an_endpoint_that_did_not_get_there_is_no_success(scene: Scene) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scene.world.provider, "roll_back", lambda *_, generation: None)
+        with pytest.raises(StillOwed):
+            scene.roll_back()
+    assert scene.traffic()["v3"] == 100
+    scene.settle()
+    assert scene.traffic() == {"v2": 100}
+
+
+def test_lost_files_of_the_way_back_are_fetched_again(scene: Scene) -> None:
+    provider, roll_back = scene.world.provider, scene.world.provider.roll_back
+    manifest = scene.state().known["2"].manifest
+    scene.world.files.forget(manifest)
+
+    def load(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        if scene.world.files.location(manifest) is None:
+            raise NotFound("the files are not there")
+        roll_back(config, state, generation=generation)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "roll_back", load)
+        scene.world.registry.down = True
+        with pytest.raises(StillOwed):
+            scene.roll_back()
+        scene.world.registry.down = False
+        assert scene.settle()[0].did == "rollback"
+    assert scene.traffic()["v2"] == 100
+
+
+def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> None:
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        scene.roll_back()
+    scene.world.provider.down = False
+    with pytest.raises(UserError):
+        withdraw(scene.ports, "digits", reason=" ")
+    withdraw(scene.ports, "digits", reason="wrong endpoint")
+    scene.settle()
+    assert scene.traffic()["v3"] == 100
+    assert scene.state().rejected == {}
+    with pytest.raises(NotFound):
+        withdraw(scene.ports, "digits", reason="again")
 
 
 def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool) -> None:
@@ -195,10 +288,11 @@ def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool) -> N
             apply(config, state, generation=generation)
         raise KeyboardInterrupt
 
-    provider.apply = die  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    provider.apply = apply  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "apply", die)
+        patched.setattr(provider, "roll_back", die)
+        with pytest.raises(KeyboardInterrupt):
+            call()
 
 
 @pytest.mark.parametrize("reaches", [True, False])
@@ -226,8 +320,8 @@ def test_a_rollback_that_was_cut_short_is_finished_by_the_next(scene: Scene, rea
     rolled = scene.roll_back(to=to)
     assert (rolled.moved_from, rolled.moved_to) == ("v3", "v2")
     scene.settle()
-    assert scene.traffic() == {"v2": 100, "v3": 0}
-    assert effects(scene.world.ledger.read("digits"))[-1] == "rollback"
+    assert scene.traffic() == {"v2": 100}
+    assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
 
 
 def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> None:
@@ -257,7 +351,7 @@ def test_the_reconciler_finishes_a_rollback_that_was_cut_short(scene: Scene) -> 
     assert "is at work" in step(scene.ports, "digits").why
     scene.restart()
     assert scene.settle()[0].did == "rollback"
-    assert scene.traffic() == {"v2": 100, "v3": 0}
+    assert scene.traffic() == {"v2": 100}
 
 
 def test_a_lease_ends_with_its_time_too(scene: Scene) -> None:
@@ -274,12 +368,12 @@ def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> No
         apply(config, state, generation=generation)
         configure(scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(keep_previous=60.0 * generation))
 
-    provider.apply = and_configure  # type: ignore[method-assign]
-    assert scene.roll_back().moved_to == "v2"
-    provider.apply = apply  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "roll_back", and_configure)
+        assert scene.roll_back().moved_to == "v2"
     scene.settle()
-    assert scene.traffic() == {"v2": 100, "v3": 0}
-    assert effects(scene.world.ledger.read("digits"))[-1] == "rollback"
+    assert scene.traffic() == {"v2": 100}
+    assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
 
 
 PAIR = ("digits-a", "digits-b")
@@ -350,7 +444,7 @@ def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(pair: Scene, by_
     pair.settle_all()
     assert [pair.traffic(name)["v3"] for name in PAIR] == [10, 10]
     if by_word:
-        pair.say(Word.ABORT, PAIR[1])
+        pair.abort(PAIR[1])
         pair.settle(PAIR[1])
     else:
         pair.roll_back(PAIR[1])

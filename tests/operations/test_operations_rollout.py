@@ -95,8 +95,9 @@ def test_steps_go_by_words() -> None:
     scene.settle()
     assert scene.traffic() == {"v2": 100, "v1": 0}
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
-    with pytest.raises(UserError, match="no rollout"):
-        scene.say(Word.ABORT)
+    for ask in (lambda: scene.say(Word.PAUSE), scene.abort):
+        with pytest.raises(UserError, match="no rollout"):
+            ask()
 
 
 @pytest.fixture
@@ -138,13 +139,14 @@ def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene)
         settle(trial.ports, "digits")
     provider.apply = apply  # type: ignore[method-assign]
     trial.restart()
-    trial.say(Word.ABORT)
-    assert [report.did for report in trial.settle()][:2] == ["advance", "abort"]
+    trial.abort()
+    assert trial.traffic() == {"v1": 100, "v2": 0}
+    trial.settle()
     assert trial.traffic() == {"v1": 100}
 
 
 def test_an_abort_by_word_rejects_the_release(trial: Scene) -> None:
-    trial.say(Word.ABORT)
+    trial.abort()
     trial.settle()
     assert trial.traffic() == {"v1": 100}
     assert trial.aliases() == {CHAMPION: "1"}
@@ -184,7 +186,7 @@ def test_a_version_of_the_same_release_that_was_aborted_does_not_condemn_the_oth
     scene.serve(scene.publish("a"))
     scene.promote(scene.publish("a", variant="int8"))
     scene.settle()
-    scene.say(Word.ABORT)
+    scene.abort()
     scene.settle()
     assert scene.aliases() == {CHAMPION: "1"}
     with pytest.raises(Refused):
@@ -277,7 +279,7 @@ def test_what_is_not_approved_is_not_promoted(scene: Scene, reason: str) -> None
 def test_a_version_that_loses_its_approval_while_on_trial_is_taken_out(trial: Scene) -> None:
     trial.forge("2", decisions={})
     reports = trial.settle()
-    assert [report.did for report in reports][1:] == ["abort", ""]
+    assert [report.did for report in reports][1:] == ["abort", "clean-up", ""]
     assert trial.traffic() == {"v1": 100}
 
 

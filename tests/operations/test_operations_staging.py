@@ -73,7 +73,7 @@ def test_each_waits_for_those_before_it_and_for_their_hour(scene: Scene, golden:
 
 def test_what_the_first_rolled_back_reaches_no_other(scene: Scene) -> None:
     scene.settle("digits")
-    scene.say(Word.ABORT)
+    scene.abort()
     for name in (*NAMES, *NAMES):
         scene.settle(name)
     scene.world.clock.advance(2 * SOAK_S)

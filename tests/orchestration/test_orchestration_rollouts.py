@@ -11,12 +11,10 @@ from uuid import UUID
 
 import pytest
 
-from onnx_ops.domain.ledger import Observed
 from onnx_ops.domain.rollout import RolloutPolicy, Word
-from onnx_ops.domain.rollout_observed import Reading, Tally
 from onnx_ops.domain.rollout_policy import Guardrail
 from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
-from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.observe import RECORD_EVERY_S
 from onnx_ops.orchestration.notifier import PrefectNotifier
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.inbox import Inbox
@@ -120,16 +118,12 @@ def test_one_that_is_rolled_back_fails_and_shows_the_evidence(
 ) -> None:
     scene = promoted(RolloutPolicy(steps=(0.1, 1.0), guardrails=(Guardrail(name="errors"),)))
 
-    def count(times: int) -> Callable[[], None]:
-        tallies = {"v1": Tally(requests=900 * times), "v2": Tally(requests=100 * times, errors=times)}
-        reading = Reading(origin="o", at=float(times), tallies=tallies)
+    def count() -> None:
+        scene.world.provider.counted.count("v1", requests=90)
+        scene.world.provider.counted.count("v2", requests=10)
+        scene.world.clock.advance(RECORD_EVERY_S)
 
-        def observed() -> None:
-            Journal.open(scene.ports, "digits").append(Observed(reading=reading))
-
-        return observed
-
-    meanwhile(monkeypatch, count(0), count(1), count(2), lambda: scene.say(Word.ABORT))
+    meanwhile(monkeypatch, count, count, count, scene.abort)
     state = driven(scene)
     assert (state.type.value, state.name) == ("FAILED", "RolledBack")
     assert state.message == "v2: aborted by an operator"

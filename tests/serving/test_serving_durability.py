@@ -6,7 +6,7 @@ import resource
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.admin import AUDIT_FILE
-from onnx_ops.serving.table import CURRENT, PREVIOUS, TableFile
+from onnx_ops.protocol.table_file import CURRENT, PREVIOUS, TableFile
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import Server
 

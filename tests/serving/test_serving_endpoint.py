@@ -13,6 +13,7 @@ import pytest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, ServiceUnavailable, UserError
 from onnx_ops.protocol.table import Table
+from onnx_ops.protocol.table_file import TableFile
 from onnx_ops.serving import residents
 from onnx_ops.serving.endpoint import Edition, Endpoint
 from onnx_ops.serving.lanes import Hands, Lane
@@ -21,7 +22,6 @@ from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents
 from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.shared import LOAD_FAILURES, LOADS, Row, Shared
-from onnx_ops.serving.table import TableFile
 from onnx_ops.testing.endpoints import state_of
 
 

@@ -23,7 +23,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.admin import STATE_PATH, TOKEN_FILE, AdminState
-from onnx_ops.serving.table import CURRENT
+from onnx_ops.protocol.table_file import CURRENT
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_process import Clients, Server
 

@@ -7,7 +7,7 @@ import pytest
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.table import Table, follow
-from onnx_ops.serving.table import CURRENT, PREVIOUS, TableFile
+from onnx_ops.protocol.table_file import CURRENT, PREVIOUS, TableFile
 from onnx_ops.testing.endpoints import state_of
 
 

@@ -1,7 +1,7 @@
 """Fault injection: a process that dies at a chosen moment.
 
 Every call of a port has two moments, before it takes effect and after. `Faults(at=n)` lets the process die at the n-th
-moment; `Faults()` only counts them, so that a test can sweep over all.
+moment, or with an `error` lets the call fail; `Faults()` only counts them, so that a test can sweep over all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ class Killed(BaseException):
 class Faults:
     """Counts the moments of the ports it stands around; raises Killed at moment `at`, and at every later one.
 
-    `between` is called at every moment: what it does happens while the process is at that point.
+    With an `error`, that is raised instead, at moment `at` alone: before its effect a call failed, after it an answer
+    was lost. `between` is called at every moment: what it does happens while the process is at that point.
     """
 
-    def __init__(self, *, at: int | None = None, between: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, *, at: int | None = None, between: Callable[[int], None] | None = None, error: Exception | None = None
+    ) -> None:
         self.moments = 0
         self._at = at
+        self._error = error
         self._between = between
 
     def around(self, ports: Ports) -> Ports:
@@ -46,7 +50,9 @@ class Faults:
         self.moments += 1
         if self._between is not None:
             self._between(number)
-        if self._at is not None and number >= self._at:
+        if self._error is not None and number == self._at:
+            raise self._error
+        if self._error is None and self._at is not None and number >= self._at:
             raise Killed(f"at moment {number}")
 
 

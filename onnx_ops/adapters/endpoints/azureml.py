@@ -19,7 +19,7 @@ from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import OWNER, azure_name, manifest_of, planned, record_of, state_of
 from onnx_ops.adapters.endpoints.azureml_settings import read_settings
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.finding import Finding
 from onnx_ops.errors import NotFound, ServiceUnavailable
 from onnx_ops.ports.release import MetricsSource
@@ -77,6 +77,16 @@ class AzureEndpoints:
         plan = planned(state, generation=generation, where=config.endpoint)
         change, _, _ = self._parts(config)
         change.to(plan)
+
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """One change of traffic where the endpoint holds the deployment that gets all of it; else as `apply`."""
+        held = self.observe(config)
+        if held is not None and held.held(state.leader()) is not None:
+            plan = planned(rolled_back(held, state), generation=generation, where=config.endpoint)
+            change, _, _ = self._parts(config)
+            change.routed(plan)
+            return
+        self.apply(config, without_spare(state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
         """The scoring address; requests need a key or token (see `authorization`)."""

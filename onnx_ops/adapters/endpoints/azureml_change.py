@@ -60,7 +60,7 @@ class Change:
             for name, deployment in plan.deployments.items():
                 self.deployments.runs(name, deployment)
             try:
-                self._routed(plan)
+                self.routed(plan)
             except Gone as error:  # somebody took a deployment away meanwhile
                 last = ServiceUnavailable("a deployment went away meanwhile", where=self._owner, why=str(error))
                 continue
@@ -142,8 +142,8 @@ class Change:
             )
         )
 
-    def _routed(self, plan: Plan) -> None:
-        """Tags and traffic in one request: get, change, put, read back.
+    def routed(self, plan: Plan) -> None:
+        """Tags and traffic in one request: get, change, put, read back. Its deployments must run already.
 
         Raises:
             Gone: one of the deployments is not there.

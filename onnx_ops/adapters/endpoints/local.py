@@ -16,7 +16,7 @@ from onnx_ops.adapters.endpoints.server_metrics import ServerMetrics
 from onnx_ops.adapters.endpoints.server_process import APPLY_LOCK, LOG_FILE, ServerProcess
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
 from onnx_ops.protocol.admin import (
     AUDIT_FILE,
@@ -28,6 +28,8 @@ from onnx_ops.protocol.admin import (
     read_message,
 )
 from onnx_ops.protocol.options import ServerOptions, options_of
+from onnx_ops.protocol.table import follow
+from onnx_ops.protocol.table_file import TableFile
 
 _LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -39,6 +41,8 @@ _PORTS = 10_000
 _OBSERVE_S = 5.0
 _DEATH_S = 2.0
 """A killed process lets go of its ports a little before it lets go of its lock."""
+_HURRY_S = 2.0
+"""A server that takes longer to change weights does not answer."""
 _APPLY_S = 300.0
 """Loading several large models takes this long at most."""
 
@@ -95,7 +99,7 @@ class LocalEndpoints:
     def unsupervised(self, config: EndpointConfig) -> bool:
         server = self._server(config)
         port = self._known_port(server, config)
-        return port is not None and server.orphaned() and server.ready(port, timeout_s=_OBSERVE_S)
+        return port is not None and server.orphaned() and bool(server.ready(port, timeout_s=_OBSERVE_S))
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Start the server if it does not run, and publish the state; returns once requests are answered by it.
@@ -120,6 +124,49 @@ class LocalEndpoints:
                 status, answer = server.ask(self._running(server, config), "PUT", body, timeout_s=_APPLY_S)
         if status != 200:
             raise error_from_bytes(answer)
+
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """A server that does not run, or does not answer, is started anew by a table that holds nothing but the
+        deployment with all traffic. Its workers go on answering until the new ones are ready.
+
+        Raises:
+            Conflict: a later generation was applied already, or somebody else is changing the endpoint.
+            NotFound, DigestMismatch: the deployment is not loaded, and its files are lost or damaged.
+            ServiceUnavailable: the port is taken, or the server cannot be started or does not answer.
+            OSError: the endpoint's folder cannot be written.
+        """
+        server = self._server(config)
+        state = replace(state, generation=generation)
+        if self._took_back(server, state):
+            return
+        server.kill(self._known_port(server, config))
+        with server.alone(_HURRY_S):
+            if self._took_back(server, state):  # whoever changed it until now has started it again
+                return
+            tables = TableFile(server.folder)
+            tables.write(follow(tables.read(), without_spare(state)))
+            self._running(server, config)
+            if not self._took_back(server, state):
+                raise ServiceUnavailable("the endpoint server does not answer", where=config.endpoint)
+
+    @staticmethod
+    def _took_back(server: ServerProcess, state: EndpointState) -> bool:
+        """Publish a rollback; false if no server answers."""
+        record = server.record()
+        if record is None:
+            return False
+        try:
+            status, answer = server.ask(record, "GET", timeout_s=_HURRY_S)
+            held = read_message(answer, AdminState).state if status == 200 else None
+            wanted = without_spare(state) if held is None else rolled_back(held, state)
+            loads = held is None or held.held(state.leader()) is None
+            timeout_s = _APPLY_S if loads else _HURRY_S
+            status, answer = server.ask(record, "PUT", codec.dumps(wanted), timeout_s=timeout_s)
+        except (ServiceUnavailable, StateCorrupt):
+            return False
+        if status != 200:
+            raise error_from_bytes(answer)
+        return True
 
     def address(self, config: EndpointConfig) -> str | None:
         port = self._known_port(self._server(config), config)

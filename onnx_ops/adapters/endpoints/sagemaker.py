@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import plugins
-from onnx_ops.adapters.aws import Clients, clients, says, translated
+from onnx_ops.adapters.aws import Clients, clients, says, translated, variant_of
 from onnx_ops.adapters.endpoints.sagemaker_archive import PART_BYTES, Archives
 from onnx_ops.adapters.endpoints.sagemaker_claims import Claims
 from onnx_ops.adapters.endpoints.sagemaker_diagnosis import findings
@@ -25,9 +25,17 @@ from onnx_ops.adapters.endpoints.sagemaker_scaling import Scaling
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, settings_of
 from onnx_ops.adapters.endpoints.sagemaker_update import Mover, describe, has_weights, is_ours
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, Leftover, TrafficSplit
+from onnx_ops.domain.endpoint import (
+    Deployment,
+    EndpointConfig,
+    EndpointState,
+    Leftover,
+    TrafficSplit,
+    rolled_back,
+    without_spare,
+)
 from onnx_ops.domain.finding import Finding
-from onnx_ops.errors import EnvironmentFailure, ServiceUnavailable
+from onnx_ops.errors import EnvironmentFailure, NotFound, ServiceUnavailable
 from onnx_ops.ports import MetricsSource
 
 _ANSWERS = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"})
@@ -110,6 +118,21 @@ class SageMakerEndpoints:
         Scaling(connected, config.endpoint, settings).follow(layout)
         claims.hold(generation)
         claims.settle(generation, layout.config_name)
+
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """One change of weights where the endpoint runs the variant of the deployment that gets all traffic; else, and
+        with strategy `guarded`, an update as by `apply`."""
+        settings, connected = self._connect(config)
+        claims = self._claims(config, settings, connected)
+        state, held = replace(state, generation=generation), claims.latest()
+        if held is None or held.held(state.leader()) is None or settings.guarded or any(held.split.shadow.values()):
+            self.apply(config, without_spare(state), generation=generation)
+            return
+        claims.take(rolled_back(held, state))
+        try:
+            Mover(connected, config.endpoint, settings, claims, generation).shift(variant_of(state.leader().name))
+        except NotFound:  # what was claimed last never got there
+            self.apply(config, rolled_back(held, state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
         """`<address>/invocations` takes requests that are signed (SigV4, service `sagemaker`)."""

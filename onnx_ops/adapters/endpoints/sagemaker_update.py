@@ -82,6 +82,54 @@ class Mover:
             remedy="The update goes on at AWS; call again, or raise `timeout_s`.",
         )
 
+    def shift(self, variant: str) -> None:
+        """Return once one of the variants that run has all traffic. Nothing but weights is changed.
+
+        Raises:
+            Conflict: a later generation was begun.
+            NotFound: the variant does not run.
+            ServiceUnavailable: it did not end in time.
+        """
+        deadline, found = time.monotonic() + self._settings.timeout_s, None
+        wait = 0
+        while time.monotonic() < deadline:
+            found = describe(self._sagemaker, self._endpoint)
+            names = [one["VariantName"] for one in (found or {}).get("ProductionVariants", ())]
+            if found is None or variant not in names or not is_ours(self._sagemaker, found, self._endpoint):
+                raise NotFound(f"no variant {variant} runs", where=self._endpoint)
+            weights = {name: 100.0 if name == variant else 0.0 for name in names}
+            if found["EndpointStatus"] == "InService":
+                if has_weights(found, weights):
+                    return
+                if wait == 0:
+                    self._claims.hold(self._generation)
+                    self._shift(weights)
+                    wait = _PATIENCE
+                wait -= 1
+            time.sleep(self._settings.poll_s)
+        raise ServiceUnavailable(
+            "the endpoint did not get its weights in time",
+            where=self._endpoint,
+            why=f"it is {(found or {}).get('EndpointStatus', 'not there')}",
+            remedy="The change goes on at AWS; call again, or raise `timeout_s`.",
+        )
+
+    def _shift(self, weights: Mapping[str, float]) -> None:
+        """Ask for weights; an endpoint that is busy is asked again later."""
+        from botocore.exceptions import ClientError
+
+        with translated(self._endpoint):
+            try:
+                self._sagemaker.update_endpoint_weights_and_capacities(
+                    EndpointName=self._endpoint,
+                    DesiredWeightsAndCapacities=[
+                        {"VariantName": name, "DesiredWeight": weight} for name, weight in weights.items()
+                    ],
+                )
+            except ClientError as error:
+                if not says(error, "in-progress endpoint", "in progress"):
+                    raise
+
     @staticmethod
     def _arrived(found: Mapping[str, Any] | None, layout: Layout) -> bool:
         if found is None or found["EndpointStatus"] != "InService":

@@ -27,6 +27,7 @@ _READY_PATH = "/v2/health/ready"
 APPLY_LOCK = "apply.lock"
 _START_S = 60.0
 _STOP_S = 30.0
+_KILLED_S = 2.0
 _PAUSE_S = 0.02
 _LOG_LINES = 5
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -76,14 +77,15 @@ class ServerProcess:
         """Whether workers serve whose supervisor died. A new server takes over their port, and then from them."""
         return self._pid() is None and bool(processes.workers(self.folder))
 
-    def ready(self, port: int, *, timeout_s: float) -> bool:
-        """Whether whoever serves on this port says that every deployment with traffic is loaded."""
+    def ready(self, port: int, *, timeout_s: float) -> bool | None:
+        """Whether whoever serves on this port says that every deployment with traffic is loaded; None if nobody
+        answers."""
         connection = http.client.HTTPConnection(_LOOPBACK, port, timeout=timeout_s)
         try:
             connection.request("GET", _READY_PATH)
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
 
@@ -118,6 +120,20 @@ class ServerProcess:
             time.sleep(_PAUSE_S)
         process.kill()
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
+
+    def kill(self, port: int | None) -> None:
+        """End the supervisor at once, and its workers if nobody answers on the port. No error if none runs."""
+        if (pid := self._pid()) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self.gone(_KILLED_S)
+        workers = processes.workers(self.folder)
+        if workers and (port is None or self.ready(port, timeout_s=_KILLED_S) is None):
+            for worker in workers:
+                processes.end(worker, self.folder, signal.SIGKILL)
+            deadline = time.monotonic() + _KILLED_S
+            while processes.workers(self.folder) and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
 
     def stop(self) -> None:
         """End the server and all of its workers: politely, and by force if they do not go. No error if none runs."""

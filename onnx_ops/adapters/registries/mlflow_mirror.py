@@ -19,7 +19,9 @@ from onnx_ops.domain.ledger import (
     Override,
     RefusedVersion,
     Renewed,
+    RollbackRequested,
     Spoken,
+    Withdrawn,
 )
 
 if TYPE_CHECKING:
@@ -65,11 +67,13 @@ def _title(entry: LedgerEntry) -> str:
     match body:
         case Intent():
             return str(body.action.kind.value)
+        case RollbackRequested():
+            return f"asked for: {body.action.kind.value}"
         case Outcome():
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
         case Spoken():
             return f"word: {body.word.value}"
-        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted():
+        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted() | Withdrawn():
             return body.kind
         case Frozen() | Observed() | Held() | Notified() | Renewed():
             return body.kind
@@ -80,7 +84,7 @@ def _title(entry: LedgerEntry) -> str:
 def _details(entry: LedgerEntry) -> dict[str, str]:
     body = entry.body
     match body:
-        case Intent():
+        case Intent() | RollbackRequested():
             roles = body.action.roles
             serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
             versions = {role: deployment.version for role, deployment in serving.items() if deployment}
@@ -95,7 +99,7 @@ def _details(entry: LedgerEntry) -> dict[str, str]:
             return {"alias": body.alias, "version": body.version, "why": body.reason}
         case Override():
             return {"version": body.version, "why": body.reason}
-        case Spoken() | Deleted() | Held():
+        case Spoken() | Deleted() | Held() | Withdrawn():
             return {"why": body.why if isinstance(body, Held) else body.reason}
         case Frozen() | Observed() | Notified() | Renewed():
             return {}

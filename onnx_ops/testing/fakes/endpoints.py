@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.errors import Conflict, ServiceUnavailable
 from onnx_ops.testing.fakes.process import FakeClock
@@ -47,6 +47,10 @@ class FakeProvider:
         if current is None or not current.same_as(state):
             self.applied.append((name, state))
         self._states[name], self._generations[name] = state, generation
+
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        held = self._states.get(config.endpoint)
+        self.apply(config, state if held is None else rolled_back(held, state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
         return f"memory:{config.endpoint}" if config.endpoint in self._states else None
