@@ -117,6 +117,12 @@ def test_a_baseline_that_cannot_be_scored_leaves_the_own_value() -> None:
     }  # fmt: skip
 
 
+def test_a_comparison_with_the_export_does_not_replace_one_with_the_baseline() -> None:
+    found = evidence(entry("auc", difference=interval(0.0)), baseline="champion")
+    results = {r.metric: r.verdict for r in judged(MetricGate(name="auc", max_drop=0.05), found)}
+    assert results == {"auc vs fp32": Verdict.PASS, "auc vs champion": Verdict.INCONCLUSIVE}
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -169,6 +171,19 @@ def test_the_description_of_a_target_is_no_part_of_its_digest() -> None:
     assert Target(name="cpu", description="the old one").digest() == plain.digest()
     assert Target(name="cpu", session=SessionSettings(intra_op_threads=2)).digest() != plain.digest()
     assert Target(name="cpu", dedicated=True).digest() != plain.digest()
+
+
+def test_every_session_setting_changes_the_digest_of_a_target() -> None:
+    changes: dict[str, Any] = {
+        "intra_op_threads": 2,
+        "inter_op_threads": 2,
+        "spinning": True,
+        "graph_level": "basic",
+        "config": {"session.set_denormal_as_zero": "1"},
+    }
+    assert list(changes) == [field.name for field in fields(SessionSettings)]
+    settings = [SessionSettings(), *(SessionSettings(**{name: value}) for name, value in changes.items())]
+    assert len({Target(name="cpu", session=session).digest() for session in settings}) == len(settings)
 
 
 def test_a_fingerprint_does_not_depend_on_the_order_of_flags() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,18 +31,21 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def derive(source: Path, *, transposed: bool, factor: float = 1.0, shift: int = 0) -> Path:
-    """The perceptron with `second.weight` in int8: behind a DequantizeLinear as it was, or transposed for a
-    MatMulInteger."""
+def derive(
+    source: Path, *, transposed: bool, factor: float = 1.0, shift: int = 0, dtype: type[np.integer[Any]] = np.int8
+) -> Path:
+    """The perceptron with `second.weight` in int8 or uint8: behind a DequantizeLinear as it was, or transposed for a
+    MatMulInteger. The zero point is in the middle of the type, or `shift` beside it."""
     model = read_model(source)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     weight = numpy_helper.to_array(stored["second.weight"])
     levels, scale = quantize(weight.T if transposed else weight, 1 if transposed else 0)
+    middle = 128 if dtype is np.uint8 else 0
     model.graph.initializer.remove(stored["second.weight"])
     for name, array in (
-        ("second.weight_quantized", levels),
+        ("second.weight_quantized", (levels.astype(np.int16) + middle).astype(dtype)),
         ("second.weight_scale", scale * np.float32(factor)),
-        ("second.weight_zero_point", np.full(scale.shape, shift, np.int8)),
+        ("second.weight_zero_point", np.full(scale.shape, middle + shift, dtype)),
     ):
         model.graph.initializer.append(numpy_helper.from_array(array, name))
     gemm = next(node for node in model.graph.node if node.name == "second")
@@ -67,8 +71,9 @@ def steps(source: Path, derived: Path) -> float:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_correct_weight_is_within_half_a_step(source: Path, transposed: bool) -> None:
-    assert 0.3 < steps(source, derive(source, transposed=transposed)) <= 0.501
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_a_correct_weight_is_within_half_a_step(source: Path, transposed: bool, dtype: type[np.integer[Any]]) -> None:
+    assert 0.3 < steps(source, derive(source, transposed=transposed, dtype=dtype)) <= 0.501
 
 
 @pytest.mark.parametrize("transposed", [False, True])

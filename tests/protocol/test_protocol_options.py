@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import fields
 
 import pytest
@@ -46,6 +47,18 @@ def test_what_cannot_be_used_is_refused(settings: dict[str, object], message: st
         options_of(settings, where="digits")
     assert message in str(caught.value)
     assert str(caught.value).startswith("digits: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("workers", 1, 256), ("drain", 0, 3600), ("deadline", 0.001, 3600.0), ("keep_alive", 0.1, 3600.0)],
+)
+def test_limits_are_the_last_values_that_are_accepted(name: str, low: float, high: float) -> None:
+    for limit, direction in ((low, -1), (high, 1)):
+        assert getattr(options_of({name: limit}), name) == limit
+        beyond = limit + direction if isinstance(limit, int) else math.nextafter(limit, direction * math.inf)
+        with pytest.raises(UserError):
+            options_of({name: beyond})
 
 
 def test_a_name_that_is_nearly_right_is_suggested() -> None:
