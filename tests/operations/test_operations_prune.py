@@ -11,6 +11,7 @@ from onnx_ops.domain.rollout import DAY
 from onnx_ops.operations.orphans import Orphan, Survey, survey
 from onnx_ops.operations.prune import PrunePlan, plan_pruning, prune
 from tests.operations.release_parts import CANARY, MODEL, Scene
+from tests.support.faults import Killed
 from tests.support.golden import Golden
 
 
@@ -125,6 +126,24 @@ def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> Non
     assert before.orphans == Survey(orphans=(Orphan(endpoint="digits", provider="fake", leftover=theirs),))
     assert prune(scene.ports, before).orphans == before.orphans
     assert scene.world.provider.left["digits"] == [mine]
+    assert survey(scene.ports, ["digits"]) == Survey()
+
+
+def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
+    candidate = scene.publish("f")
+    manifest = scene.record(candidate).manifest
+    scene.world.provider.left["digits"] = [Leftover(kind="model", name=manifest, why="no state names it", paid=True)]
+    assert [orphan.leftover.name for orphan in survey(scene.ports, ["digits"]).orphans] == [manifest]
+    scene.promote(candidate)
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    scene.world.provider.apply = die  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        scene.settle()
+    assert scene.state().open_intent is not None
+    assert f"v{candidate}" not in scene.traffic()
     assert survey(scene.ports, ["digits"]) == Survey()
 
 

@@ -24,6 +24,7 @@ from tests.operations.release_parts import (
     config_of,
     effects,
 )
+from tests.support.faults import Faults
 
 
 @pytest.fixture
@@ -374,6 +375,20 @@ def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> No
     scene.settle()
     assert scene.traffic() == {"v2": 100}
     assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
+
+
+def test_a_rollback_decides_again_when_another_process_writes_first(scene: Scene) -> None:
+    other, head = scene.world.ports("another process"), scene.state().head
+
+    def change_policy(moment: int) -> None:
+        if moment == 1:  # the rollback has read the ledger, and not yet written to it
+            configure(other, config_of("digits"), CANARY)
+
+    scene.faults = Faults(between=change_policy)
+    assert scene.roll_back().moved_to == "v2"
+    written = [entry.body.kind for entry in scene.world.ledger.read("digits")[head:]]
+    assert written == ["configured", "intent", "outcome"]
+    assert scene.traffic() == {"v2": 100, "v3": 0}
 
 
 PAIR = ("digits-a", "digits-b")
