@@ -7,15 +7,24 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, digest_bytes
-from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison, Starts, Throughput
+from onnx_ops.domain.evidence import (
+    Evidence,
+    Interval,
+    LatencySamples,
+    PairedCounts,
+    ScoreComparison,
+    Starts,
+    Throughput,
+)
 from onnx_ops.domain.gate import Decision, GateResult, ParityGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
+from onnx_ops.domain.standing import Policy
 from onnx_ops.reporting.plain import plain_figures
 from onnx_ops.stages.files import put_document
 from onnx_ops.stages.reference import put_reference
-from onnx_ops.stages.register import execute
+from onnx_ops.stages.register import choices, execute
 from onnx_ops.testing.fakes import FakeWorld
 
 RELEASE = digest_bytes(b"release")
@@ -107,14 +116,25 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
         assert inputs[f"benchmark/{variant}@cpu-1t"]["evidence.json"] in pages[0]
 
 
-def test_medians_of_load_and_of_fresh_processes_become_metrics_of_the_version() -> None:
+def test_a_target_without_measurements_is_an_error_and_no_failed_model() -> None:
+    found = choices({"cpu-1t": Policy(), "gpu": Policy()}, (decision_of("fp32"),))
+    assert [(c.target, c.variant, c.verdict) for c in found] == [
+        ("cpu-1t", "fp32", Verdict.PASS),
+        ("gpu", None, Verdict.ERROR),
+    ]
+
+
+def test_quantiles_and_medians_become_metrics_of_the_version() -> None:
     evidence = replace(
         evidence_of("fp32"),
         throughput=(Throughput(concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)),),
         starts=Starts(batch=1, requests=2, load_s=(0.5, 0.25, 1.0), first_s=(0.5,) * 3, peak_bytes=()),
+        latency=LatencySamples(batch=1, runs=200, preempted=0, quantiles_ns={"p50": 2.5e6, "p99": 4e6}),
     )
     assert plain_figures("cpu", evidence) == {
         "cpu/size_bytes": 1000.0,
+        "cpu/p50_ms": 2.5,
+        "cpu/p99_ms": 4.0,
         "cpu/requests_per_second_4": 205.0,
         "cpu/load_ms": 500.0,
         "cpu/first_ms": 500.0,

@@ -180,6 +180,18 @@ def test_a_champion_that_takes_other_rows_is_told(model: Path, scores: Any, tmp_
     assert "cannot be scored" in entry.undefined
 
 
+def test_answers_that_hold_nan_are_not_scored(model: Path, scores: Any) -> None:
+    spoilt = scores.copy()
+    spoilt[3, 1] = np.nan
+    definitions = (ACCURACY, MetricDefinition(name="top_k", k=2))
+    readings = {definition.label: read(definition, {"scores": spoilt}) for definition in definitions}
+    found = measured({CANDIDATE: model}, labels_of(scores), *definitions, known={CANDIDATE: readings})
+    assert found.counts == ()
+    assert [(entry.metric, bool(entry.failed), entry.candidate) for entry in found.scores] == [
+        (definition.label, True, None) for definition in definitions
+    ]
+
+
 class TestReading:
     LABELS = np.array([1, 0, 2], dtype=np.int64)
     SCORES = np.array([[0.1, 0.7, 0.2], [0.8, 0.1, 0.1], [0.3, 0.3, 0.4]], dtype=np.float32)

@@ -29,6 +29,7 @@ from onnx_ops.ports import (
 from onnx_ops.stages.load import FEWEST_EACH, FEWEST_WINDOWS, MOST_REQUESTS, MOST_WINDOWS, throughput_alone
 from onnx_ops.stages.speed import Contest, Speed, measure_speed
 from onnx_ops.stages.starts import starts_alone
+from onnx_ops.stages.timing import time_alone
 from onnx_ops.testing.models import rows
 
 CPU = Target(name="cpu")
@@ -186,6 +187,22 @@ def test_starts_that_took_no_time_are_no_measurement(tmp_path: Path) -> None:
         starts_alone(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 0)
     with pytest.raises(MeasurementFailure, match="no measurable time"):
         throughput_alone(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "kept"), [((0, 3), (20, 30)), ((), (10, 20, 30, 1000)), ((0, 1, 2, 3), (10, 20, 30, 1000))]
+)
+def test_preempted_runs_are_counted_and_left_out_of_the_quantiles_unless_all_were(
+    tmp_path: Path, lost: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    class Preempted(Scripted):
+        def sample(self, model: Path, target: Target, feed: Any, *, runs: int, warmup: int) -> RunSamples:
+            preempted = np.isin(np.arange(4), lost)
+            return RunSamples(nanoseconds=np.array([10, 30, 20, 1000]), preempted=preempted)
+
+    latency, _ = time_alone(cast("Runtime", Preempted()), tmp_path / "m", CPU, rows(1))
+    assert (latency.runs, latency.preempted, latency.sorted_ns) == (4, len(lost), kept)
+    assert latency.quantiles_ns["p50"] == np.median(kept)
 
 
 def test_gates_say_what_is_measured_and_limits_how_long() -> None:
