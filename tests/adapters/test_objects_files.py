@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from onnx_ops.adapters.objects import FsspecObjects, LocalObjects, Objects, durable_file, open_objects
+from onnx_ops.adapters.objects import TEMPORARY, FsspecObjects, LocalObjects, Objects, durable_file, open_objects
 from onnx_ops.errors import MissingPackage, ServiceUnavailable
 
 
@@ -41,6 +41,13 @@ def test_names_are_sorted_and_direct(objects: Objects) -> None:
     assert objects.names("") == ["a", "b"]
     assert objects.names("a") == ["1", "2", "deep"]
     assert objects.names("nowhere") == []
+
+
+def test_what_a_killed_writer_left_is_no_object(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path)
+    objects.write("a/whole", b"x")
+    (tmp_path / "a" / f"{TEMPORARY}half").write_bytes(b"x")
+    assert objects.names("a") == ["whole"]
 
 
 def test_deleting_twice_is_no_error(objects: Objects) -> None:

@@ -59,6 +59,13 @@ def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
     assert set(trusted.keys()) == {old, new, third}
 
 
+def test_a_key_that_was_made_elsewhere_stays_trusted_after_a_rotation(places: tuple[Path, Path]) -> None:
+    signing, trusted = places
+    old = create_key(signing)
+    Keyring(signing, trusted).rotate()
+    TrustedKeys(trusted).verify(RECORD, old.sign(RECORD), old.key)
+
+
 def test_no_private_key_is_left_of_the_old_one(keyring: Keyring, places: tuple[Path, Path], tmp_path: Path) -> None:
     old_private = places[0].read_bytes()
     keyring.rotate()

@@ -21,8 +21,9 @@ from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders, manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_bytes, hex_of
-from onnx_ops.errors import DigestMismatch, StateCorrupt
+from onnx_ops.errors import DigestMismatch, Refused, StateCorrupt
 from onnx_ops.ports import Store
+from onnx_ops.testing.models import write_external
 from onnx_ops.testing.stores import CONTENT, StoreSuite
 
 
@@ -288,6 +289,16 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, 
         folders.admit(model, manifest)
     with pytest.raises(DigestMismatch):
         folders.admit(model, Manifest(files={}))
+    assert folders.location(manifest.digest()) is None
+
+
+def test_a_model_with_weights_outside_its_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_external(folder / "model.onnx", "../weights.bin")
+    folders, manifest = ModelFolders(tmp_path / "models"), manifest_of(folder)
+    with pytest.raises(Refused):
+        folders.admit(folder, manifest)
     assert folders.location(manifest.digest()) is None
 
 
