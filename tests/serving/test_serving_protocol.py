@@ -318,6 +318,16 @@ def test_a_chunked_body_without_end_is_refused(worker: Worker) -> None:
     assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
 
 
+def test_a_chunked_body_that_is_too_large_ends_the_connection(worker: Worker) -> None:
+    """The refusal is the protocol's, which reads no more, and not that of the application behind it."""
+    chunk = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
+    chunks = worker.connections.max_body // (1 << 16) + 1
+    head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer, _, _ = worker.send(head, chunk * chunks).partition(b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in answer.split(b"\r\n")
+
+
 def test_all_bodies_together_are_bounded(hasty: Worker) -> None:
     half = hasty.connections.max_body // 2
     head = post(INFER, b"").replace(b"length: 0", b"length: %d" % (half + 1))

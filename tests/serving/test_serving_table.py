@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.table import Table, follow
-from onnx_ops.protocol.table_file import CURRENT, PREVIOUS, TableFile
+from onnx_ops.protocol.table_file import CURRENT, PREVIOUS, TableFile, write_durably
 from onnx_ops.testing.endpoints import state_of
 
 
@@ -84,3 +85,22 @@ def test_a_write_that_fails_leaves_the_table_of_before(
         tables.write(history[1])
     assert tables.read() == history[0]
     assert not [p for p in folder.iterdir() if p.name.startswith(".tmp-")]
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def recorded_fsync(handle: int) -> None:
+        calls.append(("fsync", os.fstat(handle).st_ino))
+        fsync(handle)
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        calls.append(("rename", path.stat().st_ino))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "replace", recorded_rename)
+    write_durably(tmp_path / CURRENT, b"{}")
+    file, folder = ((tmp_path / CURRENT).stat().st_ino, tmp_path.stat().st_ino)
+    assert calls == [("fsync", file), ("rename", file), ("fsync", folder)]
