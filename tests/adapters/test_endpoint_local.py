@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.endpoints.server_process import ServerProcess
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.errors import Conflict, DigestMismatch, NotFound, OnnxOpsError, ServiceUnavailable, UserError
@@ -167,6 +169,35 @@ def test_a_stale_record_is_never_shown_the_token(folder: Path, provider: LocalEn
         stranger.shutdown()
         thread.join()
     assert calls == []
+
+
+def test_the_record_of_a_dead_server_is_not_that_of_the_one_that_starts(folder: Path) -> None:
+    server = ServerProcess(folder, sys.executable)
+    folder.mkdir(parents=True)
+    with (folder / LOCK_FILE).open("w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        dead, living = (ServerRecord(pid=pid, port=1, admin_port=2, started=0.0) for pid in (1, os.getpid()))
+        for record, trusted in ((dead, None), (living, living)):
+            (folder / SERVER_FILE).write_bytes(codec.dumps(record))
+            assert server.record() == trusted
+
+
+def test_a_server_that_dies_during_a_publication_is_started_again(
+    provider: LocalEndpoints, folder: Path, blue: Deployment
+) -> None:
+    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
+    first = record_of(folder)
+    os.kill(first.pid, signal.SIGSTOP)  # it takes the request, and answers it no more
+    death = threading.Timer(0.2, os.kill, (first.pid, signal.SIGKILL))
+    death.start()
+    provider.apply(CONFIG, state_of(blue, blue=100), generation=2)
+    death.join()
+    assert record_of(folder).pid != first.pid
+    observed = provider.observe(CONFIG)
+    assert observed is not None
+    assert observed.generation == 2
 
 
 def test_a_taken_port_is_named_with_a_remedy(provider: LocalEndpoints, blue: Deployment) -> None:

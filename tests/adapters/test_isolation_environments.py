@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.environments import BASE, Environments, find_uv
+from onnx_ops.adapters.isolation.environments import BASE, Environments, clean_environ, find_uv
 from onnx_ops.adapters.isolation.places import MARKER
 from onnx_ops.domain.environment import Environment
 from onnx_ops.errors import NotFound, StageFailure, UserError
@@ -66,6 +66,15 @@ def installed_here() -> str:
     return subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
 
 
+def test_variables_that_lead_to_another_python_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    leading = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "UV_PROJECT", "KERAS_BACKEND"}
+    for name in (*leading, "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "elsewhere")
+    found = clean_environ()
+    assert leading.isdisjoint(found)
+    assert found["HTTPS_PROXY"] == "elsewhere"
+
+
 @pytest.mark.parametrize("installer", ["pip", "uv"])
 def test_it_holds_what_was_asked_for_and_this_installation_stays_as_it_is(
     environments: Environments, tmp_path: Path, installer: str
@@ -104,7 +113,7 @@ def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path:
     path = wheel(tmp_path)
     code = f"""
 from pathlib import Path
-from onnx_ops.adapters.isolation.environments import Environments
+from onnx_ops.adapters.isolation.environments import Environments, clean_environ
 from onnx_ops.domain.environment import Environment
 Environments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
 """

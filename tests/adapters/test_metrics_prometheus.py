@@ -30,11 +30,15 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Scraped:
-    """A Prometheus that has scraped some instances of an endpoint at `at`, and keeps what it was asked."""
+    """A Prometheus that has scraped some instances of an endpoint at `at`, and keeps what it was asked.
+
+    `older_s` holds how many seconds earlier it has scraped some of them.
+    """
 
     def __init__(self, instances: int = 1) -> None:
         self.instances = {f"host-{n}:8000": self.start() for n in range(instances)}
         self.at = 1_700_000_000.0
+        self.older_s: dict[str, float] = {}
         self.renamed: dict[str, str] = {}
         self.more: dict[str, object] = {}
         self.queries: list[str] = []
@@ -68,7 +72,8 @@ class Scraped:
                 yield {"metric": metric, "value": [self.at + 7, found[3]]}
                 if found[1] == "onnx_ops_counts":
                     del metric["__name__"]
-                    yield {"metric": {**metric, "onnx_ops_scraped": "yes"}, "value": [self.at + 7, str(self.at)]}
+                    at = self.at - self.older_s.get(instance, 0.0)
+                    yield {"metric": {**metric, "onnx_ops_scraped": "yes"}, "value": [self.at + 7, str(at)]}
                     metric["__name__"] = "onnx_ops_counts"
 
 
@@ -155,6 +160,14 @@ def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() ->
         assert interval(again, after, step=0, stable="v1", candidate="v2") is None
         del scraped.instances["host-0:8000"]
         assert source.read(CONFIG, {"v1": THRESHOLDS}).origin not in (before.origin, after.origin)
+
+
+@pytest.mark.parametrize("older", ["host-0:8000", "host-1:8000"])
+def test_a_reading_is_as_old_as_its_oldest_scrape(older: str) -> None:
+    scraped = Scraped(instances=2)
+    scraped.older_s[older] = 15.0
+    with Inbox(scraped).open() as inbox:
+        assert PrometheusMetrics({"url": inbox.url}).read(CONFIG, {"v1": None}).at == scraped.at - 15.0
 
 
 def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: PrometheusMetrics) -> None:

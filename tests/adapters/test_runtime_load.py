@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,20 @@ def test_that_many_requests_are_in_flight_at_once() -> None:
     together = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
         window(lambda: together.wait(timeout=30), pool, 4, 12)
+
+
+def test_a_window_ends_with_its_last_answer() -> None:
+    delays_s = [0.02, 0.0]
+    entered: list[int] = []
+    answered: list[int] = []
+
+    def call() -> None:
+        entered.append(time.perf_counter_ns())
+        time.sleep(delays_s.pop())
+        answered.append(time.perf_counter_ns())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert window(call, pool, 2, 2) >= max(answered) - min(entered)
 
 
 def test_what_one_thread_raises_ends_the_window() -> None:

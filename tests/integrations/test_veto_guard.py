@@ -154,6 +154,12 @@ class TestDecisionTags:
         with pytest.raises(Refused, match="signed decision that ended fail"):
             plain.guard.delete_tag("", MODEL, "2", self.KEY)
 
+    @pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict is not Verdict.PASS])
+    def test_only_a_pass_may_be_deleted(self, plain: Guarded, verdict: Verdict) -> None:
+        plain.versions.put("2", tags_of(sign(decision_record("b", verdict), plain.signer)))
+        with pytest.raises(Refused):
+            plain.guard.delete_tag("", MODEL, "2", self.KEY)
+
     def test_a_spelling_of_the_same_tag_is_refused(self, plain: Guarded) -> None:
         with pytest.raises(Refused, match=r"write it decision\.cpu-1t"):
             plain.set_tag("2", "Decision.cpu-1t", "")
