@@ -62,6 +62,8 @@ def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, re
     repository.add_folder("data/many", {"a.npz": archive(3), "deep/b.npz": archive(4)})
     repository.commit("v3")
     assert first(reads.load(section("data/many/deep/b.npz"), repository.root)) == expected(4)
+    files = (section(f"data/many/{name}") for name in ("a.npz", "deep/b.npz"))
+    assert len({reads.fingerprint(file, repository.root) for file in files}) == 2
     with pytest.raises(NotFound, match=r"data/many is a folder.*Name one file, such as data/many/a\.npz"):
         reads.load(section("data/many"), repository.root)
     with pytest.raises(NotFound, match=r"no file c\.npz.*it holds a\.npz, deep/b\.npz"):

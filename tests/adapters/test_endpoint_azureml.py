@@ -171,6 +171,10 @@ def test_copies_go_to_one_deployment_without_traffic(world: World) -> None:
     assert observed is not None
     assert observed.same_as(copied)
     assert world.cloud.control.mirrors["scaling"] == {azure_name(world.green): 50}
+    endpoint = world.cloud.control.resources["onlineEndpoints/scaling"]
+    endpoint.body["properties"]["mirrorTraffic"] = world.cloud.control.mirrors["scaling"] = {}  # by hand
+    world.provider.apply(world.config, copied, generation=1)
+    assert world.cloud.control.mirrors["scaling"] == {azure_name(world.green): 50}
     too_much = replace(copied, split=TrafficSplit(weights={"blue": 100}, shadow={"green": 51}))
     with pytest.raises(UserError, match="at most 50%"):
         world.provider.apply(world.config, too_much, generation=2)

@@ -16,6 +16,7 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_archive import pack
 from onnx_ops.adapters.endpoints.sagemaker_layout import deployment_in, is_own, lay_out
 from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
+from onnx_ops.adapters.endpoints.sagemaker_update import has_weights
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
@@ -139,3 +140,17 @@ def test_a_name_that_sagemaker_does_not_take_is_refused() -> None:
     split = TrafficSplit(weights={"v1": 100})
     with pytest.raises(UserError, match="cannot be the name"):
         lay_out("my_endpoint", EndpointState(deployments=(deployment("v1"),), split=split), settings_of(SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("current", "desired", "arrived"),
+    [((5, 5), (5, 5), True), ((90, 10), (50, 50), False), ((50, 50), (90, 10), False), ((0, 0), (50, 50), False)],
+)
+def test_traffic_has_moved_when_it_is_split_as_wanted_and_stays_so(
+    current: tuple[int, int], desired: tuple[int, int], arrived: bool
+) -> None:
+    variants = [
+        {"VariantName": name, "CurrentWeight": now, "DesiredWeight": later}
+        for name, now, later in zip(("blue", "green"), current, desired, strict=True)
+    ]
+    assert has_weights({"ProductionVariants": variants}, {"blue": 50.0, "green": 50.0}) is arrived
