@@ -247,3 +247,12 @@ def test_a_defect_ends_the_run_and_is_not_retried(prefect_server: None) -> None:
     with pytest.raises(ZeroDivisionError, match="a defect"):
         performed(handler, PrefectExecutor())
     assert handler.attempts["train"] == 1
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_gate_completes_only_if_it_passed(verdict: Verdict) -> None:
+    from onnx_ops.orchestration.executor import judged
+
+    result = GateResult(gate="latency", metric="", limit="", verdict=verdict, reason=REASON)
+    state = judged(Decision(variant="fp32", target=TARGET, results=(result,)))
+    assert (state.is_completed(), state.is_failed()) == (verdict is Verdict.PASS, verdict is not Verdict.PASS)

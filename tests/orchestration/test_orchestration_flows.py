@@ -18,8 +18,10 @@ from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.errors import MeasurementFailure
+from onnx_ops.operations.glance import Glance, ask
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.wiring.summary import Summary
+from tests.operations.release_parts import Scene
 
 if TYPE_CHECKING:
     from prefect import Flow, State
@@ -224,6 +226,18 @@ def test_one_endpoint_that_cannot_be_settled_fails_the_run(prefect_server: None,
 
     state = end("reconcile", endpoints=["nowhere"])
     assert (state.type, state.name) == (StateType.FAILED, "NotFound")
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_a_registry_that_does_not_answer_fails_the_reconciliation(down: bool) -> None:
+    from onnx_ops.orchestration.flows import _settled
+
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    scene.world.registry.down = down
+    state = _settled(Glance(scene.ports, lambda: ask(scene.ports)), "digits", "a flow run")
+    assert (state.is_completed(), state.name) == (not down, "RegistryDown" if down else "Completed")
 
 
 def test_all_endpoints_are_told_of() -> None:

@@ -1,0 +1,54 @@
+"""Which paths have changed, and which of them a pipeline's training rests on."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from onnx_ops.wiring.affected import affected, changed_since
+from onnx_ops.wiring.project import open_project
+
+PIPELINE = """\
+pipeline: p
+data: {all: {sklearn: iris}}
+train: {run: "code_of_it:train", depends: [words.txt]}
+export: {framework: sklearn}
+validate: {samples: {data: all, limit: 150}}
+benchmark: {targets: [board]}
+gates: [{kind: parity}]
+"""
+
+
+def write(root: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (root / name).write_text(text, encoding="utf-8")
+
+
+def test_training_rests_on_its_code_and_on_what_it_depends_on(tmp_path: Path) -> None:
+    for folder in ("configs/pipelines", "configs/targets"):
+        (tmp_path / folder).mkdir(parents=True)
+    files = {
+        "onnx-ops.toml": "",
+        "configs/pipelines/p.yaml": PIPELINE,
+        "configs/targets/board.yaml": "name: board\n",
+        "code_of_it.py": "def train(data):\n    return None\n",
+        "words.txt": "",
+        "other.txt": "",
+    }
+    write(tmp_path, **files)
+    (found,) = affected(open_project(tmp_path), ("code_of_it.py", "words.txt", "other.txt"))
+    assert (found.because, found.problem) == (("code_of_it.py", "words.txt"), "")
+
+
+def test_files_that_are_changed_new_or_gone_have_changed_and_ignored_ones_have_not(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments], cwd=tmp_path, check=True)
+
+    git("init", "--quiet")
+    write(tmp_path, same="", changed="", gone="", **{".gitignore": "ignored\n"})
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    write(tmp_path, changed="more", new="", staged="", ignored="")
+    git("add", "staged")
+    (tmp_path / "gone").unlink()
+    assert changed_since(tmp_path, "HEAD") == {"changed", "gone", "new", "staged"}
