@@ -328,6 +328,16 @@ def test_the_recipe_follows_the_machine_unless_it_is_set(convolution: OptimizeRe
     assert any("no VNNI" in note for note in made(old)[2])
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_symmetric_activations_have_their_zero_in_the_middle(convolution: OptimizeRequest, symmetric: bool) -> None:
+    section = replace(STATIC, options={"activations": "int8", "symmetric": symmetric})
+    StaticQuantizer().optimize(replace(convolution, section=section))
+    stored = read_model(convolution.path).graph.initializer
+    zeros = [numpy_helper.to_array(t) for t in stored if t.name.endswith("_zero_point") and not t.dims]
+    assert {zero.dtype.name for zero in zeros} == {"int8"}
+    assert all(zero == 0 for zero in zeros) is symmetric
+
+
 def test_types_without_a_kernel_are_refused(convolution: OptimizeRequest) -> None:
     section = replace(STATIC, options={"activations": "int8", "weights": "uint8"})
     with pytest.raises(UserError, match="no kernel takes them"):

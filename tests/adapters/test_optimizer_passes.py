@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.optimizers.passes import PassOptimizer, SimplifyOptimizer, SlimOptimizer
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
 from onnx_ops.domain.gate import Verdict
@@ -194,6 +195,19 @@ def test_a_tool_that_freezes_the_batch_is_refused(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "model.onnx")
     with pytest.raises(StageFailure, match="changed the model's inputs"):
         Freezing().optimize(request_for(tmp_path / "model.onnx"))
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_an_interface_with_another_dimension_is_refused(tmp_path: Path, side: str) -> None:
+    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
+    write_perceptron(source)
+    model = onnx.load(source)
+    onnx.save(model, derived)
+    check_interface(source, derived, "tool", "variant tidy")
+    getattr(model.graph, side)[0].type.tensor_type.shape.dim[0].dim_param = "rows"
+    onnx.save(model, derived)
+    with pytest.raises(StageFailure):
+        check_interface(source, derived, "tool", "variant tidy")
 
 
 def miss(source: Path, result: Path, skip: Sequence[str]) -> None:
