@@ -45,9 +45,9 @@ def rollback(
 ) -> None:
     """Move all traffic back, now. Needs neither Prefect nor MLflow.
 
-    Asking again for what was done is no error. Exit code 4, within ten seconds, if it could not be done yet: then it is owed, a background process tries for a
-    quarter of an hour, and so does every reconciliation, until it is done or --withdraw takes it back. Meanwhile the
-    version counts as rejected.
+    Asking again for what was done is no error. Exit code 4, within ten seconds, if it could not be done yet: then it is
+    owed, a background process tries for a quarter of an hour, and so does every reconciliation, until it is done or
+    --withdraw takes it back. Meanwhile the version counts as rejected.
 
     The aliases follow in the background, or by the reconciler. A single endpoint of several that serve the same model
     and target is pinned and leaves the aliases as they are; --all moves them.

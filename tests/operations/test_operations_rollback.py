@@ -387,7 +387,7 @@ def test_a_rollback_decides_again_when_another_process_writes_first(scene: Scene
     scene.faults = Faults(between=change_policy)
     assert scene.roll_back().moved_to == "v2"
     written = [entry.body.kind for entry in scene.world.ledger.read("digits")[head:]]
-    assert written == ["configured", "intent", "outcome"]
+    assert written == ["configured", "rollback-requested", "intent", "outcome"]
     assert scene.traffic() == {"v2": 100, "v3": 0}
 
 
