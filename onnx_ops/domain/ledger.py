@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
@@ -87,8 +87,9 @@ class ReleaseState:
     While `deleting`, nothing else may be done to the endpoint. `pending_rollback` comes before anything else as well.
     `rolled_back` is the rollback that took effect last, until another version has come.
     `refusing` is a refusal, written in entry `refused_at`, of which no outcome says yet that the alias was put back.
-    `held` is what the rollout waits for a person for. `notified_at` is the sequence up to which each notifier has told
-    people.
+    `arrived` is the release that was begun last, at `arrived_at` in seconds since the epoch; `mirrored_at` the
+    sequence of the last entry that tells of aliases. `held` is what the rollout waits for a person for. `notified_at`
+    is the sequence up to which each notifier has told people.
     """
 
     endpoint: str
@@ -103,6 +104,9 @@ class ReleaseState:
     word_at: int = 0
     pending_aliases: Mapping[str, str | None] = field(default_factory=dict)
     aliases: Mapping[str, str | None] = field(default_factory=dict)
+    mirrored_at: int = 0
+    arrived: Digest | None = None
+    arrived_at: float = 0.0
     rejected: Mapping[Digest, str] = field(default_factory=dict)
     overridden: frozenset[Digest] = frozenset()
     overrides_taken: frozenset[Digest] = frozenset()
@@ -159,6 +163,7 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
                 generation=entry.sequence,
                 decided_at=state.decided_at if again or state.pending_rollback is not None else entry.sequence,
                 known=_known(state),
+                **_arrival(body.action, entry.at),
             )
         case RollbackRequested():
             return _request(state, entry, body)
@@ -172,6 +177,14 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             return _override(state, body) if isinstance(body, Override) else _delete(state, body)
         case _:
             return _noted(state, entry.sequence, body)
+
+
+def _arrival(action: Action, at: float) -> dict[str, Any]:
+    """What an action brings to its endpoint, if it brings something."""
+    if action.kind not in (ActionKind.FIRST, ActionKind.START, ActionKind.FINISH):
+        return {}
+    comes = action.roles.candidate or action.roles.stable
+    return {} if comes is None else {"arrived": comes.release, "arrived_at": at}
 
 
 def _request(state: ReleaseState, entry: LedgerEntry, body: RollbackRequested) -> ReleaseState:
@@ -230,7 +243,8 @@ def _noted(
             return _renew(state, body)
         case Mirrored():
             owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
-            return replace(state, pending_aliases=owed, aliases={**state.aliases, **body.aliases})
+            told = {**state.aliases, **body.aliases}
+            return replace(state, pending_aliases=owed, aliases=told, mirrored_at=sequence)
         case RefusedVersion():
             return replace(state, refusing=body, refused_at=sequence)
         case Frozen():

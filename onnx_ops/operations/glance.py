@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
-from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, fold
+from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailable
 from onnx_ops.operations.reconcile import StepReport, settle
 from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, ModelFiles, Ports, Registry
@@ -52,7 +52,7 @@ class Glance:
 
     def state(self, endpoint: str) -> ReleaseState:
         """Raises StateCorrupt if the ledger cannot be read."""
-        return fold(endpoint, self._ledger.read(endpoint))
+        return self._ledger.state(endpoint)
 
     def settle(
         self,
@@ -123,15 +123,18 @@ class _ReadOnce:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._read: dict[str, tuple[LedgerEntry, ...]] = {}
+        self._states: dict[str, ReleaseState] = {}
 
     def endpoints(self) -> tuple[str, ...]:
         return self._ledger.endpoints()
 
-    def read(self, endpoint: str) -> tuple[LedgerEntry, ...]:
-        if endpoint not in self._read:
-            self._read[endpoint] = self._ledger.read(endpoint)
-        return self._read[endpoint]
+    def state(self, endpoint: str) -> ReleaseState:
+        if endpoint not in self._states:
+            self._states[endpoint] = self._ledger.state(endpoint)
+        return self._states[endpoint]
+
+    def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
+        return self._ledger.read(endpoint, after=after)
 
     def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         return self._ledger.sound(endpoint)

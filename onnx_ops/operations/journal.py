@@ -40,7 +40,7 @@ class Journal:
     @classmethod
     def open(cls, ports: Ports, endpoint: str, *, actor: str = "") -> Journal:
         """Raises StateCorrupt if the ledger cannot be read."""
-        return cls(ports, fold(endpoint, ports.ledger.read(endpoint)), actor or ports.host.actor())
+        return cls(ports, ports.ledger.state(endpoint), actor or ports.host.actor())
 
     @property
     def config(self) -> EndpointConfig:
@@ -138,7 +138,7 @@ class Journal:
             Overtaken: somebody else wrote just now; call again.
         """
         endpoint = self.state.endpoint
-        there = Journal(self.ports, fold(endpoint, self.ports.ledger.read(endpoint)), self.actor)
+        there = Journal(self.ports, self.ports.ledger.state(endpoint), self.actor)
         if there.state.open_intent is None or there.state.generation != sequence:
             return False
         there.append(Renewed(of=sequence, expires_at=self.ports.clock.now() + LEASE_SECONDS))
@@ -154,7 +154,7 @@ class Journal:
             try:
                 self.append(outcome)
             except Overtaken:
-                self.state = fold(self.state.endpoint, self.ports.ledger.read(self.state.endpoint))
+                self.state = self.ports.ledger.state(self.state.endpoint)
                 if self.state.open_intent is None or self.state.generation != outcome.of:
                     raise
             else:
@@ -188,13 +188,16 @@ def bound_endpoints(ports: Ports) -> tuple[str, ...]:
 def readable(ports: Ports, endpoint: str) -> ReleaseState:
     """State by as much of the ledger as can be read. Of a damaged one, what the endpoint is bound to can be believed,
     and nothing that moves."""
-    return fold(endpoint, ports.ledger.sound(endpoint))
+    try:
+        return ports.ledger.state(endpoint)
+    except StateCorrupt:
+        return fold(endpoint, ports.ledger.sound(endpoint))
 
 
 def damage(ports: Ports, endpoint: str) -> StateCorrupt | None:
-    """Why the ledger cannot be read."""
+    """Why the endpoint's state cannot be read."""
     try:
-        ports.ledger.read(endpoint)
+        ports.ledger.state(endpoint)
     except StateCorrupt as error:
         return error
     return None

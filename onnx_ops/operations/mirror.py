@@ -106,8 +106,8 @@ def show_entries(journal: Journal, after: int) -> None:
     """
     config = journal.config
     registry = journal.ports.registry()
-    for entry in journal.ports.ledger.read(config.endpoint):
-        if entry.sequence > after and not isinstance(entry.body, Observed | Notified | Renewed):
+    for entry in journal.ports.ledger.read(config.endpoint, after=after):
+        if not isinstance(entry.body, Observed | Notified | Renewed):
             registry.mirror(entry, config.model)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, Leftover
-from onnx_ops.domain.ledger import ReleaseState, fold
+from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.errors import Conflict, ServiceUnavailable
 from onnx_ops.ports import Ports
 
@@ -44,7 +44,7 @@ def needed(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
 
 def survey(ports: Ports, endpoints: Sequence[str]) -> Survey:
     """What is left of these endpoints and needed by none of them, nor by any other. Nothing is changed."""
-    states = [fold(name, ports.ledger.read(name)) for name in ports.ledger.endpoints()]
+    states = [ports.ledger.state(name) for name in ports.ledger.endpoints()]
     manifests = frozenset(deployment.manifest for state in states for deployment in needed(ports, state))
     found, silent = [], []
     for config in _configs(states, endpoints):
@@ -63,7 +63,7 @@ def discard(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
     Raises:
         ServiceUnavailable: a provider does not answer; what was removed until then stays removed.
     """
-    states = [fold(name, ports.ledger.read(name)) for name in {one.endpoint for one in found}]
+    states = [ports.ledger.state(name) for name in {one.endpoint for one in found}]
     configs = {config.endpoint: config for config in _configs(states, [state.endpoint for state in states])}
     gone = []
     for one in found:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from onnx_ops.domain.artifact import Digest, Stored
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import ReleaseState, fold
+from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.release import ListedVersion
 from onnx_ops.errors import Refused
 from onnx_ops.operations.collect import collect, unneeded
@@ -65,7 +65,7 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         ServiceUnavailable: the registry or the store does not answer.
         StateCorrupt: a ledger is damaged, so that nobody knows what its endpoint needs.
     """
-    states = [fold(name, ports.ledger.read(name)) for name in bound_endpoints(ports)]
+    states = [ports.ledger.state(name) for name in bound_endpoints(ports)]
     in_use = [(state, deployment) for state in states for deployment in needed(ports, state)]
     now = ports.clock.now()
     remove: dict[str, tuple[ListedVersion, ...]] = {}
@@ -144,7 +144,7 @@ def _reasons(
 
 
 def _served(ports: Ports, model: str) -> frozenset[str]:
-    states = (fold(name, ports.ledger.read(name)) for name in bound_endpoints(ports))
+    states = (ports.ledger.state(name) for name in bound_endpoints(ports))
     mine = (state for state in states if state.config is not None and state.config.model == model)
     return frozenset(deployment.version for state in mine for deployment in needed(ports, state))
 

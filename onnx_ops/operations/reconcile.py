@@ -159,10 +159,10 @@ def _told_registry(journal: Journal, wish: Desired) -> StepReport | None:
     """Make the registry say what the ledger says, and the ledger what somebody else has made the registry say."""
     if wish.unreachable:
         return None
-    endpoint, head = journal.state.endpoint, journal.state.head
+    endpoint, shown = journal.state.endpoint, journal.state.mirrored_at
     if written := write_owed_aliases(journal):
         tag_rejected(journal)
-        show_entries(journal, after=_last_shown(journal.ports, endpoint, head))
+        show_entries(journal, after=shown)
         return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
     if take_note(journal, wish.champion):
         why = f"the champion in the registry is v{wish.champion}, which serves here"
@@ -209,9 +209,3 @@ def _unfinished(journal: Journal) -> StepReport | None:
     else:
         return None
     return StepReport(endpoint=journal.state.endpoint, did=kind.value, why=why, settled=False)
-
-
-def _last_shown(ports: Ports, endpoint: str, head: int) -> int:
-    """Sequence of the last entry before `head` that was shown: entries are shown whenever aliases are written."""
-    shown = [e.sequence for e in ports.ledger.read(endpoint) if e.body.kind == "mirrored" and e.sequence <= head]
-    return max(shown, default=0)

@@ -12,7 +12,7 @@ from functools import partial
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
-from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested, Spoken, Withdrawn, fold
+from onnx_ops.domain.ledger import ReleaseState, RollbackRequested, Spoken, Withdrawn
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, abort, rollback
 from onnx_ops.errors import (
     DigestMismatch,
@@ -23,7 +23,7 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.operations.approve import fetch
-from onnx_ops.operations.journal import Journal, damage, looking_again, numbered, pinned
+from onnx_ops.operations.journal import Journal, damage, looking_again, numbered, pinned, readable
 from onnx_ops.operations.patience import PATIENCE_S, within
 from onnx_ops.operations.status import Wanted, wanted_endpoints
 from onnx_ops.ports import Ports
@@ -219,18 +219,10 @@ def chosen(
 
 
 def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
-    came: list[tuple[float, Digest]] = []
-    have: dict[str, set[Digest]] = {}
-    for name in names:
-        entries = ports.ledger.sound(name)
-        begun = [(e.at, e.body.action) for e in entries if isinstance(e.body, Intent)]
-        came += [(at, new.release) for at, action in begun if (new := _newcomer(action)) is not None]
-        state = fold(name, entries)
-        roles = (state.roles, *((state.open_intent.action.roles,) if state.open_intent is not None else ()))
-        have[name] = {d.release for one in roles for d in (one.candidate, one.stable) if d is not None}
-    last = max(came, default=(0.0, None), key=lambda item: item[0])[1]
+    states = {name: readable(ports, name) for name in names}
+    last = max(states.values(), key=lambda state: state.arrived_at).arrived
     # Of a damaged ledger nobody knows whether it had that release: that it cannot be rolled back is to be told.
-    found = tuple(name for name in names if last in have[name] or damage(ports, name) is not None)
+    found = tuple(name for name, state in states.items() if last in _releases(state) or damage(ports, name) is not None)
     if not found:
         raise NotFound(
             f"no endpoint serves the last release of {model} any more",
@@ -239,10 +231,10 @@ def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
     return found
 
 
-def _newcomer(action: Action) -> Deployment | None:
-    """What an action brings to its endpoint."""
-    arrives = action.kind in (ActionKind.FIRST, ActionKind.START, ActionKind.FINISH)
-    return (action.roles.candidate or action.roles.stable) if arrives else None
+def _releases(state: ReleaseState) -> set[Digest]:
+    """Releases that take traffic, or are about to."""
+    roles = (state.roles, *((state.open_intent.action.roles,) if state.open_intent is not None else ()))
+    return {d.release for one in roles for d in (one.candidate, one.stable) if d is not None}
 
 
 def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str = "") -> None:

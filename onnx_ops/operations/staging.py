@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnx_ops.domain.ledger import ReleaseState, fold
+from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.operations.journal import Journal
 
@@ -18,7 +18,7 @@ def waits_for(journal: Journal, wanted: VersionRecord) -> str:
         return ""
     ledger, now = journal.ports.ledger, journal.ports.clock.now()
     for name in policy.after:
-        if why := _not_yet(fold(name, ledger.read(name)), wanted, policy.soak, now):
+        if why := _not_yet(ledger.state(name), wanted, policy.soak, now):
             return f"v{wanted.version} waits for endpoint {name}: {why}"
     return ""
 

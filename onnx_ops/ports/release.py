@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
 from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.ledger import LedgerEntry
+from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observed import Reading, Thresholds
 
@@ -100,8 +100,16 @@ class Ledger(Protocol):
 
     def endpoints(self) -> tuple[str, ...]: ...
 
-    def read(self, endpoint: str) -> tuple[LedgerEntry, ...]:
-        """All entries in sequence.
+    def state(self, endpoint: str) -> ReleaseState:
+        """The fold of all entries. It takes a handful of reads, however many entries there are.
+
+        Raises:
+            StateCorrupt: an entry that it needs cannot be read.
+        """
+        ...
+
+    def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
+        """The entries after a sequence, in order; all of them by default.
 
         Raises:
             StateCorrupt: an entry cannot be read.

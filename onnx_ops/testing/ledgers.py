@@ -35,7 +35,10 @@ from onnx_ops.domain.ledger import (
     Override,
     RefusedVersion,
     Renewed,
+    RollbackRequested,
     Spoken,
+    Withdrawn,
+    fold,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, WaitKind, Word, split_state
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, ShadowTally, Tally, Thresholds
@@ -102,6 +105,8 @@ def one_of_each() -> tuple[Body, ...]:
         Held(wait=WaitKind.WORD, step=1, why="held"),
         Notified(notifier="github:acme/models", of=9),
         Renewed(of=2, expires_at=180.5),
+        RollbackRequested(action=action, by_hand=True),
+        Withdrawn(reason="wrong endpoint"),
     )
 
 
@@ -149,6 +154,18 @@ class LedgerSuite:
             ledger.append(one)
         assert ledger.read(ENDPOINT) == ledger.sound(ENDPOINT) == written
         assert opener().read(ENDPOINT) == opener().sound(ENDPOINT) == written
+
+    def test_the_state_is_the_fold_of_all_entries(self, ledger: Ledger, opener: Opener) -> None:
+        """After every entry, also for a process that begins then."""
+        written: list[LedgerEntry] = []
+        for number in range(3):
+            for body in one_of_each():
+                written.append(entry(len(written) + 1, body, actor=f"actor {number}"))
+                ledger.append(written[-1])
+                assert ledger.state(ENDPOINT) == opener().state(ENDPOINT) == fold(ENDPOINT, written)
+                assert opener().read(ENDPOINT, after=len(written) - 1) == (written[-1],)
+        assert ledger.read(ENDPOINT, after=4) == tuple(written[4:])
+        assert ledger.read(ENDPOINT, after=len(written)) == ()
 
     def test_entries_keep_their_order(self, ledger: Ledger) -> None:
         for sequence in range(1, 13):

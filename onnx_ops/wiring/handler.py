@@ -14,7 +14,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.gate import Decision
-from onnx_ops.domain.ledger import ReleaseState, fold
+from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import alias
@@ -148,7 +148,7 @@ def _version(registration: Registration, choice: Choice) -> str:
 
 
 def _states(ports: Ports, names: list[str]) -> list[ReleaseState]:
-    return [fold(name, ports.ledger.read(name)) for name in names]
+    return [ports.ledger.state(name) for name in names]
 
 
 def _serves(state: ReleaseState, version: str) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import json
 import uuid
 from pathlib import Path
 
 import pytest
 
+from onnx_ops import codec
 from onnx_ops.adapters.ledgers.log import MemoryLedger, ObjectLedger
 from onnx_ops.adapters.objects import FsspecObjects, LocalObjects, open_objects
+from onnx_ops.domain.ledger import ReleaseState, fold
 from onnx_ops.errors import StateCorrupt
 from onnx_ops.ports import Ledger
 from onnx_ops.testing.ledgers import ENDPOINT, LedgerSuite, Opener, spoken
@@ -83,6 +87,95 @@ def test_files_that_are_no_entries_are_passed_over(written: tuple[ObjectLedger, 
     for name in (".tmp-x", "notes.txt", "1.json", "00000004.json.bak"):
         (folder / name).write_text("not an entry")
     assert len(ledger.read(ENDPOINT)) == 3
+
+
+class Counted(FsspecObjects):
+    """Objects that count how often they are asked."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.reads = 0
+
+    def read(self, name: str) -> bytes | None:
+        self.reads += 1
+        return super().read(name)
+
+    def names(self, prefix: str) -> list[str]:
+        self.reads += 1
+        return super().names(prefix)
+
+
+def test_a_state_takes_few_reads_however_many_entries_there_are() -> None:
+    objects = Counted(f"memory://{uuid.uuid4().hex}")
+    writer = ObjectLedger(objects)
+    for sequence in range(1, 201):
+        writer.append(spoken(sequence))
+        objects.reads = 0
+        assert ObjectLedger(objects).state(ENDPOINT).head == sequence
+        assert objects.reads <= 10
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> tuple[ReleaseState, Path]:
+    """The state of a ledger of nine entries, and its folder with the snapshot of the first eight."""
+    ledger = ObjectLedger(LocalObjects(tmp_path))
+    for sequence in range(1, 10):
+        ledger.append(spoken(sequence))
+    assert (tmp_path / ENDPOINT / "snapshot.json").exists()
+    return ledger.state(ENDPOINT), tmp_path
+
+
+@pytest.mark.parametrize("content", ["torn", "another program", "another endpoint", "gone", "of a longer ledger"])
+def test_a_snapshot_that_does_not_fit_is_not_used(kept: tuple[ReleaseState, Path], content: str) -> None:
+    state, folder = kept
+    path = folder / ENDPOINT / "snapshot.json"
+    document = json.loads(path.read_text())
+    if content == "torn":
+        path.write_text(path.read_text()[:100])
+    elif content == "gone":
+        path.unlink()
+    elif content == "of a longer ledger":
+        for sequence in range(6, 10):
+            (folder / ENDPOINT / f"{sequence:08d}.json").unlink()
+        state = fold(ENDPOINT, ObjectLedger(LocalObjects(folder)).read(ENDPOINT))
+        assert state.head == 5
+    else:
+        document["state"]["word_at"] = 3
+        if content == "another program":
+            document["program"] = document["entry"]
+        else:
+            document["state"]["endpoint"] = "faces"
+        path.write_text(json.dumps(document))
+    assert ObjectLedger(LocalObjects(folder)).state(ENDPOINT) == state
+
+
+def test_a_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: tuple[ReleaseState, Path]) -> None:
+    _, folder = kept
+    for sequence in range(6, 10):
+        (folder / ENDPOINT / f"{sequence:08d}.json").unlink()
+    for sequence in range(6, 9):
+        name = f"{ENDPOINT}/{sequence:08d}.json"
+        LocalObjects(folder).write(name, codec.dumps(spoken(sequence, reason="another history", actor="other")))
+    ledger = ObjectLedger(LocalObjects(folder))
+    assert ledger.state(ENDPOINT) == fold(ENDPOINT, ledger.read(ENDPOINT))
+
+
+def test_a_state_does_not_end_at_a_missing_entry(written: tuple[ObjectLedger, Path]) -> None:
+    _, folder = written
+    (folder / "00000002.json").unlink()
+    with pytest.raises(StateCorrupt, match="missing"):
+        ObjectLedger(LocalObjects(folder.parent)).state(ENDPOINT)
+
+
+def test_a_snapshot_that_cannot_be_written_fails_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: LocalObjects, name: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalObjects, "write", full)
+    ledger = ObjectLedger(LocalObjects(tmp_path))
+    for sequence in range(1, 6):
+        ledger.append(spoken(sequence))
+    assert ObjectLedger(LocalObjects(tmp_path)).state(ENDPOINT).head == 5
 
 
 def test_a_remote_ledger_keeps_what_a_local_one_keeps(written: tuple[ObjectLedger, Path]) -> None:

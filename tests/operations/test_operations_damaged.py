@@ -46,8 +46,10 @@ class Site:
             self.scene.serve(self.scene.publish(seed))
 
     def break_entry(self, endpoint: str, number: int) -> None:
+        """Damage an entry that no snapshot stands for."""
         path = self.folder / endpoint / f"{number:08d}.json"
         path.write_bytes(path.read_bytes()[:40])
+        path.with_name("snapshot.json").unlink(missing_ok=True)
 
     def last(self, endpoint: str) -> int:
         return len(list((self.folder / endpoint).glob("0*.json")))
@@ -61,6 +63,15 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
+
+
+def test_an_old_entry_that_is_damaged_stops_nothing_and_is_told(site: Site) -> None:
+    site.serve("a", "b")
+    path = site.folder / "digits" / "00000002.json"
+    path.write_bytes(path.read_bytes()[:40])
+    assert roll_back(site.ports, "digits").moved_to == "v1"
+    _, errors = history(site.ports, Wanted(endpoints=("digits",)))
+    assert set(errors) == {"digits"}
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["nothing of it can be read", "a part can be read"])

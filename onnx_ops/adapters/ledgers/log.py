@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.adapters.objects import Objects
-from onnx_ops.domain.ledger import LedgerEntry
-from onnx_ops.errors import Overtaken, StateCorrupt
+from onnx_ops.domain import ledger as fold_module
+from onnx_ops.domain import rollout, rollout_observed
+from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, fold, follow
+from onnx_ops.errors import OnnxOpsError, Overtaken, StateCorrupt
 
+_log = logging.getLogger(__name__)
 _NAME = re.compile(r"\d{8}\.json")
+_SNAPSHOT = "snapshot.json"
+SNAPSHOT_EVERY = 4
+"""Entries between two snapshots: a state takes one read for each of them, and five more."""
 
 _REMEDY = "Bring the file back from a copy, which is right as entries never change: docs/troubles/ledger-damaged.md."
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state, with the digest of the bytes of its last entry, and of the program that has folded it.
+
+    It only saves reads: where it does not fit what stands there, it is not used.
+    """
+
+    program: Digest
+    entry: Digest
+    state: ReleaseState
+
+
 class ObjectLedger:
-    """`<endpoint>/<sequence>.json` on a local folder or an object store.
+    """`<endpoint>/<sequence>.json` on a local folder or an object store, and beside them `snapshot.json`.
 
     Entries never change, so each is read once in the life of this object.
     """
@@ -23,11 +46,21 @@ class ObjectLedger:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._read: dict[str, tuple[LedgerEntry, ...]] = {}
+        self._states: dict[str, ReleaseState] = {}
 
     def endpoints(self) -> tuple[str, ...]:
         return tuple(self._objects.names(""))
 
-    def read(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+    def state(self, endpoint: str) -> ReleaseState:
+        state = self._states.get(endpoint) or self._snapshot(endpoint) or ReleaseState(endpoint=endpoint)
+        for entry in self._following(endpoint, state.head):
+            state = follow(state, entry)
+        self._states[endpoint] = state
+        return state
+
+    def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
+        if after:
+            return self._following(endpoint, after)
         entries, damage = self._readable(endpoint)
         if damage is not None:
             raise damage
@@ -36,34 +69,91 @@ class ObjectLedger:
     def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         return self._readable(endpoint)[0]
 
-    def _readable(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], StateCorrupt | None]:
-        names = [name for name in self._objects.names(endpoint) if _NAME.fullmatch(name)]
-        entries = list(self._read.get(endpoint, ())[: len(names)])
-        for position, name in enumerate(names[len(entries) :], start=len(entries) + 1):
-            try:
-                entries.append(self._entry(endpoint, name, position))
-            except StateCorrupt as error:
-                error.remedy = _REMEDY
-                return tuple(entries), error
-        self._read[endpoint] = tuple(entries)
-        return self._read[endpoint], None
-
-    def _entry(self, endpoint: str, name: str, position: int) -> LedgerEntry:
-        where = f"ledger {endpoint}/{name}"
-        data = self._objects.read(f"{endpoint}/{name}")
-        entry = codec.loads(data or b"", LedgerEntry, where=where)
-        if entry.sequence != position or entry.endpoint != endpoint:
-            raise StateCorrupt("the entry is not where it belongs", where=where)
-        return entry
-
     def append(self, entry: LedgerEntry) -> None:
-        name = f"{entry.endpoint}/{entry.sequence:08d}.json"
-        if not self._objects.create(name, codec.dumps(entry)):
+        if not self._objects.create(_name(entry.endpoint, entry.sequence), codec.dumps(entry)):
             raise Overtaken(
                 f"somebody else wrote entry {entry.sequence} first",
                 where=f"ledger {entry.endpoint}",
                 remedy="Look at `onnx-ops status` and try again.",
             )
+        if entry.sequence % SNAPSHOT_EVERY == 0:
+            self._keep(entry.endpoint, entry.sequence)
+
+    def _following(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
+        """The entries after a sequence, found by asking for one after the other.
+
+        Raises:
+            StateCorrupt: one cannot be read, or is missing before another one.
+        """
+        entries: list[LedgerEntry] = []
+        while (data := self._objects.read(_name(endpoint, after + len(entries) + 1))) is not None:
+            entries.append(_entry(endpoint, after + len(entries) + 1, data))
+        last = after + len(entries)
+        if self._objects.read(_name(endpoint, last + 2)) is not None:
+            # Unless it was written just now.
+            if self._objects.read(_name(endpoint, last + 1)) is None:
+                where = f"ledger {_name(endpoint, last + 1)}"
+                raise StateCorrupt("the entry is missing", where=where, remedy=_REMEDY)
+            return (*entries, *self._following(endpoint, last))
+        return tuple(entries)
+
+    def _snapshot(self, endpoint: str) -> ReleaseState | None:
+        """What was kept last; None if it does not fit the entry that it ends with, as in a ledger that was restored."""
+        data = self._objects.read(f"{endpoint}/{_SNAPSHOT}")
+        if data is None:
+            return None
+        try:
+            kept = codec.loads(data, Snapshot)
+        except StateCorrupt:
+            return None
+        last = self._objects.read(_name(endpoint, kept.state.head))
+        fits = last is not None and digest_bytes(last) == kept.entry and kept.state.endpoint == endpoint
+        return kept.state if fits and kept.program == _program() else None
+
+    def _keep(self, endpoint: str, sequence: int) -> None:
+        """A snapshot that cannot be written costs reads, and nothing else."""
+        try:
+            state, last = self.state(endpoint), self._objects.read(_name(endpoint, sequence))
+            if state.head == sequence and last is not None:
+                kept = Snapshot(program=_program(), entry=digest_bytes(last), state=state)
+                self._objects.write(f"{endpoint}/{_SNAPSHOT}", codec.dumps(kept))
+        except (OnnxOpsError, OSError, ValueError) as error:
+            _log.warning("no snapshot of ledger %s: %s", endpoint, error)
+
+    def _readable(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], StateCorrupt | None]:
+        names = [name for name in self._objects.names(endpoint) if _NAME.fullmatch(name)]
+        entries = list(self._read.get(endpoint, ())[: len(names)])
+        for position, name in enumerate(names[len(entries) :], start=len(entries) + 1):
+            try:
+                entries.append(_entry(endpoint, position, self._objects.read(f"{endpoint}/{name}") or b""))
+            except StateCorrupt as error:
+                return tuple(entries), error
+        self._read[endpoint] = tuple(entries)
+        return self._read[endpoint], None
+
+
+@functools.cache
+def _program() -> Digest:
+    """Digest of the code that folds entries: what another version has folded is folded again."""
+    files = (module.__file__ for module in (fold_module, rollout, rollout_observed))
+    return digest_bytes(b"".join(Path(file).read_bytes() for file in files if file))
+
+
+def _name(endpoint: str, sequence: int) -> str:
+    return f"{endpoint}/{sequence:08d}.json"
+
+
+def _entry(endpoint: str, sequence: int, data: bytes) -> LedgerEntry:
+    """Raises StateCorrupt, with the remedy."""
+    where = f"ledger {_name(endpoint, sequence)}"
+    try:
+        entry = codec.loads(data, LedgerEntry, where=where)
+        if entry.sequence != sequence or entry.endpoint != endpoint:
+            raise StateCorrupt("the entry is not where it belongs", where=where)
+    except StateCorrupt as error:
+        error.remedy = _REMEDY
+        raise
+    return entry
 
 
 class MemoryLedger:
@@ -75,8 +165,11 @@ class MemoryLedger:
     def endpoints(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
 
-    def read(self, endpoint: str) -> tuple[LedgerEntry, ...]:
-        return tuple(self._entries.get(endpoint, ()))
+    def state(self, endpoint: str) -> ReleaseState:
+        return fold(endpoint, self.read(endpoint))
+
+    def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
+        return tuple(self._entries.get(endpoint, ())[after:])
 
     def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         return self.read(endpoint)
