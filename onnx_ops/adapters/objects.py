@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from onnx_ops.errors import MissingPackage, ServiceUnavailable
 
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
+_UNFINISHED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,14 @@ class LocalObjects:
 
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
+
+    def sweep(self, prefix: str) -> None:
+        """Remove what killed writers left directly below a prefix. What is younger than an hour may be written now."""
+        before = time.time() - _UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
+        for path in (self.root / prefix).glob(f"{TEMPORARY}*"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < before:
+                    path.unlink()
 
     def upload(self, name: str, path: Path) -> None:
         with durable_file(self.root / name) as temporary, path.open("rb") as source, temporary.open("wb") as sink:

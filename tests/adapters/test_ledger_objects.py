@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import os
 import uuid
 from pathlib import Path
 
@@ -165,6 +166,18 @@ def test_a_state_does_not_end_at_a_missing_entry(written: tuple[ObjectLedger, Pa
     (folder / "00000002.json").unlink()
     with pytest.raises(StateCorrupt, match="missing"):
         ObjectLedger(LocalObjects(folder.parent)).state(ENDPOINT)
+
+
+def test_what_killed_writers_left_goes_in_the_end(tmp_path: Path) -> None:
+    ledger = ObjectLedger(LocalObjects(tmp_path))
+    ledger.append(spoken(1))
+    old, young = (tmp_path / ENDPOINT / f".tmp-{name}" for name in ("old", "young"))
+    for path in (old, young):
+        path.write_bytes(b"half an entry")
+    os.utime(old, (0, 0))
+    for sequence in range(2, 65):
+        ledger.append(spoken(sequence))
+    assert (old.exists(), young.exists()) == (False, True)
 
 
 def test_a_snapshot_that_cannot_be_written_fails_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

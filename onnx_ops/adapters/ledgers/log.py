@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.adapters.objects import Objects
+from onnx_ops.adapters.objects import LocalObjects, Objects
 from onnx_ops.domain import ledger as fold_module
 from onnx_ops.domain import rollout, rollout_observed
 from onnx_ops.domain.artifact import Digest, digest_bytes
@@ -21,6 +21,8 @@ _NAME = re.compile(r"\d{8}\.json")
 _SNAPSHOT = "snapshot.json"
 SNAPSHOT_EVERY = 4
 """Entries between two snapshots: a state takes one read for each of them, and five more."""
+_SWEEP_EVERY = 64
+"""Entries after which the files of killed writers are looked for."""
 
 _REMEDY = "Bring the file back from a copy, which is right as entries never change: docs/troubles/ledger-damaged.md."
 
@@ -117,6 +119,8 @@ class ObjectLedger:
             if state.head == sequence and last is not None:
                 kept = Snapshot(program=_program(), entry=digest_bytes(last), state=state)
                 self._objects.write(f"{endpoint}/{_SNAPSHOT}", codec.dumps(kept))
+            if sequence % _SWEEP_EVERY == 0 and isinstance(self._objects, LocalObjects):
+                self._objects.sweep(endpoint)
         except (OnnxOpsError, OSError, ValueError) as error:
             _log.warning("no snapshot of ledger %s: %s", endpoint, error)
 
