@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 _MOST_HEAD_BYTES = 1 << 16
 _MOST_IGNORED_BYTES = 64 << 20
 _NOT_HTTP = (httptools.HttpParserError, UnicodeError)
+_SINGLE = (b"host", b"origin")
+"""Headers that a request bears once at most, as they say whether it is answered at all."""
 
 
 class RefusedError(Exception):
@@ -31,7 +33,7 @@ class RefusedError(Exception):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol within bounds. A subclass says what is served, and gives `inference` and `bounds`."""
+    """uvicorn's protocol within bounds. A subclass says what is served, and gives the attributes below."""
 
     inference: Inference
     bounds: Connections
@@ -42,7 +44,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self.stage = IDLE
         self.since = self.bounds.now
         self._in_head = False
+        self._upgrade_offered = False
         self._head_bytes = 0
+        self._packet_bytes = 0
         self._received = 0
         self._held = 0
         if not self.bounds.admit(self):
@@ -58,17 +62,42 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.stage is REFUSED:
             self._ignore(data)
             return
+        self._packet_bytes = len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # an offer to change the protocol, which a server may ignore; the request itself was handled
+            self._parse(data)
         except httptools.HttpParserError as error:
             self._complain(error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error)
         else:
             if self._in_head:
-                self._head_bytes += len(data)
+                self._head_bytes += len(data) - (data.rfind(b"\r\n\r\n") + 1)  # requests before it are not counted
                 if self._head_bytes > _MOST_HEAD_BYTES:
-                    self._refuse(431, "the head of the request is too large")
+                    self._complain(_head_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, which reads a request that offers another protocol as if it did not.
+
+        A server may ignore the offer (RFC 9110, 7.8). The parser does not: behind such a head it expects the other
+        protocol, and would read the body as the next request (https://github.com/MagicStack/httptools/issues/124). So
+        another parser gets the head again, without the offer, and all that follows.
+        """
+        rest: bytes | memoryview = data
+        while True:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = memoryview(rest)[upgrade.args[0] :]
+            self._upgrade_offered = False
+            version = self.parser.get_http_version().encode()
+            start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+            lines = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.begin_parser()
+            self.parser.feed_data(b"\r\n".join((start, *lines, b"", b"")))
+
+    def begin_parser(self) -> None:
+        """Leave the parser for one that stands between two messages."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def begin_head(self) -> None:
         """A request begins: to be called by the parser."""
@@ -79,9 +108,26 @@ class BoundedProtocol(HttpToolsProtocol):
             self.stage = READING
             self.since = self.bounds.now
 
-    def end_head(self, announced: bytes | None) -> None:
-        """The head has come. Raises RefusedError if the body that it announces is too large."""
+    def end_head(self, head: Head) -> None:
+        """The head has come. Raises RefusedError if its request is not to be answered."""
         self._in_head = False
+        if self._packet_bytes > _MOST_HEAD_BYTES and self._parsed_bytes() > _MOST_HEAD_BYTES:
+            raise _head_too_large()
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise RefusedError(505, f"HTTP/{version} is not supported: use HTTP/1.1")
+        if self.parser.get_method() == b"CONNECT":
+            raise RefusedError(400, "CONNECT is not supported: this server is no proxy")
+        if version == "1.1" and b"host" not in head:
+            raise RefusedError(400, "the request has no Host header, which HTTP/1.1 requires")
+        if len(head) != len(self.headers):
+            names = [name for name, _ in self.headers]
+            for name in _SINGLE:
+                if names.count(name) > 1:
+                    raise RefusedError(400, f"the request has more than one {name.decode().capitalize()} header")
+        if b"expect" in head and version == "1.1" and not all(map(expects_continue, self.headers)):
+            raise RefusedError(417, "the only expectation that is met is 100-continue")
+        announced = head.get(b"content-length")
         if announced is not None and int(announced) > self.bounds.max_body:
             raise self._too_large()
 
@@ -93,6 +139,11 @@ class BoundedProtocol(HttpToolsProtocol):
             raise self._too_large()
         if self.bounds.held > self.bounds.max_held:
             raise RefusedError(503, "the server is receiving too much at the same time")
+
+    @property
+    def answered_early(self) -> bool:
+        """Whether what comes is the rest of a body whose request is answered already."""
+        return self.cycle is not None and bool(self.cycle.response_complete and self.cycle.more_body)
 
     def time_out(self) -> None:
         self._refuse(408, "the request did not come in time")
@@ -125,6 +176,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._held += more
         self.bounds.held += more
 
+    def _parsed_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+
     def _too_large(self) -> RefusedError:
         return RefusedError(413, f"the body must not be larger than {self.bounds.max_body} bytes")
 
@@ -138,9 +192,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(500, "internal error")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer with an error and end the connection, but only after the client had time to read it."""
-        self.inference.count(status)
+        """Answer with an error and end the connection, but only after the client had time to read it.
+
+        A request that was answered before its body had come gets no second answer.
+        """
         cycle = self.cycle
+        answered = self.answered_early
+        if not answered:
+            self.inference.count(status)
         if cycle is not None and not cycle.response_complete:
             if self.pipeline or not cycle.more_body or cycle.response_started:
                 cycle.keep_alive = False  # an earlier request is being answered; the connection ends with its answer
@@ -152,7 +211,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.since = self.bounds.now
         self._head_bytes = 0
         self._hold(-self._held)
-        self._send(answers.refusal(status, message), {}, last=True)
+        if not answered:
+            self._send(answers.refusal(status, message), {}, last=True)
         self.transport.write_eof()
 
     def _ignore(self, data: bytes) -> None:
@@ -160,5 +220,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_bytes > _MOST_IGNORED_BYTES:
             self.transport.abort()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Clients must not be able to fill the log."""
+
+def expects_continue(header: tuple[bytes, bytes]) -> bool:
+    """Whether a header, if it is an expectation, is the one that this server meets."""
+    name, value = header
+    return name != b"expect" or value.lower() == b"100-continue"
+
+
+def _head_too_large() -> RefusedError:
+    return RefusedError(431, f"the head of the request is larger than {_MOST_HEAD_BYTES} bytes")

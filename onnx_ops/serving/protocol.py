@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import httptools
-
 from onnx_ops.serving.answers import Answer, Head
 from onnx_ops.serving.bounded import BoundedProtocol, RefusedError
 from onnx_ops.serving.connections import ANSWERING, IDLE, READING, Connections
@@ -102,10 +100,13 @@ class EndpointProtocol(BoundedProtocol):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._upgrade_offered = True  # `_parse` has the head read again, without the offer
+            return
         head = dict(self.headers)
         announced = head.get(b"content-length")
         self._route = None
-        self.end_head(announced)
+        self.end_head(head)
         route = self.inference.residents.routes.get(self.url)
         if (
             route is not None
@@ -140,11 +141,17 @@ class EndpointProtocol(BoundedProtocol):
             self._body += body
 
     def on_message_complete(self) -> None:
+        if self._upgrade_offered:
+            return
         route = self._route
         if route is None:
-            if self.stage is READING:
+            if self.cycle.response_complete:
+                self._hold(-self._held)
+                self.stage, self.since = IDLE, self.bounds.now
+            elif self.stage is READING:
                 self.stage = ANSWERING
             super().on_message_complete()
+            self.cycle.more_body = False
             return
         body, self._route, self._body = bytes(self._body), None, b""
         self._whole = (route, self._head, body)
@@ -178,8 +185,7 @@ class EndpointProtocol(BoundedProtocol):
             self._missing = missing
             self._parts = [bytes(self._body)]
             self._start = start
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.begin_parser()
 
     def _collect_after(self, seen: Seen, part: bytes) -> None:
         """Begin to collect a large body behind a head that came before; a parser is not needed at all."""
@@ -230,7 +236,7 @@ class EndpointProtocol(BoundedProtocol):
         url, listed = self.url, self.headers
         super().on_message_begin()
         self.url = url
-        self.expect_100_continue = any(n == b"expect" and v.lower() == b"100-continue" for n, v in listed)
+        self.expect_100_continue = any(n == b"expect" for n, _ in listed) and self.parser.get_http_version() == "1.1"
         self.headers.extend(listed)
         super().on_headers_complete()
         if self.bounds.draining:
@@ -254,7 +260,7 @@ class EndpointProtocol(BoundedProtocol):
             return
         self.since = self.bounds.now
         if not self.pipeline:
-            self.stage = IDLE
+            self.stage = READING if self.answered_early else IDLE
             self.flow.resume_reading()
             return
         cycle, app = self.pipeline.pop()

@@ -240,7 +240,7 @@ class _Server(uvicorn.Server):
 def _config(app: Starlette) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http="h11",  # reads the body of a request that offers another protocol; httptools does not
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,0 +1,268 @@
+"""Where a request ends: one answer for each request, whatever its headers and however its bytes arrive."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.serving.serving_process import INFER, Server, infer_body
+
+OFFERS = {
+    "no offer": "",
+    "h2c": "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n",
+    "websocket": "connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
+    "twice": "upgrade: h2c\r\nconnection: keep-alive\r\nconnection: upgrade\r\nupgrade: TLS/1.0\r\n",
+}
+DELIVERIES = ("one packet", "head and body apart", "byte by byte")
+Request = tuple[bytes, bytes]
+"""A head and a body."""
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("framing")
+    blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
+    (root / "state").mkdir()
+    server = Server(root / "state")
+    server.start()
+    assert server.publish(state_of(blue, blue=100), 1).status == 200
+    yield server
+    server.end()
+
+
+def infer(server: Server, x: int, *, offer: str = "", framing: str = "content-length") -> Request:
+    start = f"POST {INFER} HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n{offer}"
+    body = infer_body([x, 1])
+    if framing == "content-length":
+        return f"{start}content-length: {len(body)}\r\n\r\n".encode(), body
+    chunks = [body[:7], body[7:40], body[40:]]
+    chunked = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    return f"{start}transfer-encoding: chunked\r\n\r\n".encode(), chunked
+
+
+def live(server: Server, offer: str = "") -> Request:
+    return f"GET /v2/health/live HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n{offer}\r\n".encode(), b""
+
+
+class Client:
+    """One connection, on which bytes are sent as they are."""
+
+    def __init__(self, server: Server) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._data = b""
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def send(self, delivery: str, *requests: Request) -> None:
+        packets = [part for request in requests for part in request]
+        if delivery == "one packet":
+            packets = [b"".join(packets)]
+        elif delivery == "byte by byte":
+            packets = [bytes([byte]) for packet in packets for byte in packet]
+        for packet in packets:
+            self._socket.sendall(packet)
+            time.sleep(0 if len(packet) == 1 else 0.002)  # so that packets arrive as such; nothing depends on it
+
+    def answer(self) -> tuple[int, bytes]:
+        """Status and body of the next answer."""
+        head = self._until(b"\r\n\r\n")
+        status = int(head.split(b" ", 2)[1])
+        lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+        return status, self._read(int(lengths[0]) if lengths else 0)
+
+    def rest(self) -> bytes:
+        """What comes after the answers that were read, until the server has closed the connection."""
+        self._socket.shutdown(socket.SHUT_WR)
+        while piece := self._socket.recv(1 << 16):
+            self._data += piece
+        return self._data
+
+    def is_closed_by_server(self) -> bool:
+        return not self._data and not self._socket.recv(1)
+
+    def _until(self, mark: bytes) -> bytes:
+        while mark not in self._data:
+            self._receive()
+        head, _, self._data = self._data.partition(mark)
+        return head
+
+    def _read(self, size: int) -> bytes:
+        while len(self._data) < size:
+            self._receive()
+        body, self._data = self._data[:size], self._data[size:]
+        return body
+
+    def _receive(self) -> None:
+        piece = self._socket.recv(1 << 16)
+        assert piece, self._data
+        self._data += piece
+
+
+def product(answer: tuple[int, bytes]) -> float:
+    """What the model answered for the first number."""
+    status, body = answer
+    assert status == 200, body
+    return float(json.loads(body)["outputs"][0]["data"][0])
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["keep-alive", "pipelined"])
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
+def test_a_body_is_read_as_the_body_of_its_request(
+    endpoint: Server, offer: str, delivery: str, pipelined: bool
+) -> None:
+    requests = [
+        infer(endpoint, 1, offer=offer),
+        infer(endpoint, 2),
+        infer(endpoint, 3, offer=offer, framing="chunked"),
+        infer(endpoint, 4, framing="chunked"),
+        infer(endpoint, 5, offer=offer),
+        infer(endpoint, 5, offer=offer),
+    ]
+    with Client(endpoint) as client:
+        if pipelined:
+            client.send(delivery, *requests, live(endpoint, offer), infer(endpoint, 6))
+            found = [product(client.answer()) for _ in requests]
+        else:
+            found = []
+            for request in requests:
+                client.send(delivery, request)
+                found.append(product(client.answer()))
+            client.send(delivery, live(endpoint, offer))
+            client.send(delivery, infer(endpoint, 6))
+        assert found == [2.0, 4.0, 6.0, 8.0, 10.0, 10.0]
+        assert client.answer() == (200, b'{"live":true}')
+        assert product(client.answer()) == 12.0
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
+@pytest.mark.parametrize("framing", ["content-length", "chunked"])
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_a_request_within_a_body_is_not_answered(endpoint: Server, offer: str, framing: str, delivery: str) -> None:
+    head, inner = b"".join(live(endpoint)), b"".join(infer(endpoint, 1))
+    body = head + inner
+    start = f"POST {INFER} HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\n{offer}".encode()
+    if framing == "content-length":
+        outer = (start + b"content-length: %d\r\n\r\n" % len(body), body)
+    else:
+        outer = (start + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+    with Client(endpoint) as client:
+        client.send(delivery, outer)
+        assert client.answer()[0] == 400
+        client.send(delivery, infer(endpoint, 7))
+        assert product(client.answer()) == 14.0
+        assert client.rest() == b""
+
+
+def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Server) -> None:
+    with Client(endpoint) as client:
+        client.send("one packet", *[live(endpoint, OFFERS["h2c"])] * 1500)
+        for _ in range(1500):
+            assert client.answer()[0] == 200
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
+def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Server, offer: str) -> None:
+    head, body = infer(endpoint, 3, offer=f"{offer}expect: 100-Continue\r\n")
+    with Client(endpoint) as client:
+        for _ in range(2):
+            client.send("one packet", (head, b""))
+            assert client.answer() == (100, b"")
+            client.send("one packet", (body, b""))
+            assert product(client.answer()) == 6.0
+        client.send("one packet", infer(endpoint, 4))
+        assert product(client.answer()) == 8.0
+        assert client.rest() == b""
+
+
+def test_an_expectation_in_http_1_0_is_ignored(endpoint: Server) -> None:
+    head, body = infer(endpoint, 3, offer="expect: 100-continue\r\n")
+    with Client(endpoint) as client:
+        client.send("one packet", (head.replace(b"HTTP/1.1", b"HTTP/1.0"), body))
+        assert product(client.answer()) == 6.0
+        assert client.is_closed_by_server()
+
+
+@pytest.mark.parametrize("body", [b'{"inputs": []}', b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Server, body: bytes) -> None:
+    head = f"POST /nowhere HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with Client(endpoint) as client:
+        client.send("one packet", infer(endpoint, 1), (head, body[:5]))
+        assert product(client.answer()) == 2.0
+        assert client.answer()[0] == 404
+        client.send("one packet", (body[5:], b""), infer(endpoint, 2))
+        assert product(client.answer()) == 4.0
+        client.send("one packet", infer(endpoint, 2))
+        assert product(client.answer()) == 4.0
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize(
+    ("begin", "spaces"), [(b"zz\r\n", 0), (b"4000000\r\n", 33 << 20)], ids=["no chunk", "too much"]
+)
+def test_a_wrong_body_that_comes_after_its_answer_gets_no_second_one(
+    endpoint: Server, begin: bytes, spaces: int
+) -> None:
+    head = f"POST /nowhere HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    with Client(endpoint) as client:
+        client.send("one packet", (head, b""))
+        assert client.answer()[0] == 404
+        client.send("one packet", (begin, b" " * spaces))
+        assert client.is_closed_by_server()
+
+
+WRONG = {
+    "two lengths": (b"host: HOST\r\ncontent-length: 5\r\ncontent-length: 6", 400),
+    "length and chunks": (b"host: HOST\r\ncontent-length: 5\r\ntransfer-encoding: chunked", 400),
+    "chunks and length": (b"host: HOST\r\ntransfer-encoding: chunked\r\ncontent-length: 5", 400),
+    "chunks that are compressed": (b"host: HOST\r\ntransfer-encoding: chunked, gzip", 400),
+    "no host": (b"content-length: 5", 400),
+    "two hosts": (b"host: HOST\r\nHost: HOST\r\ncontent-length: 5", 400),
+    "two origins": (b"host: HOST\r\norigin: a\r\norigin: b\r\ncontent-length: 5", 400),
+    "unknown expectation": (b"host: HOST\r\nexpect: tea\r\ncontent-length: 5", 417),
+    "two expectations": (b"host: HOST\r\nexpect: 100-continue\r\nexpect: tea\r\ncontent-length: 5", 417),
+    "too large": (b"host: HOST\r\nx: " + b"y" * 70_000 + b"\r\ncontent-length: 5", 431),
+}
+
+
+@pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Server, name: str, offer: str) -> None:
+    lines, status = WRONG[name]
+    lines = lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port)
+    head = b"POST %b HTTP/1.1\r\n%b%b\r\n\r\n" % (INFER.encode(), offer.encode(), lines)
+    with Client(endpoint) as client:
+        client.send("one packet", (head, b"hello"), live(endpoint))
+        found, body = client.answer()
+        assert found == status
+        assert json.loads(body)["error"]
+        assert client.is_closed_by_server()
+
+
+@pytest.mark.parametrize("version", [b"2.0", b"0.9"])
+@pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
+def test_another_version_of_http_is_refused(endpoint: Server, version: bytes, offer: str) -> None:
+    head, _ = live(endpoint, offer)
+    with Client(endpoint) as client:
+        client.send("one packet", (head.replace(b"1.1", version), b""), live(endpoint))
+        assert client.answer()[0] == 505
+        assert client.is_closed_by_server()
+
+
+def test_the_admin_listener_reads_the_body_of_a_request_that_offers_another_protocol(endpoint: Server) -> None:
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB"}
+    token = (endpoint.folder / "token").read_text()
+    answer = endpoint.call("PUT", "/admin/state", b"[1]", {"authorization": f"Bearer {token}", **offer}, admin=True)
+    assert (answer.status, b"not a JSON object" in answer.body) == (400, True)
