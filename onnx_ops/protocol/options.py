@@ -47,6 +47,13 @@ class ServerOptions:
     ] = 4 << 20
     access_log: Annotated[str, doc("File that gets one JSON line per inference; `-` is standard output.")] = ""
     admin_socket: Annotated[str, doc("Unix socket of a second admin listener, open to its owner without a token.")] = ""
+    allowed_hosts: Annotated[
+        str,
+        doc("Host headers that are answered besides those of loopback, separated by commas; `*`: any."),
+    ] = ""
+    allowed_origins: Annotated[
+        str, doc("Origins of web pages that may send requests, separated by commas; `*`: any.")
+    ] = ""
     endpoint: Annotated[str, doc("Name of the endpoint in metrics; default: the name of its folder.")] = ""
 
 

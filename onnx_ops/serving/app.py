@@ -110,7 +110,13 @@ class PublicApp:
         return await self._answered(request, Route(invocation=True))
 
     async def outcomes(self, request: Request) -> Response:
-        """Reports about answers that were given: `counted`, and `unknown` ones about no request that is remembered."""
+        """Reports about answers that were given: `counted`, and `unknown` ones about no request that is remembered.
+
+        Only JSON, by its content type: browsers send that to another site only if the site has said yes before, which
+        this server does not (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "outcomes are taken as JSON only: send `Content-Type: application/json`")
         counted, unknown = self._outcomes.count(await read_body(request, min(self._max_body, _MAX_REPORTS)))
         return json_response({"counted": counted, "unknown": unknown})
 

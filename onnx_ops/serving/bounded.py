@@ -9,9 +9,11 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from onnx_ops.errors import Refused
 from onnx_ops.serving import answers
 from onnx_ops.serving.answers import Answer, Head
 from onnx_ops.serving.connections import IDLE, READING, REFUSED, Connections
+from onnx_ops.serving.host_policy import HostPolicy
 from onnx_ops.serving.inference import Inference
 
 _log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     inference: Inference
     bounds: Connections
+    hosts: HostPolicy
     cycle: Any
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -127,6 +130,10 @@ class BoundedProtocol(HttpToolsProtocol):
                     raise RefusedError(400, f"the request has more than one {name.decode().capitalize()} header")
         if b"expect" in head and version == "1.1" and not all(map(expects_continue, self.headers)):
             raise RefusedError(417, "the only expectation that is met is 100-continue")
+        try:
+            self.hosts.check(head)
+        except Refused as error:
+            raise RefusedError(403, str(error)) from error
         announced = head.get(b"content-length")
         if announced is not None and int(announced) > self.bounds.max_body:
             raise self._too_large()

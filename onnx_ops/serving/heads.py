@@ -17,7 +17,8 @@ MOST_BYTES = 2048
 """Longer heads are left to the parser."""
 ODD = frozenset({b"expect", b"upgrade", b"transfer-encoding", b"content-encoding"})
 """Headers that make a request unusual; a head that has one is never kept."""
-_FIXED = ODD | {b"connection"}
+_FIXED = ODD | {b"connection", b"host", b"origin"}
+"""Headers with which a request may be refused or end its connection: another value is left to the parser."""
 _LENGTH = b"content-length"
 _VALUE = re.compile(rb"[!-~](?:[ -~]*[!-~])?")
 _HEADER = re.compile(rb"(([\w!#$%&'*+.^`|~-]+): )" + _VALUE.pattern)

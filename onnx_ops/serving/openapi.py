@@ -20,9 +20,10 @@ Schema = dict[str, Any]
 
 _ERRORS = {
     "400": "The request does not fit the model; the message names the tensor.",
+    "403": "The Host or Origin header is not allowed.",
     "404": "No such model, version or deployment.",
     "413": "The body is larger than the server's limit.",
-    "415": "The body is compressed.",
+    "415": "The body is compressed, or its content type is not taken here.",
     "422": "The inputs fit the description, but the model refuses them.",
     "429": "More requests wait than the server's queue holds.",
     "500": "The model failed on these inputs.",
@@ -198,12 +199,14 @@ def _ready(summary: str) -> Schema:
 
 
 def _plain(summary: str) -> Schema:
-    return {"summary": summary, "responses": {"200": {"description": "Text.", "content": {"text/plain": {}}}}}
+    answer = {"description": "Text.", "content": {"text/plain": {}}}
+    return {"summary": summary, "responses": {"200": answer, **_errors()}}
 
 
 def _errors(*statuses: str) -> Schema:
+    """The errors of an operation, with the one that every operation has."""
     content = {"application/json": {"schema": _ref("Error")}}
-    return {status: {"description": _ERRORS[status], "content": content} for status in statuses}
+    return {status: {"description": _ERRORS[status], "content": content} for status in ("403", *statuses)}
 
 
 def _model() -> Schema:

@@ -14,6 +14,7 @@ from onnx_ops.serving.answers import Answer, Head
 from onnx_ops.serving.bounded import BoundedProtocol, RefusedError
 from onnx_ops.serving.connections import ANSWERING, IDLE, READING, Connections
 from onnx_ops.serving.heads import MOST_BYTES, ODD, Seen
+from onnx_ops.serving.host_policy import HostPolicy
 from onnx_ops.serving.inference import Inference, Request
 from onnx_ops.serving.residents import Route
 
@@ -269,6 +270,6 @@ class EndpointProtocol(BoundedProtocol):
         self._start_asgi_task(cycle, app)
 
 
-def protocol_for(inference: Inference, bounds: Connections) -> type[EndpointProtocol]:
+def protocol_for(inference: Inference, bounds: Connections, hosts: HostPolicy) -> type[EndpointProtocol]:
     """The protocol of one worker."""
-    return type("WorkerProtocol", (EndpointProtocol,), {"inference": inference, "bounds": bounds})
+    return type("WorkerProtocol", (EndpointProtocol,), {"inference": inference, "bounds": bounds, "hosts": hosts})

@@ -28,6 +28,7 @@ from onnx_ops.serving.access_log import AccessLog
 from onnx_ops.serving.app import PublicApp
 from onnx_ops.serving.connections import Connections
 from onnx_ops.serving.control import Channel, Prepare, Prepared, Ready, Settled
+from onnx_ops.serving.host_policy import HostPolicy
 from onnx_ops.serving.inference import Inference
 from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane
 from onnx_ops.serving.listeners import Listeners, hand_over
@@ -125,7 +126,9 @@ class _Worker:
         )
         metrics = Metrics(start.shared, residents.endpoint)
         app = PublicApp(self._inference, metrics, outcomes, max_body=options.max_body)
-        server = _Server(_config(app.asgi(), options, protocol=protocol_for(self._inference, bounds)))
+        address, port, *_ = start.listeners.public.getsockname()
+        hosts = HostPolicy.of(address, port, options)
+        server = _Server(_config(app.asgi(), options, protocol=protocol_for(self._inference, bounds, hosts)))
 
         def drain() -> None:
             bounds.draining = True

@@ -17,6 +17,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.protocol.table import Table, follow
 from onnx_ops.serving.app import PublicApp
 from onnx_ops.serving.connections import Connections
+from onnx_ops.serving.host_policy import HostPolicy
 from onnx_ops.serving.inference import Inference
 from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane
 from onnx_ops.serving.listeners import bound
@@ -43,6 +44,7 @@ class Worker:
         slow: whether requests wait in lanes.
         queue, threads, deadline: of the lanes.
         bounds: arguments of `Connections` other than the usual ones.
+        hosts: which Host and Origin headers are answered.
     """
 
     state: EndpointState
@@ -52,6 +54,7 @@ class Worker:
     threads: int = 1
     deadline: float = 30.0
     bounds: Mapping[str, Any] = field(default_factory=dict)
+    hosts: HostPolicy = field(default_factory=HostPolicy)
     slowly: list[str] = field(default_factory=list)
     """Paths of the inference requests that went to the Starlette app."""
     table: Table | None = field(default=None, init=False)
@@ -103,7 +106,7 @@ class Worker:
         app.slowly = self.slowly
         config = uvicorn.Config(
             app.asgi(),
-            http=protocol_for(self.inference, self.connections),
+            http=protocol_for(self.inference, self.connections, self.hosts),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -103,6 +103,21 @@ def test_what_is_no_report_is_refused_whole(pair: tuple[ServerFamily, Deployment
     assert outcomes_of(server) == {"blue": (0, 0), "green": (0, 0)}
 
 
+@pytest.mark.parametrize(
+    "kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", "json"]
+)
+def test_outcomes_are_taken_as_json_only(pair: tuple[ServerFamily, Deployment, Deployment], kind: str | None) -> None:
+    server, *_ = pair
+    body = json.dumps({"outcomes": [{"deployment": "green", "success": True}]}).encode()
+    answer = server.call("POST", "/outcomes", body, {} if kind is None else {"content-type": kind})
+    assert answer.status == 415
+    assert "application/json" in answer.json()["error"]
+    assert outcomes_of(server) == {"blue": (0, 0), "green": (0, 0)}
+    assert server.call("OPTIONS", "/outcomes").status == 405  # a preflight
+    usual = {"content-type": "Application/JSON; charset=utf-8"}
+    assert server.call("POST", "/outcomes", body, usual).json() == {"counted": 1, "unknown": 0}
+
+
 def test_before_the_first_publication_nothing_is_known(tmp_path: Path) -> None:
     server = ServerFamily(folder=tmp_path / "state")
     server.start()

@@ -192,11 +192,12 @@ def test_a_wrong_request_gets_the_right_status_and_says_why(
 
 
 def test_bodies_are_bounded(steady: Server) -> None:
+    head = b"POST /invocations HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % steady.port
     with socket.create_connection(("127.0.0.1", steady.port), timeout=10) as client:
-        client.sendall(b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n{")
+        client.sendall(head + b"content-length: 1000000000\r\n\r\n{")
         assert b" 413 " in client.recv(1000)
     with socket.create_connection(("127.0.0.1", steady.port), timeout=10) as client:
-        client.sendall(b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
         try:
             for _ in range(40):

@@ -1,0 +1,165 @@
+"""Host and Origin headers: no web page reaches a server on loopback."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.errors import Refused
+from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.serving.host_policy import HostPolicy
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.serving.serving_process import INFER, Server, infer_body
+
+
+def is_allowed(
+    host: str | None,
+    origin: str | None = None,
+    *,
+    address: str = "127.0.0.1",
+    port: int = 8080,
+    hosts: str = "",
+    origins: str = "",
+) -> bool:
+    """Whether a server with these options answers."""
+    policy = HostPolicy.of(address, port, ServerOptions(allowed_hosts=hosts, allowed_origins=origins))
+    given = {b"host": host, b"origin": origin}
+    try:
+        policy.check({name: value.encode() for name, value in given.items() if value is not None})
+    except Refused:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("127.0.0.1:8080", True),
+        ("localhost:8080", True),
+        ("LocalHost:8080", True),
+        ("[::1]:8080", True),
+        ("127.0.0.1:8081", False),
+        ("localhost", False),
+        ("evil.example:8080", False),
+        ("localhost.evil.example:8080", False),
+        ("localhost:8080.evil.example", False),
+        ("127.0.0.1:8080@evil.example", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_hosts_on_loopback(host: str | None, allowed: bool) -> None:
+    assert is_allowed(host) is allowed
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "localhost:80"])
+def test_the_port_of_http_may_be_left_out(host: str) -> None:
+    assert is_allowed(host, port=80)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2", "::1"])
+def test_the_address_that_is_listened_on_is_a_host(address: str) -> None:
+    assert is_allowed(f"[{address}]:8080" if ":" in address else f"{address}:8080", address=address)
+    assert not is_allowed("evil.example:8080", address=address)
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("models.example", True),
+        ("models.example:9000", True),
+        ("gpu-box:8080", True),
+        ("gpu-box:8081", False),
+        ("localhost:8080", True),
+        ("evil.example", False),
+    ],
+)
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 (what a container listens on)
+def test_hosts_that_the_settings_allow(host: str, allowed: bool, address: str) -> None:
+    assert is_allowed(host, address=address, hosts="Models.example, gpu-box:8080,") is allowed
+
+
+def test_everywhere_else_no_header_is_checked_without_a_list() -> None:
+    assert is_allowed("evil.example", "https://evil.example", address="0.0.0.0")  # noqa: S104
+    assert is_allowed(None, "https://evil.example", address="::")
+    assert not is_allowed("any", "https://evil.example", address="::", origins="https://good.example")
+
+
+def test_origins() -> None:
+    host = "localhost:8080"
+    allowed = "https://good.example, http://localhost:3000"
+    assert not is_allowed(host, "https://good.example")
+    assert not is_allowed(host, "null")
+    assert not is_allowed(host, f"http://{host}")
+    assert is_allowed(host, "https://good.example", origins=allowed)
+    assert is_allowed(host, "http://LOCALHOST:3000", origins=allowed)
+    assert not is_allowed(host, "https://good.example:444", origins=allowed)
+    assert not is_allowed(host, "http://good.example", origins=allowed)
+
+
+def test_a_star_allows_any() -> None:
+    assert is_allowed("evil.example", "null", hosts="*", origins="*")
+    assert not is_allowed("evil.example", "null", hosts="*")
+    assert not is_allowed("evil.example", origins="*")
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("hosts")
+    blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
+    (root / "state").mkdir()
+    server = Server(root / "state", flags=["--allowed-hosts=models.example", "--allowed-origins=https://good.example"])
+    server.start()
+    assert server.publish(state_of(blue, blue=100), 1).status == 200
+    yield server
+    server.end()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("POST", INFER, infer_body([1, 2])), ("GET", "/metrics", None), ("POST", "/outcomes", b'{"outcomes": []}')],
+)
+def test_a_foreign_page_is_refused_wherever_it_asks(
+    endpoint: Server, method: str, path: str, body: bytes | None
+) -> None:
+    def call(headers: Mapping[str, str]) -> int:
+        answer = endpoint.call(method, path, body, {"content-type": "application/json", **headers})
+        if answer.status == 403:
+            assert any(f"--allowed-{name}" in answer.json()["error"] for name in ("hosts", "origins"))
+            assert answer.headers["connection"] == "close"
+        return answer.status
+
+    assert call({}) == 200
+    assert call({"origin": "https://good.example"}) == 200
+    assert call({"host": "models.example"}) == 200
+    assert call({"host": "evil.example"}) == 403
+    assert call({"host": f"evil.example:{endpoint.port}"}) == 403
+    assert call({"origin": "https://evil.example"}) == 403
+    assert call({"origin": "null"}) == 403
+
+
+@pytest.mark.parametrize("refused", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
+def test_a_known_head_with_another_host_or_origin_is_refused(endpoint: Server, refused: dict[str, str]) -> None:
+    usual = {"host": "models.example", "origin": "https://good.example", "x-user-key": "anna"}
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=30)
+    for headers, status in (*[(usual, 200)] * 3, ({**usual, "x-user-key": "bert"}, 200), ({**usual, **refused}, 403)):
+        connection.request("POST", INFER, infer_body([1, 2]), headers)
+        response = connection.getresponse()
+        assert response.status == status
+        assert ("error" in json.loads(response.read())) == (status == 403)
+    connection.close()
+
+
+def test_a_server_for_all_addresses_answers_any_host(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    server = Server(tmp_path / "state", flags=["--host=0.0.0.0"])
+    server.start()
+    try:
+        headers = {"host": "shop.example", "origin": "https://shop.example"}
+        assert server.call("GET", "/v2/health/live", headers=headers).status == 200
+    finally:
+        server.kill_all()
