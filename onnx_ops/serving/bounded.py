@@ -7,7 +7,8 @@ import logging
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from onnx_ops.errors import Refused
 from onnx_ops.serving import answers
@@ -48,6 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.since = self.bounds.now
         self._in_head = False
         self._upgrade_offered = False
+        self._running: RequestResponseCycle | None = None
         self._head_bytes = 0
         self._packet_bytes = 0
         self._received = 0
@@ -60,6 +62,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self.bounds.leave(self)
         self._hold(-self._held)
         super().connection_lost(exc)
+        if self._running is not None:  # uvicorn looks only at the request that came last
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self.stage is REFUSED:
