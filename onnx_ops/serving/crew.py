@@ -8,9 +8,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, ServiceUnavailable
 from onnx_ops.protocol.admin import error_from_bytes
@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _LIVES_PER_EDITION = 2
-_PREPARE_S = 280.0
 
 _DEADLY = 5
 """A worker that died so often before it was ready is replaced by one that does not load the published table: it answers
@@ -79,8 +78,11 @@ class Crew:
         async with self._changed:
             await self._changed.wait_for(self._all_ready)
 
-    async def prepare(self, edition: Edition) -> None:
+    async def prepare(self, edition: Edition, limit_s: float) -> None:
         """Have every worker prepare an edition. One that dies over it is replaced and asked again, once.
+
+        Args:
+            limit_s: workers that take longer are killed.
 
         Raises:
             OnnxOpsError: what the first worker that cannot prepare it says.
@@ -89,7 +91,7 @@ class Crew:
         lives = dict.fromkeys(self._numbers, _LIVES_PER_EDITION)
         done: set[int] = set()
         try:
-            async with asyncio.timeout(_PREPARE_S):
+            async with asyncio.timeout(limit_s):
                 while waiting := [n for n in self._numbers if self._pid(n) not in done]:
                     found = await asyncio.gather(*(self._ask(n, edition) for n in waiting))
                     for number, pid in zip(waiting, found, strict=True):
@@ -98,12 +100,20 @@ class Crew:
                         else:
                             done.add(pid)
                     if not all(lives.values()):
-                        raise EnvironmentFailure("a worker dies whenever it loads this")
+                        raise EnvironmentFailure(
+                            "a worker process ended whenever it loaded the state",
+                            why="a process of its own had loaded it before, so it takes what else a worker holds",
+                            remedy="See the server's log for how it ended, and publish the state before again.",
+                        )
         except TimeoutError as error:
             for worker in tuple(self._workers.values()):
                 if worker.pid not in done:
                     _signal(worker.pid, signal.SIGKILL)  # what hangs in a load cannot be told to stop
-            raise ServiceUnavailable(f"the workers did not load it within {_PREPARE_S:.0f} s") from error
+            raise ServiceUnavailable(
+                f"the workers did not load the state within {limit_s:.0f} s",
+                why="the machine is too busy, or a model takes too long",
+                remedy="Publish it again when the machine has less to do.",
+            ) from error
 
     def healed(self) -> None:
         """A published edition was prepared by all: nothing is missing in any worker."""
@@ -160,12 +170,9 @@ class Crew:
     def _fork(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        # A signal that comes before the child has handlers of its own would be taken by those of this process.
-        signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        pid = os.fork()
-        if pid == 0:
-            _become_worker(self._begin(number, theirs, self._refused(number)))
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        start = self._begin(number, theirs, self._refused(number))
+        listeners = (start.listeners.public, start.listeners.handover)
+        pid = fork(lambda: work(start), keep=[end.fileno() for end in (theirs, *listeners)])
         theirs.close()
         worker = Worker(number, pid, ours, loop.create_future(), loop.create_future())
         self._workers[number] = worker
@@ -200,7 +207,7 @@ class Crew:
         worker.gone.set_result(None)
         if self._ending:
             return
-        _log.error("worker %d ended (%s) and is replaced", worker.pid, _how(status))
+        _log.error("worker %d ended (%s) and is replaced", worker.pid, how_it_ended(status))
         failures = self._failures[worker.number] = 0 if was_ready else self._failures[worker.number] + 1
         if failures > 1:
             await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**failures))
@@ -218,10 +225,29 @@ class Crew:
         running.add_done_callback(self._tasks.discard)
 
 
-def _become_worker(start: Start) -> None:
-    """The child's side of a fork. Does not return.
+def fork(run: Callable[[], None], *, keep: Collection[int]) -> int:
+    """Fork a child of this process, which has no other thread, and have it run a function and exit.
 
-    Everything that was inherited but is not the worker's is closed by number and never touched again: the parent's
+    Args:
+        run: what the child does; it ends with exit code 1 if this raises.
+        keep: open files that the child inherits, besides the standard ones.
+
+    Returns:
+        The child's process id.
+    """
+    # A signal that comes before the child has handlers of its own would be taken by those of this process.
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = os.fork()
+    if pid == 0:
+        _become_child(run, keep)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+    return pid
+
+
+def _become_child(run: Callable[[], None], keep: Collection[int]) -> NoReturn:
+    """The child's side of a fork.
+
+    Everything that was inherited but is not the child's is closed by number and never touched again: the parent's
     event loop shares its selector with the child, and whoever tidied it up here would unhook the parent.
     """
     code = 1
@@ -229,16 +255,15 @@ def _become_worker(start: Start) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells all; the supervisor decides
-        keep = {0, 1, 2, start.control.fileno(), start.listeners.public.fileno(), start.listeners.handover.fileno()}
         for name in os.listdir("/proc/self/fd"):
-            if int(name) not in keep:
+            if int(name) not in {0, 1, 2, *keep}:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        work(start)
+        run()
         code = 0
     except BaseException:
-        _log.exception("a worker cannot go on")
+        _log.exception("process %d cannot go on", os.getpid())
     finally:
         logging.shutdown()
         os._exit(code)
@@ -253,7 +278,8 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _how(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"signal {os.WTERMSIG(status)}"
-    return f"exit code {os.waitstatus_to_exitcode(status)}"
+def how_it_ended(status: int) -> str:
+    """Return how a process ended, from its wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    names = {number.value: number.name for number in signal.Signals}
+    return f"exit code {code}" if code >= 0 else f"signal {-code} ({names.get(-code, 'no name')})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 _WARM_UP_RUNS = 3
+_SEED = 20_240_229
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,20 @@ def warm_up(model: LoadedModel) -> float:
         _log.warning("%s is not warm: it does not run on free dimensions of size 1", model.deployment.name)
         return 0.0
     return time.perf_counter() - began
+
+
+def run_on_random(model: LoadedModel) -> None:
+    """Run the model once on random numbers of size 1 in every free dimension. It may refuse them."""
+    random = np.random.default_rng(_SEED)
+    feed = {name: _random(model.signature.inputs[name], random) for name in model.signature.required}
+    with contextlib.suppress(Unfit, EnvironmentFailure):
+        model.run(tuple(model.signature.outputs), feed)
+
+
+def _random(spec: TensorSpec, random: np.random.Generator) -> Array:
+    zeros = _zeros(spec)
+    # Integers may be indices, which must stay in range.
+    return random.standard_normal(zeros.shape).astype(zeros.dtype) if zeros.dtype.kind == "f" else zeros
 
 
 def _zeros(spec: TensorSpec) -> Array:

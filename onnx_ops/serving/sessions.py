@@ -9,7 +9,6 @@ import logging
 import mmap
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,9 @@ class Prepacked:
             return None
 
     def _make(self, path: Path, place: Path, libraries: Sequence[Path]) -> Any:
-        temporary = Path(tempfile.mkdtemp(dir=self._folder, prefix=".tmp-"))
+        temporary = place.with_name(f".tmp-{place.name}")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed while it held the lock
+        temporary.mkdir(mode=0o700)
         try:
             original = open_session(
                 path,

@@ -22,7 +22,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from onnx_ops import codec
-from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord
@@ -35,6 +35,7 @@ from onnx_ops.serving.crew import Crew
 from onnx_ops.serving.endpoint import Edition, Endpoint
 from onnx_ops.serving.listeners import LOOPBACK, Listeners, bound, bound_to_file, inherited
 from onnx_ops.serving.shared import Shared
+from onnx_ops.serving.trial_load import try_load
 from onnx_ops.serving.worker import Start
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ _LOCK_TRIES = 40
 _LOCK_PAUSE_S = 0.05
 _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
+_PREPARE_S = 280
+"""For a trial load and the workers' own together; clients wait a little longer for a publication."""
 
 
 def serve(
@@ -113,6 +116,7 @@ class Supervisor:
         self._alone = asyncio.Event()
         self._stop = asyncio.Event()
         self._must_load = must_load
+        self._previous: EndpointState | None = None
         self.unloaded: Mapping[str, str] = {}
         """By deployment, why it is not loaded although it must be."""
 
@@ -142,9 +146,13 @@ class Supervisor:
             asked: list[Edition] = []
 
             async def prepare(edition: Edition) -> None:
+                began = time.monotonic()
+                if new := self._not_loaded(state):
+                    await try_load(new, self._folder, self._options, self._crew.pids, limit_s=_PREPARE_S)
                 asked.append(edition)
-                await self._crew.prepare(edition)
+                await self._crew.prepare(edition, _PREPARE_S - (time.monotonic() - began))
 
+            before = self._endpoint.state
             try:
                 edition = await self._endpoint.publish(state, prepare)
             except OnnxOpsError as error:
@@ -153,12 +161,20 @@ class Supervisor:
                 with contextlib.suppress(OnnxOpsError):  # the first error is the one to tell
                     self._audit.outcome(who, state, str(error))
                 raise
+            self._previous = before
             self._crew.healed()
             await self._crew.settle(edition, published=True)
             try:
                 self._audit.outcome(who, state)
             except OnnxOpsError as error:
                 _log.error("generation %d is published, but %s", state.generation, error)
+
+    def _not_loaded(self, state: EndpointState) -> list[Deployment]:
+        """The deployments that no worker has loaded: neither for what is published nor for what was before."""
+        failed = self._crew.failed()
+        states = [held for held in (self._endpoint.state, self._previous) if held is not None]
+        loaded = {d for held in states for d in held.deployments if d.name not in failed}
+        return [d for d in state.deployments if d not in loaded]
 
     async def run(self, apps: list[tuple[Starlette, socket.socket]]) -> None:
         """Serve until the process is told to stop."""

@@ -33,7 +33,7 @@ from onnx_ops.serving.inference import Inference
 from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane
 from onnx_ops.serving.listeners import Listeners, hand_over
 from onnx_ops.serving.metrics import Metrics
-from onnx_ops.serving.models import load_model
+from onnx_ops.serving.models import LoadedModel, load_model
 from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.protocol import protocol_for
 from onnx_ops.serving.resident import Resident
@@ -80,6 +80,12 @@ def work(start: Start) -> None:
             runner.run(_Worker(start).run())
     finally:
         record.unlink(missing_ok=True)
+
+
+def load(deployment: Deployment, folder: Path, options: ServerOptions, *, twin: bool = False) -> LoadedModel:
+    """Load a deployment as a worker of the server on the folder does. Raises OnnxOpsError, see `load_model`."""
+    entries = folder / (TWINS_FOLDER if twin else PREPACKED_FOLDER)
+    return load_model(deployment, Prepacked(entries, options.prepack) if options.prepack else None)
 
 
 class _Server(uvicorn.Server):
@@ -198,15 +204,12 @@ class _Worker:
             await asyncio.get_running_loop().run_in_executor(self._loads, dismissed.clear)
 
     def _load(self, deployment: Deployment, row: Row, twin: bool) -> Resident:
-        options = self._options
-        folder = self._start.folder / (TWINS_FOLDER if twin else PREPACKED_FOLDER)
-        cache = Prepacked(folder, options.prepack) if options.prepack else None
-        model = load_model(deployment, cache)
+        model = load(deployment, self._start.folder, self._options, twin=twin)
         run_time = RunTime(model.seconds)
         lane = Lane(
             hands=self._hands,
             work=self._inference.work,
-            limit=options.queue,
+            limit=self._options.queue,
             together=MOST_TOGETHER if deployment.batchable else 1,
             threads=self._threads,
             row=row,

@@ -124,7 +124,10 @@ def test_a_model_that_kills_its_workers_is_refused_and_nothing_changes(
         poison = replace(green, name="poison")
         answer = server.publish(state_of(poison, poison=100), 2)
         assert answer.status == 422
-        assert "a worker dies whenever it loads this" in answer.body.decode()
+        error = json.loads(answer.body)
+        assert error["what"] == "a worker process ended whenever it loaded the state"
+        assert error["why"]
+        assert error["remedy"]
         assert server.generation() == 1
         assert [server.who_answers() for _ in range(10)] == ["blue"] * 10
         assert server.publish(state_of(green, green=100), 2).status == 200
