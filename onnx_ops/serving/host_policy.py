@@ -67,6 +67,6 @@ def _refusal(header: str, value: bytes, why: str, option: str) -> Refused:
     return Refused(
         f"the request's {header} header is {shown!r}, which is not allowed",
         why=why,
-        remedy=f"To allow it, start the server with --allowed-{option}={shown}, or set allowed_{option} in the "
+        remedy=f"To allow it, start the server with --allowed-{option}={shown or '*'}, or set allowed_{option} in the "
         "endpoint's settings.",
     )
