@@ -24,7 +24,7 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
-from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout import ActionKind, RolloutPolicy
 from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import settle
@@ -193,8 +193,8 @@ class Site:
             assert time.monotonic() < deadline, settle(self.ports, ENDPOINT)[-1]
             settle(self.ports, ENDPOINT)
             time.sleep(0.2)
-        intents = [e.body for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)]
-        return intents[-1].action.why
+        actions = [e.body.action for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)]
+        return [action.why for action in actions if action.kind is not ActionKind.CLEAN_UP][-1]
 
     def state(self) -> ReleaseState:
         return fold(ENDPOINT, self.world.ledger.read(ENDPOINT))
@@ -306,7 +306,7 @@ def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
     with site.load() as load:
         time.sleep(1)
         for turn in range(10):
-            roll_back(site.ports, ENDPOINT, reason=f"turn {turn}", force=True)
+            roll_back(site.ports, ENDPOINT, to=f"v{1 + turn % 2}", reason=f"turn {turn}", force=True)
         time.sleep(1)
         records = load.stop()
     assert records.failed == 0

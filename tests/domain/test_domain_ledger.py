@@ -124,7 +124,8 @@ def test_an_outcome_closes_only_the_intent_it_names() -> None:
 def test_a_failed_effect_leaves_roles_aliases_and_rejections_alone() -> None:
     before = folded(*SERVING)
     after = folded(*SERVING, intent(START), Outcome(of=4, ok=False, detail="no memory"))
-    assert after == replace(before, head=5, generation=4, decided_at=4)
+    began = replace(before, arrived=version(2).release, arrived_at=4.0)
+    assert after == replace(began, head=5, generation=4, decided_at=4)
 
 
 def test_what_an_overtaken_intent_may_have_started_is_known() -> None:
