@@ -51,7 +51,8 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def load(kind: str, name: str, *arguments: object) -> Any:
-    """A new instance of the plugin, made with the arguments that its kind takes (an endpoint: its state folder).
+    """A new instance of the plugin, made with the arguments that its kind takes (an endpoint: its state
+    folder, and that of trusted public keys).
 
     Raises:
         NotFound: no installed distribution offers it.

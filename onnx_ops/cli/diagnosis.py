@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from onnx_ops import plugins
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import short
 from onnx_ops.domain.finding import Finding
 from onnx_ops.errors import NotFound, OnnxOpsError
@@ -167,9 +168,9 @@ def _key_file(path: Path) -> Finding:
 
 def _trust(settings: Settings) -> Finding:
     """A decision that nobody can verify promotes nothing."""
-    from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, TrustedKeys, public_path
+    from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
 
-    key = Ed25519Signer(settings.signing_key).key
+    key = EcdsaSigner(settings.signing_key).key
     trusted = TrustedKeys(settings.trusted_keys).keys()
     found = f"{short(key)} is {'' if key in trusted else 'not '}among the trusted keys"
     remedy = f"Copy {public_path(settings.signing_key)} into {settings.trusted_keys}."
@@ -177,8 +178,6 @@ def _trust(settings: Settings) -> Finding:
 
 
 def _trusted(settings: Settings) -> Iterator[Finding]:
-    from onnx_ops.adapters.signers.ed25519 import TrustedKeys
-
     keys = TrustedKeys(settings.trusted_keys).keys()
     if keys:
         names = ", ".join(map(short, keys))

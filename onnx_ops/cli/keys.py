@@ -53,7 +53,7 @@ def new(
 
     Example: onnx-ops keys new
     """
-    from onnx_ops.adapters.signers.ed25519 import public_path
+    from onnx_ops.adapters.signers.ecdsa import public_path
     from onnx_ops.domain.artifact import short
 
     path = out or _settings().signing_key

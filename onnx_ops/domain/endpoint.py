@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.quantities import LATER
 
 
@@ -17,7 +18,7 @@ class Deployment:
     `batchable` says that the evidence shows each row's answer to be independent of the rows beside it, so that a server
     may run requests of several clients together. `evidence` is the digest of what it was approved on; empty where a
     person overrode that. `custom_ops` names those of its files that are libraries of operators for this endpoint's
-    target.
+    target. `authority` is the signed decision or override that names these files.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Deployment:
     batchable: bool = False
     evidence: Digest | None = None
     custom_ops: tuple[str, ...] = field(default=(), metadata=LATER)
+    authority: Envelope | None = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import Action, RolloutPolicy, WaitKind, Word
 from onnx_ops.domain.rollout_observed import Reading, Thresholds
@@ -101,17 +102,17 @@ class RefusedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """A person decided, with a reason, that this release may serve whatever its gates or history say.
+    """A person decided, with a reason, that this version may serve whatever its gates or history say.
 
-    `taken_from` names the override that stood signed on the version in the registry, so that it counts once; None if
-    there was none.
+    `signed` says which files on which target; the other fields repeat what it says, for readers.
     """
 
     kind: Literal["override"] = "override"
     release: Digest
+    manifest: Digest
     version: str
     reason: str
-    taken_from: Digest | None = None
+    signed: Envelope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

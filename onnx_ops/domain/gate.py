@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn, TypeAlias
 
 from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.attestation import Attested
 from onnx_ops.domain.metric import IGNORED_TOKEN, TOP_K, Average, MetricDefinition, MetricName
 from onnx_ops.domain.quantities import LATER, Amount, Bytes, Count, Fraction, PerSecond, Seconds
 from onnx_ops.domain.standing import Standing
@@ -247,7 +248,7 @@ class DecisionRecord:
     """What is signed: one decision bound to the content it was made about.
 
     `batchable` says that each row's answer was seen not to depend on the rows beside it, so that a server may run
-    requests together.
+    requests together. `custom_ops` are the libraries of operators that the target declares.
     `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
     highest valid one counts.
     """
@@ -264,14 +265,9 @@ class DecisionRecord:
     verdict: Verdict
     verdicts: Mapping[str, Verdict]
     batchable: bool = False
+    custom_ops: tuple[Digest, ...] = ()
     decided_at: str
     sequence: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignedDecision:
-    """`signature` is base64 over the canonical JSON of `record`; `key` is the digest of the public key."""
-
-    record: DecisionRecord
-    key: Digest
-    signature: str
+SignedDecision: TypeAlias = Attested[DecisionRecord]

@@ -83,7 +83,9 @@ class ReleaseState:
     back by themselves, with the reason. `known` holds every deployment that may ever have taken traffic, by version.
     `word_at` is the sequence of the operator's word, `decided_at` that of the first intent to do what is open. `trial`
     is what was counted of the rollout in progress, `frozen` the last thresholds that were read for one.
-    `overrides_taken` are the registry's signed overrides that were taken up; after a rollback they count no more.
+    `overrides` are what persons said of versions, by manifest; whether they count is for the reader to verify, and
+    until then what was rejected is. `overrides_taken` are all that ever were among them: after a rollback the same
+    one counts no more.
     While `deleting`, nothing else may be done to the endpoint. `pending_rollback` comes before anything else as well.
     `rolled_back` is the rollback that took effect last, until another version has come.
     `refusing` is a refusal, written in entry `refused_at`, of which no outcome says yet that the alias was put back.
@@ -108,7 +110,7 @@ class ReleaseState:
     arrived: Digest | None = None
     arrived_at: float = 0.0
     rejected: Mapping[Digest, str] = field(default_factory=dict)
-    overridden: frozenset[Digest] = frozenset()
+    overrides: Mapping[Digest, Override] = field(default_factory=dict)
     overrides_taken: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
     deleting: bool = False
@@ -174,7 +176,7 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
                 return replace(state, refusing=None)
             return _close(state, body, entry.at)
         case Override() | Deleted():
-            return _override(state, body) if isinstance(body, Override) else _delete(state, body)
+            return _take(state, body) if isinstance(body, Override) else _delete(state, body)
         case _:
             return _noted(state, entry.sequence, body)
 
@@ -198,7 +200,7 @@ def _request(state: ReleaseState, entry: LedgerEntry, body: RollbackRequested) -
         decided_at=entry.sequence,
         known={**known, **{d.version: d for d in body.action.state.deployments}},
         rejected=_rejected(state, body.action),
-        overridden=state.overridden - set(body.action.reject),
+        overrides=_overrides(state, body.action),
         pending_rollback=PendingRollback(
             of=entry.sequence,
             at=entry.at,
@@ -262,17 +264,22 @@ def _renew(state: ReleaseState, body: Renewed) -> ReleaseState:
     return replace(state, open_intent=replace(opened, expires_at=body.expires_at))
 
 
-def _override(state: ReleaseState, body: Override) -> ReleaseState:
-    freed = {body.release}
-    if body.version in state.known:
-        freed.add(state.known[body.version].manifest)
-    taken = frozenset() if body.taken_from is None else {body.taken_from}
+def _take(state: ReleaseState, body: Override) -> ReleaseState:
+    """An override counts once: the same one means nothing after a rollback."""
+    taken = body.signed.digest()
+    if taken in state.overrides_taken:
+        return state
     return replace(
         state,
-        rejected={digest: why for digest, why in state.rejected.items() if digest not in freed},
-        overridden=state.overridden | {body.release},
-        overrides_taken=state.overrides_taken | taken,
+        overrides={**state.overrides, body.manifest: body},
+        overrides_taken=state.overrides_taken | {taken},
     )
+
+
+def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, Override]:
+    """The overrides that stand once an action is decided: none of what it rejects."""
+    kept = state.overrides.items()
+    return {manifest: given for manifest, given in kept if not {manifest, given.release} & set(action.reject)}
 
 
 def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
@@ -309,7 +316,7 @@ def _close(state: ReleaseState, outcome: Outcome, at: float) -> ReleaseState:
         word=state.word if _word_stands(state, action) else None,
         pending_aliases={**state.pending_aliases, **action.aliases},
         rejected=_rejected(state, action),
-        overridden=state.overridden - set(action.reject),
+        overrides=_overrides(state, action),
         known=_known(state),
         trial=_trial(state, action.roles, at),
         held=state.held if action.roles == state.roles else None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.attestation import Attested
 
 OVERRIDE = "override."
 """A version's tag `override.<target>` holds the reason, as a person wrote it."""
@@ -12,19 +14,25 @@ OVERRIDE = "override."
 _RECORD = ".by"
 
 
+LONGEST_REASON = 1000
+"""Characters; the signed record holds it again, and a tag has a limit too."""
+
+
 def reason_tag(target: str) -> str:
     return f"{OVERRIDE}{target}"
 
 
 def record_tag(target: str) -> str:
-    """Tag of the signed record, which the registry's server writes. Names of targets have no dots."""
+    """Tag of the signed record. Names of targets have no dots."""
     return f"{OVERRIDE}{target}{_RECORD}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecord:
-    """What the registry's server signs: who overrides, why, and for exactly which content and target.
+    """What a person, or the registry's server for a person, signs: who overrides, why, and for exactly which content
+    and target.
 
+    `custom_ops` are the libraries of operators that a signed decision about this content says the target declares.
     `by` is the user that the server knows, empty if it knows none. `at` is ISO 8601 in UTC; two records of the same
     override at different moments are two overrides.
     """
@@ -36,15 +44,10 @@ class OverrideRecord:
     variant: str
     manifest: Digest
     target: str
+    custom_ops: tuple[Digest, ...] = ()
     reason: str
     by: str
     at: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignedOverride:
-    """`signature` is base64 over the canonical JSON of `record`; `key` is the digest of the public key."""
-
-    record: OverrideRecord
-    key: Digest
-    signature: str
+SignedOverride: TypeAlias = Attested[OverrideRecord]

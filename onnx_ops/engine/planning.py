@@ -156,6 +156,8 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
     gates: Json = [codec.to_json(gate) for gate in limits]
+    declared: Json = sorted(library.digest for library in target.custom_ops)
+    libraries = {"custom_ops": declared} if declared else {}
     return [
         make_stage(
             StageKind.BENCHMARK,
@@ -173,7 +175,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
             StageKind.GATE,
             gate_id(variant, target.name),
             None,
-            {"gates": gates, "model": model, "signer": probe.signer()},
+            {"gates": gates, "model": model, "signer": probe.signer(), **libraries},
             needs=[benchmark_id(variant, target.name)],
             variant=variant,
             target=target.name,

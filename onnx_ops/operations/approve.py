@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from onnx_ops.domain.artifact import CUSTOM_OPS, Digest, short
+from onnx_ops.domain.artifact import CUSTOM_OPS, Digest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.gate import DecisionRecord
+from onnx_ops.domain.gate import DecisionRecord, SignedDecision
+from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import DigestMismatch, Refused
 from onnx_ops.operations.decided import passing_decision
@@ -15,7 +16,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.scratch import Scratch
 
 
-def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> DecisionRecord:
+def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> SignedDecision:
     """The version's signed decision for the target.
 
     Refuses a version whose decision is missing, forged, about something else, or not a pass.
@@ -28,29 +29,30 @@ def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Dig
     Raises:
         Refused: with the reason.
     """
-    about = passing_decision(record, target, ports.verifier())
-    if target_digest is not None and about.target_digest != target_digest:
+    signed = passing_decision(record, target, ports.verifier())
+    if target_digest is not None and signed.record.target_digest != target_digest:
         raise Refused(
             f"target {target} was defined otherwise when this version was judged",
             where=f"{record.model}/{record.version}",
             remedy="Run the pipeline again, so that the evidence is about the target as it is now.",
         )
-    return about
+    return signed
 
 
-def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | None, target: str) -> Deployment:
+def materialise(ports: Ports, record: VersionRecord, authority: SignedDecision | SignedOverride) -> Deployment:
     """The version's files, verified against its manifest, where an endpoint can load them.
 
     Args:
         record: the version.
-        decision: what it was approved on; None where a person overrode that.
-        target: what it is to serve.
+        authority: what lets it serve.
 
     Raises:
         DigestMismatch: what the registry holds is not what was registered.
         ServiceUnavailable: the registry does not answer.
     """
     location = ports.files.location(record.manifest) or _download(ports, record)
+    about = authority.record
+    decision = about if isinstance(about, DecisionRecord) else None
     return Deployment(
         name=f"v{record.version}",
         model=record.model,
@@ -61,7 +63,8 @@ def materialise(ports: Ports, record: VersionRecord, decision: DecisionRecord | 
         location=location,
         batchable=decision is not None and decision.batchable,
         evidence=None if decision is None else decision.evidence,
-        custom_ops=_libraries(Path(location), target),
+        custom_ops=_libraries(Path(location), about.target, about.custom_ops),
+        authority=authority.envelope,
     )
 
 
@@ -90,7 +93,7 @@ def _download(ports: Ports, record: VersionRecord) -> str:
         return ports.files.admit(Path(folder), manifest)
 
 
-def _libraries(folder: Path, target: str) -> tuple[str, ...]:
-    """Those of a version's files that are libraries of operators for a target."""
-    found = (folder / CUSTOM_OPS / target).glob("*")
-    return tuple(sorted(path.relative_to(folder).as_posix() for path in found if path.is_file()))
+def _libraries(folder: Path, target: str, declared: tuple[Digest, ...]) -> tuple[str, ...]:
+    """Those of a version's files that are libraries of operators which the target declares."""
+    found = [path for path in (folder / CUSTOM_OPS / target).glob("*") if path.is_file()]
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in found if digest_file(path) in declared))

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, digest_bytes, short
+from onnx_ops.attestation import is_about, read, verified
+from onnx_ops.domain.artifact import Digest, short
+from onnx_ops.domain.attestation import Attested
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
+from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused, SignatureInvalid, StateCorrupt
 from onnx_ops.ports import Verifier
 
+COME_BACK = "Make a new release, or promote it with --override and a reason."
+
 
 def passing_decision(
     record: VersionRecord, target: str, verifier: Verifier, *, others: Iterable[SignedDecision] = ()
-) -> DecisionRecord:
+) -> SignedDecision:
     """The decision that lets the version serve the target.
 
     Args:
@@ -32,8 +37,9 @@ def passing_decision(
         SignatureInvalid: it is forged, signed by a key that is not trusted, or about something else.
     """
     own = _own_decision(record, target, verifier)
-    counted = [own, *(other.record for other in others if counts(other, record, target, verifier))]
-    decided = max(counted, key=lambda found: (found.sequence, found.verdict.rank))
+    counted = [own, *(other for other in others if counts(other, record, target, verifier))]
+    signed = max(counted, key=lambda found: (found.record.sequence, found.record.verdict.rank))
+    decided = signed.record
     if decided.verdict is not Verdict.PASS:
         worst = ", ".join(f"{gate} {v.value}" for gate, v in decided.verdicts.items() if v is not Verdict.PASS)
         where = f"{record.model}/{record.version}"
@@ -43,58 +49,70 @@ def passing_decision(
             why=worst,
             remedy=f"See `onnx-ops explain {where} --target {target}`.",
         )
-    return decided
+    return signed
 
 
 def counts(signed: SignedDecision, record: VersionRecord, target: str, verifier: Verifier) -> bool:
     """Whether the decision is validly signed and about exactly this content and target."""
-    if not is_about(signed.record, record, target):
-        return False
     try:
-        _verify(signed.record, signed.signature, signed.key, verifier)
+        about = verified(signed.envelope, DecisionRecord, verifier)
     except SignatureInvalid:
         return False
-    return True
-
-
-def is_about(about: DecisionRecord | OverrideRecord, record: VersionRecord, target: str) -> bool:
-    """Whether a record names this model, variant, release, content and target."""
-    expected = (record.model, record.variant, record.release, record.manifest, target)
-    return (about.model, about.variant, about.release, about.manifest, about.target) == expected
+    return is_about(about, record, target)
 
 
 def standing_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
     """The override that stands on the version for a target.
 
-    It needs both tags: the reason, which a person may take away again, and the record that the registry's server
-    signed for that reason and exactly this version.
+    It needs both tags: the reason, which a person may take away again, and the record that was signed for that reason
+    and exactly this version.
     """
     text = record.tags.get(record_tag(target), "")
     try:
-        signed = codec.loads(text.encode(), SignedOverride, where=record_tag(target))
-        _verify(signed.record, signed.signature, signed.key, verifier)
+        signed = read(text.encode(), OverrideRecord, where=record_tag(target))
+        about = verified(signed.envelope, OverrideRecord, verifier)
     except (StateCorrupt, SignatureInvalid, UnicodeEncodeError, RecursionError):
         return None
-    about = signed.record
-    same = is_about(about, record, target) and about.version == record.version
-    return signed if same and record.tags.get(reason_tag(target)) == about.reason else None
+    same = is_about(about, record, target) and record.tags.get(reason_tag(target)) == about.reason
+    return signed if same else None
 
 
-def override_id(signed: SignedOverride) -> Digest:
-    """Names one override, so that it is taken up once."""
-    return digest_bytes(codec.dumps(signed.record))
+def taken_override(
+    state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier
+) -> SignedOverride | None:
+    """The override in an endpoint's ledger that is validly signed for exactly these files on this target."""
+    if (given := state.overrides.get(what.manifest)) is None:
+        return None
+    try:
+        about = verified(given.signed, OverrideRecord, verifier)
+    except SignatureInvalid:
+        return None
+    return Attested(record=about, envelope=given.signed) if is_about(about, what, target) else None
+
+
+def why_rejected(state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier) -> str | None:
+    """Why this endpoint does not take the version back; None if it may come, or a person overrode that."""
+    why = state.why_rejected(what)
+    return None if why is None or taken_override(state, what, target, verifier) is not None else why
+
+
+def declared_libraries(record: VersionRecord, target: str, verifier: Verifier) -> tuple[Digest, ...]:
+    """The libraries of operators that the target declares, as a signed decision about these files says, whatever its
+    verdict; none if there is no such decision."""
+    signed = record.decisions.get(target)
+    return signed.record.custom_ops if signed is not None and counts(signed, record, target, verifier) else ()
 
 
 def rests_on(record: VersionRecord, target: str, key: Digest, verifier: Verifier) -> bool:
     """Whether the version's decision or override for a target was signed by this key."""
     signed = record.decisions.get(target)
-    if signed is not None and signed.key == key and counts(signed, record, target, verifier):
+    if signed is not None and key in signed.keys and counts(signed, record, target, verifier):
         return True
     override = standing_override(record, target, verifier)
-    return override is not None and override.key == key
+    return override is not None and key in override.keys
 
 
-def _own_decision(record: VersionRecord, target: str, verifier: Verifier) -> DecisionRecord:
+def _own_decision(record: VersionRecord, target: str, verifier: Verifier) -> SignedDecision:
     """The decision that stands on the version itself, whatever its verdict; raises as `passing_decision` does."""
     where = f"{record.model}/{record.version}"
     own = record.decisions.get(target)
@@ -104,25 +122,12 @@ def _own_decision(record: VersionRecord, target: str, verifier: Verifier) -> Dec
             where=where,
             remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
         )
-    try:
-        _verify(own.record, own.signature, own.key, verifier)
-    except SignatureInvalid as error:
-        raise SignatureInvalid(error.what, where=where, why=error.why, remedy=error.remedy) from error
-    if not is_about(own.record, record, target):
-        about = own.record
+    about = verified(own.envelope, DecisionRecord, verifier, where=where)
+    if not is_about(about, record, target):
         raise SignatureInvalid(
             "the signed decision is about another model, version or target",
             where=where,
             why=f"it names {about.model}, {about.variant}, {short(about.manifest)}, {about.target}",
             remedy="Somebody moved a tag from another version; run the pipeline again.",
         )
-    return own.record
-
-
-def _verify(record: DecisionRecord | OverrideRecord, signature: str, key: Digest, verifier: Verifier) -> None:
-    """Raises SignatureInvalid; a record that has no canonical form (half a surrogate pair) was signed by nobody."""
-    try:
-        data = codec.dumps(record)
-    except ValueError as error:
-        raise SignatureInvalid("nobody can have signed this record", why=str(error)) from error
-    verifier.verify(data, signature, key)
+    return Attested(record=about, envelope=own.envelope)

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.gate import DecisionRecord
+from onnx_ops.domain.gate import SignedDecision
 from onnx_ops.domain.ledger import Override, RefusedVersion, ReleaseState
+from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import NotFound, Refused, ServiceUnavailable
 from onnx_ops.operations.approve import approve, materialise
-from onnx_ops.operations.decided import override_id, standing_override
+from onnx_ops.operations.decided import COME_BACK, standing_override, taken_override, why_rejected
 from onnx_ops.operations.journal import Journal, siblings
 from onnx_ops.operations.staging import waits_for
+from onnx_ops.ports import Ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,27 @@ def desired(journal: Journal) -> Desired:
         return Desired(wanted=state.roles.candidate or state.roles.stable, unreachable=str(error))
 
 
-def refuse_rejected(state: ReleaseState, record: VersionRecord) -> None:
+def refuse_rejected(ports: Ports, state: ReleaseState, record: VersionRecord, target: str) -> None:
     """Raises Refused if this endpoint rolled the version's release back and nobody overrode that."""
-    if (why := state.why_rejected(record)) is not None:
+    if (why := why_rejected(state, record, target, ports.verifier())) is not None:
         raise Refused(
             f"endpoint {state.endpoint} rolled this release back, and it does not come back by itself",
             where=f"{record.model}/{record.version}",
             why=why,
-            remedy="Make a new release, or promote it with --override and a reason.",
+            remedy=COME_BACK,
         )
+
+
+def entry_of(signed: SignedOverride) -> Override:
+    """What the ledger says of an override."""
+    about = signed.record
+    return Override(
+        release=about.release,
+        manifest=about.manifest,
+        version=about.version,
+        reason=about.reason,
+        signed=signed.envelope,
+    )
 
 
 def spent(journal: Journal, version: str) -> bool:
@@ -68,7 +82,7 @@ def spent(journal: Journal, version: str) -> bool:
     if state.roles.stable is not None and version == state.roles.stable.version:
         return True
     deployment = state.known.get(version)
-    if deployment is None or state.why_rejected(deployment) is None:
+    if deployment is None or why_rejected(state, deployment, config.target, journal.ports.verifier()) is None:
         return False
     owed = alias("challenger", config.target) in state.pending_aliases
     return owed or len(siblings(journal.ports, config.model, config.target)) > 1
@@ -100,11 +114,11 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
     ports, state, config = journal.ports, journal.state, journal.config
     try:
         record = ports.registry().version(config.model, version)
-        decision = _decision(journal, record)
+        authority = _authority(journal, record)
         # Before its files are fetched: it may wait for days.
         if why := waits_for(journal, record):
             return Desired(wanted=None, waits=why)
-        return Desired(wanted=materialise(ports, record, decision, config.target))
+        return Desired(wanted=materialise(ports, record, authority))
     except (Refused, NotFound) as error:
         champion = alias("champion", config.target)
         restored = state.aliases.get(champion) if name == champion else None
@@ -112,8 +126,8 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
         return Desired(wanted=None, refused=refused)
 
 
-def _decision(journal: Journal, record: VersionRecord) -> DecisionRecord | None:
-    """What lets the version serve; None where a person overrode that.
+def _authority(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
+    """What lets the version serve.
 
     Raises:
         Refused: the version may not serve.
@@ -126,20 +140,18 @@ def _decision(journal: Journal, record: VersionRecord) -> DecisionRecord | None:
         return _approved(journal, record)
 
 
-def _approved(journal: Journal, record: VersionRecord) -> DecisionRecord | None:
-    refuse_rejected(journal.state, record)
-    if record.release in journal.state.overridden:
-        return None
-    config = journal.config
-    return approve(journal.ports, record, config.target, config.target_digest)
+def _approved(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
+    ports, state, config = journal.ports, journal.state, journal.config
+    if (override := taken_override(state, record, config.target, ports.verifier())) is not None:
+        return override
+    refuse_rejected(ports, state, record, config.target)
+    return approve(ports, record, config.target, config.target_digest)
 
 
 def _take_override(journal: Journal, record: VersionRecord) -> bool:
     """Write the override that stands signed on the version into the ledger, unless that was done before."""
     signed = standing_override(record, journal.config.target, journal.ports.verifier())
-    if signed is None or (taken := override_id(signed)) in journal.state.overrides_taken:
+    if signed is None or signed.envelope.digest() in journal.state.overrides_taken:
         return False
-    given = signed.record
-    body = Override(release=record.release, version=record.version, reason=given.reason, taken_from=taken)
-    journal.append(body, actor=given.by)
+    journal.append(entry_of(signed), actor=signed.record.by)
     return True

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from onnx_ops import codec
 from onnx_ops.analysis.judge import judge
+from onnx_ops.attestation import verified
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, Gate, SignedDecision
+from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, SignedDecision
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import DigestMismatch, NotFound, SignatureInvalid, StateCorrupt
 from onnx_ops.ports import Ports
@@ -98,7 +99,7 @@ def decided(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence,
     if signed is None:
         remedy = "It serves by an override, which rests on no measurement; run its pipeline for this target."
         raise NotFound(f"no decision for target {target}", where=where, remedy=remedy)
-    ports.verifier().verify(codec.dumps(signed.record), signed.signature, signed.key)
+    verified(signed.envelope, DecisionRecord, ports.verifier(), where=where)
     if signed.record.manifest != record.manifest:
         raise DigestMismatch(
             "the decision is about other files", where=where, remedy="Promote a version that was decided as it is."
@@ -117,7 +118,7 @@ def _basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, 
 
 def _signature(ports: Ports, signed: SignedDecision) -> str:
     try:
-        ports.verifier().verify(codec.dumps(signed.record), signed.signature, signed.key)
+        verified(signed.envelope, DecisionRecord, ports.verifier())
     except SignatureInvalid as error:
         return f"not valid: {error}"
     return "valid"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
+from onnx_ops.attestation import authority_of
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, gives_all_to
 from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, Renewed, fold, follow
 from onnx_ops.domain.rollout import Action
@@ -15,9 +16,11 @@ from onnx_ops.errors import (
     NotFound,
     OnnxOpsError,
     Overtaken,
+    Refused,
     ServiceUnavailable,
     StateCorrupt,
 )
+from onnx_ops.operations.decided import COME_BACK, why_rejected
 from onnx_ops.operations.lease import LEASE_SECONDS, kept
 from onnx_ops.ports import Ports
 
@@ -83,9 +86,12 @@ class Journal:
 
         Raises:
             Overtaken: somebody else acted in between; what they wrote counts.
+            Refused: it brings what nobody has approved; nothing was done.
             OnnxOpsError: the effect failed; the outcome says so and the roles stay as they were.
         """
         config = self.config
+        if effect is None:
+            self._allow(action)
         holder = self.ports.host.holder()
         expires = self.ports.clock.now() + LEASE_SECONDS
         sequence = self.append(Intent(action=action, holder=holder, expires_at=expires))
@@ -118,6 +124,26 @@ class Journal:
                 remedy="Free the disk, or give back access to what the reason names.",
             )
         return None
+
+    def _allow(self, action: Action) -> None:
+        """Whatever the ledger says: only what a trusted key has signed for this model and target is ever applied.
+
+        Raises:
+            Refused: a deployment is not approved, or a candidate was rolled back here and nobody overrode that.
+        """
+        state, config, verifier = self.state, self.config, self.ports.verifier()
+        for deployment in action.state.deployments:
+            about = authority_of(deployment, verifier)
+            if (about.model, about.target) != (config.model, config.target):
+                raise Refused(
+                    f"it was approved for {about.model} on {about.target}",
+                    where=f"{config.endpoint}, which serves {config.model} on {config.target}",
+                    why=f"the ledger names {deployment.name}",
+                    remedy="Somebody has changed the ledger; restore it from a backup.",
+                )
+        for role in (action.roles.stable, action.roles.candidate):
+            if role is not None and (why := why_rejected(state, role, config.target, verifier)) is not None:
+                raise Refused(f"{role.name} was rolled back here", where=config.endpoint, why=why, remedy=COME_BACK)
 
     def _shows(self, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> bool:
         """Whether the endpoint does what the action asks for. After a conflict that is somebody else's doing."""

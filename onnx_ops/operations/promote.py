@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from functools import partial
 
+from onnx_ops import codec
+from onnx_ops.attestation import sign
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Configured, Mirrored, Override
-from onnx_ops.domain.override import reason_tag
+from onnx_ops.domain.override import LONGEST_REASON, OverrideRecord, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, alias
-from onnx_ops.errors import UserError
+from onnx_ops.errors import Refused, UserError
 from onnx_ops.operations.approve import approve
-from onnx_ops.operations.decided import override_id, standing_override
+from onnx_ops.operations.decided import declared_libraries, standing_override
 from onnx_ops.operations.delete import finish_deletion
-from onnx_ops.operations.desired import refuse_rejected
+from onnx_ops.operations.desired import entry_of, refuse_rejected
 from onnx_ops.operations.journal import Journal, looking_again, siblings, stream
 from onnx_ops.ports import Ports
 
@@ -54,7 +57,7 @@ def promote(
         expects: endpoints that are about to be bound, so that the champion is left to their reconciler.
 
     Raises:
-        Refused: its decision does not allow it, or it was rolled back.
+        Refused: its decision does not allow it, or it was rolled back; or nobody here can sign an override.
         NotFound: no such version.
         UserError: an override without a reason.
     """
@@ -64,7 +67,7 @@ def promote(
         _override(ports, record, target, tuple(s.endpoint for s in bound), reason, actor)
     else:
         for state in bound:
-            refuse_rejected(state, record)
+            refuse_rejected(ports, state, record, target)
         digest = next((s.config.target_digest for s in bound if s.config is not None), None)
         approve(ports, record, target, digest)
     if not bound and not expects:
@@ -110,13 +113,39 @@ def _override(
     """The registry comes first: where its server knows who may override, the ledger is not written for who may not."""
     if not reason.strip():
         raise UserError("an override needs a reason", remedy="Say why with --reason; it is recorded.")
-    registry = ports.registry()
-    registry.annotate(record.model, record.version, {reason_tag(target): reason[:400]})
-    signed = standing_override(registry.version(record.model, record.version), target, ports.verifier())
-    taken = None if signed is None else override_id(signed)
-    entry = Override(release=record.release, version=record.version, reason=reason, taken_from=taken)
+    registry, verifier, reason = ports.registry(), ports.verifier(), reason[:LONGEST_REASON]
+    before = standing_override(record, target, verifier)
+    registry.annotate(record.model, record.version, {reason_tag(target): reason})
+    signed = standing_override(registry.version(record.model, record.version), target, verifier)
+    if signed is None or signed == before:  # the registry's server signs none
+        signed = _signed(ports, record, target, reason, actor)
+        registry.annotate(record.model, record.version, {record_tag(target): codec.dumps(signed.envelope).decode()})
     for endpoint in endpoints:
-        looking_again(partial(_note, ports, endpoint, entry, actor))
+        looking_again(partial(_note, ports, endpoint, entry_of(signed), actor))
+
+
+def _signed(ports: Ports, record: VersionRecord, target: str, reason: str, actor: str) -> SignedOverride:
+    signer = ports.signer()
+    if signer is None:
+        raise Refused(
+            "nobody here can sign the override",
+            where=f"{record.model}/{record.version}",
+            why="it counts only with the signature of a trusted key",
+            remedy="Give it where a signing key is, or as a tag in MLflow if its server signs overrides.",
+        )
+    about = OverrideRecord(
+        model=record.model,
+        version=record.version,
+        release=record.release,
+        variant=record.variant,
+        manifest=record.manifest,
+        target=target,
+        custom_ops=declared_libraries(record, target, ports.verifier()),
+        reason=reason,
+        by=actor,
+        at=datetime.datetime.fromtimestamp(ports.clock.now(), tz=datetime.UTC).isoformat(timespec="milliseconds"),
+    )
+    return sign(about, signer)
 
 
 def _note(ports: Ports, endpoint: str, entry: Override, actor: str) -> None:

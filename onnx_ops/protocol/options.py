@@ -54,6 +54,9 @@ class ServerOptions:
     allowed_origins: Annotated[
         str, doc("Origins of web pages that may send requests, separated by commas; `*`: any.")
     ] = ""
+    trusted_keys: Annotated[
+        str, doc("Folder of public keys, or keys in base64: only what they signed for is loaded; empty: anything.")
+    ] = ""
     endpoint: Annotated[str, doc("Name of the endpoint in metrics; default: the name of its folder.")] = ""
 
 

@@ -23,7 +23,7 @@ from onnx_ops.protocol.tensors import DTYPE_OF_ONNX, numpy_dtype
 from onnx_ops.serving.bits import run_bits
 from onnx_ops.serving.http import Unfit
 from onnx_ops.serving.sessions import RUNTIME_ERRORS, Prepacked, first_line, open_session
-from onnx_ops.serving.verified import verify
+from onnx_ops.serving.verified import Trust, verify
 from onnx_ops.serving.wire import Signature
 
 _log = logging.getLogger(__name__)
@@ -67,21 +67,23 @@ class LoadedModel:
         return arrays
 
 
-def load_model(deployment: Deployment, prepacked: Prepacked | None = None) -> LoadedModel:
+def load_model(deployment: Deployment, prepacked: Prepacked | None = None, trust: Trust | None = None) -> LoadedModel:
     """Verify the deployment's files, load the model and run it a few times.
 
     Args:
         deployment: what to load.
         prepacked: where large models are kept in the form that this processor likes best.
+        trust: whose word lets it be loaded; None if the caller's does.
 
     Raises:
+        Refused: nobody who is trusted has signed for these files.
         NotFound: the folder or its model file is not there.
         DigestMismatch: a file is not what the deployment's manifest says.
         UserError: the model has an input or output that the protocol cannot carry.
         EnvironmentFailure: the runtime cannot load or run the model.
     """
     folder = Path(deployment.location)
-    verify(folder, deployment)
+    verify(folder, deployment, trust)
     path = folder / MODEL_FILE
     if not path.is_file():
         raise NotFound(f"no {MODEL_FILE} there", where=str(folder))

@@ -36,6 +36,7 @@ from onnx_ops.serving.endpoint import Edition, Endpoint
 from onnx_ops.serving.listeners import LOOPBACK, Listeners, bound, bound_to_file, inherited
 from onnx_ops.serving.shared import Shared
 from onnx_ops.serving.trial_load import try_load
+from onnx_ops.serving.verified import Trust
 from onnx_ops.serving.worker import Start
 
 _log = logging.getLogger(__name__)
@@ -162,6 +163,8 @@ class Supervisor:
                     self._audit.outcome(who, state, str(error))
                 raise
             self._previous = before
+            if (trust := Trust.of(self._folder, self._options)) is not None:
+                trust.bind(state)
             self._crew.healed()
             await self._crew.settle(edition, published=True)
             try:

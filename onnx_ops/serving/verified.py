@@ -1,22 +1,91 @@
-"""Whether the files of a deployment are those that were approved. Loads nothing of the runtime."""
+"""Whether a deployment may be loaded, and whether its files are those that may. Loads nothing of the runtime."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from onnx_ops import codec
+from onnx_ops.attestation import Record, TrustedKeys, authority_of, target_of
 from onnx_ops.domain.artifact import Manifest, digest_file, short
-from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, Refused
+from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.protocol.table_file import write_durably
+
+BINDING_FILE = "binding.json"
 
 
-def verify(folder: Path, deployment: Deployment) -> None:
-    """Compare every file below the folder with the deployment's manifest, which its libraries of operators must be in.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What a server serves for its whole life, whatever it is told."""
+
+    model: str
+    target: str
+
+
+class Trust:
+    """Whose word lets a server load something, and for which model and target.
+
+    Args:
+        keys: the keys that count.
+        folder: the server's, where its binding stands once something was published.
+    """
+
+    def __init__(self, keys: TrustedKeys, folder: Path) -> None:
+        self._keys = keys
+        self._file = folder / BINDING_FILE
+
+    @classmethod
+    def of(cls, folder: Path, options: ServerOptions) -> Trust | None:
+        """None for a server that loads whatever its admin API publishes."""
+        return cls(TrustedKeys.of(options.trusted_keys), folder) if options.trusted_keys else None
+
+    def authority(self, deployment: Deployment) -> Record:
+        """What lets the deployment be loaded here.
+
+        Raises:
+            Refused: nothing does.
+        """
+        about = authority_of(deployment, self._keys)
+        bound = self._bound()
+        if bound is not None and bound != (here := Binding(model=about.model, target=about.target)):
+            raise Refused(
+                f"this endpoint serves {bound.model} on {bound.target}, and never {here.model} on {here.target}",
+                where=deployment.name,
+                remedy="Deploy it to an endpoint of its own, or delete this one first.",
+            )
+        return about
+
+    def bind(self, state: EndpointState) -> None:
+        """Remember what was published first."""
+        if self._bound() is None:
+            leader = state.leader()
+            binding = Binding(model=leader.model, target=target_of(leader))
+            write_durably(self._file, codec.dumps(binding))
+
+    def _bound(self) -> Binding | None:
+        try:
+            return codec.loads(self._file.read_bytes(), Binding, where=str(self._file))
+        except FileNotFoundError:
+            return None
+
+
+def verify(folder: Path, deployment: Deployment, trust: Trust | None = None) -> None:
+    """Compare every file below the folder with the deployment's manifest, which a trusted key has to have signed for.
+
+    Args:
+        folder: where the files stand.
+        deployment: what they should be.
+        trust: whose word counts; None if the caller's does.
 
     Raises:
+        Refused: nobody who is trusted has signed that these files, or these libraries of operators, may be loaded.
         NotFound: there is no such folder.
         DigestMismatch: the files are not those of the manifest, or a library is none of them.
         EnvironmentFailure: a file cannot be read.
     """
+    about = None if trust is None else trust.authority(deployment)
     if not folder.is_dir():
         raise NotFound("the model folder is not there", where=str(folder))
     try:
@@ -31,10 +100,17 @@ def verify(folder: Path, deployment: Deployment) -> None:
             why=f"the files there have {short(found)}",
             remedy="Fetch the version again; its files were changed after they were registered.",
         )
-    if strange := sorted(set(deployment.custom_ops) - set(files)):
-        raise DigestMismatch(
-            f"the library of operators {strange[0]} is not among the files of {deployment.name}",
-            where=str(folder),
-            why="only a library that was registered with the version is loaded",
-            remedy="Run the pipeline again, so that the version holds the libraries of its target.",
-        )
+    for library in deployment.custom_ops:
+        if library not in files:
+            raise DigestMismatch(
+                f"the library of operators {library} is not among the files of {deployment.name}",
+                where=str(folder),
+                why="only a library that was registered with the version is loaded",
+                remedy="Run the pipeline again, so that the version holds the libraries of its target.",
+            )
+        if about is not None and files[library] not in about.custom_ops:
+            raise Refused(
+                f"the library of operators {library} is not one that target {about.target} declares",
+                where=str(folder),
+                remedy="Declare it in the target's `custom_ops`, and run the pipeline again.",
+            )

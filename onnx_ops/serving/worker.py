@@ -42,6 +42,7 @@ from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.sessions import Prepacked
 from onnx_ops.serving.shadow import Shadow
 from onnx_ops.serving.shared import Row, Shared
+from onnx_ops.serving.verified import Trust
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ def work(start: Start) -> None:
 def load(deployment: Deployment, folder: Path, options: ServerOptions, *, twin: bool = False) -> LoadedModel:
     """Load a deployment as a worker of the server on the folder does. Raises OnnxOpsError, see `load_model`."""
     entries = folder / (TWINS_FOLDER if twin else PREPACKED_FOLDER)
-    return load_model(deployment, Prepacked(entries, options.prepack) if options.prepack else None)
+    prepacked = Prepacked(entries, options.prepack) if options.prepack else None
+    return load_model(deployment, prepacked, Trust.of(folder, options))
 
 
 class _Server(uvicorn.Server):

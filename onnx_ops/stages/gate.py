@@ -9,9 +9,10 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.analysis.judge import judge
 from onnx_ops.analysis.rules.invariance import METRIC as BATCH_INVARIANCE
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, SignedDecision, Verdict, combine
+from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, Verdict, combine
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.ports import Ports
 from onnx_ops.stages.files import put_document
@@ -31,19 +32,18 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     }
     signer = ports.signer()
     if settings["model"] and signer is not None:
-        record = _record(decision, evidence, settings["model"], files["gates.json"], source, ports.clock.now())
-        signed = SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
-        files["signed.json"] = put_document(ports.store, signed)
+        record = _record(decision, evidence, settings, files["gates.json"], source, ports.clock.now())
+        files["signed.json"] = put_document(ports.store, sign(record, signer).envelope)
     return Manifest(files=files)
 
 
 def _record(
-    decision: Decision, evidence: Evidence, model: str, gates: Digest, source: Digest, now: float
+    decision: Decision, evidence: Evidence, settings: Mapping[str, Any], gates: Digest, source: Digest, now: float
 ) -> DecisionRecord:
     together = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
     moment = datetime.datetime.fromtimestamp(now, tz=datetime.UTC)
     return DecisionRecord(
-        model=model,
+        model=settings["model"],
         release=evidence.release,
         variant=evidence.variant,
         target=evidence.target,
@@ -53,6 +53,7 @@ def _record(
         evidence=source,
         verdict=decision.verdict,
         verdicts=decision.verdicts,
+        custom_ops=tuple(settings.get("custom_ops", ())),
         batchable=bool(together) and combine(together) is Verdict.PASS,
         decided_at=moment.isoformat(timespec="seconds"),
         sequence=int(now * 1000),

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onnx_ops import codec
+from onnx_ops import attestation, codec
 from onnx_ops.analysis.choice import choose
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
+from onnx_ops.domain.gate import Decision, DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
@@ -131,7 +131,7 @@ def _variant(
             continue
         judged[target] = codec.loads(store.read(gate["decision.json"]), Decision)
         if "signed.json" in gate:
-            signed[target] = codec.loads(store.read(gate["signed.json"]), SignedDecision)
+            signed[target] = attestation.read(store.read(gate["signed.json"]), DecisionRecord)
             evidence[f"evidence/{target}.decision.json"] = store.path(gate["signed.json"])
         evidence[f"evidence/{target}.json"] = store.path(benchmark["evidence.json"])
         evidence[f"evidence/{target}.gates.json"] = store.path(gate["gates.json"])

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.attestation import Envelope, Signature
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
     Body,
@@ -92,6 +93,9 @@ def one_of_each() -> tuple[Body, ...]:
         shadow=ShadowTally(compared=10, differing=1),
         quantiles={"v1": Quantiles(p50_s=0.002, p99_s=0.008)},
     )
+    envelope = Envelope(
+        payload="e30=", payloadType="application/json", signatures=(Signature(keyid=digest, sig="c2ln"),)
+    )
     return (
         Configured(config=config, policy=RolloutPolicy(steps=(0.1, 1.0))),
         Intent(action=action, holder="h", expires_at=120.25),
@@ -99,7 +103,7 @@ def one_of_each() -> tuple[Body, ...]:
         Spoken(word=Word.PAUSE, reason="«lunch»\n"),
         Mirrored(aliases={"champion-cpu": "1", "challenger-cpu": None}),
         RefusedVersion(alias="champion-cpu", version="2", reason="no", restored_to=None),
-        Override(release=digest, version="2", reason="because"),
+        Override(release=digest, manifest=digest, version="2", reason="because", signed=envelope),
         Frozen(candidate=digest, thresholds=Thresholds(p50_s=0.002, p99_s=0.008, requests=4000)),
         Observed(reading=reading),
         Held(wait=WaitKind.WORD, step=1, why="held"),

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
-from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
+from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, Verdict
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
 from onnx_ops.errors import DigestMismatch, NotFound, Refused
 from onnx_ops.ports.release import Registry
+from onnx_ops.testing.fakes.process import FakeSigner
 
 
 def linear_model(path: Path, *, slope: float = 2.0) -> None:
@@ -90,7 +92,7 @@ def _record(folder: Path, lineage: Lineage, model: str, variant: str, target: st
         decided_at="2026-01-01T00:00:00Z",
         sequence=1 + judged.verdict.rank,
     )
-    signed = SignedDecision(record=record, key=digest_bytes(b"key"), signature="c2lnbmF0dXJl")
+    signed = sign(record, FakeSigner())
     return VariantRecord(
         variant=variant,
         files={"model.onnx": onnx_file},

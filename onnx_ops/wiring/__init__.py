@@ -17,6 +17,7 @@ from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import UserError
 from onnx_ops.ports import (
@@ -38,13 +39,13 @@ from onnx_ops.settings import Settings
 
 T = TypeVar("T")
 
-KEY_FILE_REMEDY = "Make one with `openssl genpkey -algorithm ed25519`, mode 0600, or set signing = 'auto'."
+KEY_FILE_REMEDY = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
 
 
 def connect(settings: Settings) -> Ports:
     """The outside world as the settings describe it. Touches nothing until it is used."""
     provider: Callable[[str], EndpointProvider] = functools.cache(
-        lambda name: plugins.load("endpoints", name, settings.endpoints)
+        lambda name: plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
     )
     return Ports(
         root=settings.root,
@@ -144,7 +145,7 @@ def _registered(settings: Settings) -> RegisteredModels:
 
 
 def _signer(settings: Settings) -> Signer | None:
-    from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, create_key
+    from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key
 
     if settings.signing == "off":
         return None
@@ -152,12 +153,10 @@ def _signer(settings: Settings) -> Signer | None:
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
         raise UserError("there is no signing key", where=str(settings.signing_key), remedy=KEY_FILE_REMEDY)
-    return Ed25519Signer(settings.signing_key)
+    return EcdsaSigner(settings.signing_key)
 
 
 def _verifier(settings: Settings) -> Verifier:
-    from onnx_ops.adapters.signers.ed25519 import TrustedKeys
-
     return TrustedKeys(settings.trusted_keys)
 
 

@@ -19,6 +19,7 @@ from onnx_ops.adapters.registries import mlflow as mlflow_registry
 from onnx_ops.adapters.registries import mlflow_folder, mlflow_tags
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.registries.mlflow_connection import Connection
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.gate import Verdict
@@ -27,6 +28,7 @@ from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.ports.release import Registry
+from onnx_ops.testing.fakes import FakeSigner
 from onnx_ops.testing.registries import RegistrySuite, publication
 from tests.support.mlflow_server import mlflow_server as started_server
 from tests.support.ports import free_port
@@ -390,7 +392,7 @@ def test_an_unsigned_decision_withdraws_the_signed_one(registry: MlflowRegistry,
 def test_malformed_decisions_are_left_out_and_kept_as_tags(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="malformed", seed="a")
     version = registry.publish(release)["fp32"]
-    good = codec.dumps(release.variants[0].signed["cpu-1t"]).decode()
+    good = codec.dumps(release.variants[0].signed["cpu-1t"].envelope).decode()
     bad = {"decision.a": "{", "decision.b": "[" * 20_000, "decision.c": good, "decision.d": '{"key":1}'}
     registry.annotate("malformed", version, bad)
     read = registry.version("malformed", version)
@@ -403,7 +405,7 @@ def test_a_decision_too_long_for_a_tag_is_refused_not_cut(registry: MlflowRegist
     record = release.variants[0]
     signed = record.signed["cpu-1t"]
     verdicts = {f"gate {n}": Verdict.PASS for n in range(5000)}
-    longer = dataclasses.replace(signed, record=dataclasses.replace(signed.record, verdicts=verdicts))
+    longer = sign(dataclasses.replace(signed.record, verdicts=verdicts), FakeSigner())
     with pytest.raises(UserError, match="too long for a tag"):
         mlflow_tags.judgement(dataclasses.replace(record, signed={"cpu-1t": longer}))
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, TrustedKeys, create_key
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key
 from onnx_ops.adapters.signers.keyring import Keyring
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import hex_of
 from onnx_ops.errors import NotFound, Refused, SignatureInvalid, UserError
 
@@ -45,10 +46,10 @@ def test_another_key_is_made_where_it_is_wanted(keyring: Keyring, tmp_path: Path
 def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
     keyring: Keyring, places: tuple[Path, Path]
 ) -> None:
-    before = Ed25519Signer(places[0])
+    before = EcdsaSigner(places[0])
     signature = before.sign(RECORD)
     old, new = keyring.rotate()
-    now = Ed25519Signer(places[0])
+    now = EcdsaSigner(places[0])
     assert (old, new) == (before.key, now.key)
     assert old != new
     trusted = TrustedKeys(places[1])
@@ -79,7 +80,7 @@ def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
     keyring: Keyring, places: tuple[Path, Path], left: str
 ) -> None:
     signing, trusted = places
-    old = Ed25519Signer(signing)
+    old = EcdsaSigner(signing)
     following = signing.with_name("signing.next.pem")
     new = create_key(following)
     if left != "next made":
@@ -88,16 +89,16 @@ def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
     if left == "private moved":
         following.replace(signing)
     verifier = TrustedKeys(trusted)
-    signer = Ed25519Signer(signing)
+    signer = EcdsaSigner(signing)
     verifier.verify(RECORD, signer.sign(RECORD), signer.key)
     verifier.verify(RECORD, old.sign(RECORD), old.key)
-    assert keyring.rotate()[1] == Ed25519Signer(signing).key
+    assert keyring.rotate()[1] == EcdsaSigner(signing).key
     assert not following.exists()
     verifier.verify(RECORD, old.sign(RECORD), old.key)
 
 
 def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyring, places: tuple[Path, Path]) -> None:
-    old = Ed25519Signer(places[0])
+    old = EcdsaSigner(places[0])
     keyring.rotate()
     kept = keyring.retire(keyring.find(hex_of(old.key)[:8]))
     assert kept

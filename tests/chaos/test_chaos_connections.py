@@ -83,7 +83,7 @@ def test_clients_that_vanish_are_forgotten(patient: Patient) -> None:
 def test_ten_thousand_connections_are_served(many_files: int, family: Make, blue: Deployment) -> None:
     if many_files < CONNECTIONS + SPARE_FILES:
         pytest.skip(f"this system allows {many_files} open files: {CONNECTIONS} connections were NOT tried")
-    patient = Patient(family())
+    patient = Patient(family("--allowed-hosts", "x"))
     assert patient.server.publish(state_of(blue, blue=100), 1).status == 200
     with patient.bounded(400 * MB), ExitStack() as stack:
         clients = [stack.enter_context(patient.connect()) for _ in range(CONNECTIONS)]

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from onnx_ops import codec
-from onnx_ops.adapters.signers.ed25519 import Ed25519Signer
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner
+from onnx_ops.attestation import sign
 from onnx_ops.cli.main import app
 from onnx_ops.domain.artifact import short
-from onnx_ops.domain.gate import SignedDecision
 from onnx_ops.operations.promote import promote
 from onnx_ops.testing.registries import publication
 from onnx_ops.wiring.project import open_project
@@ -40,8 +39,8 @@ def printed(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capfd.readouterr().out)
 
 
-def signing_key(project: Path) -> Ed25519Signer:
-    return Ed25519Signer(project / ".onnx-ops" / "keys" / "signing.pem")
+def signing_key(project: Path) -> EcdsaSigner:
+    return EcdsaSigner(project / ".onnx-ops" / "keys" / "signing.pem")
 
 
 def promoted(project: Path) -> str:
@@ -50,7 +49,7 @@ def promoted(project: Path) -> str:
     release = publication(project / "files", model="digits", seed="a")
     (variant,) = release.variants
     record = variant.signed[TARGET].record
-    signed = SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
+    signed = sign(record, signer)
     ports = open_project().ports
     published = replace(release, variants=(replace(variant, signed={TARGET: signed}),))
     version = ports.registry().publish(published)["fp32"]

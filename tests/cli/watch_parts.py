@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnx_ops import codec
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.gate import SignedDecision, Verdict
+from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Intent, Outcome, RefusedVersion
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.operations.promote import configure
@@ -59,7 +59,7 @@ class Site:
         (variant,) = release.variants
         record, signer = variant.signed[TARGET].record, self.ports.signer()
         assert signer is not None
-        signed = SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
+        signed = sign(record, signer)
         variant = dataclasses.replace(variant, signed={TARGET: signed})
         return self.ports.registry().publish(dataclasses.replace(release, variants=(variant,)))["fp32"]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
     Body,
@@ -182,16 +183,24 @@ def test_no_word_outlives_the_rollout_it_was_about() -> None:
     assert state.word is None
 
 
-def test_a_rejected_release_is_freed_by_an_override_and_rejected_again_by_the_next_rollback() -> None:
+def given(what: Deployment, reason: str) -> Override:
+    """What a person signed for a version."""
+    envelope = Envelope(payload=reason, payloadType="text/plain", signatures=())
+    return Override(release=what.release, manifest=what.manifest, version=what.version, reason=reason, signed=envelope)
+
+
+def test_an_override_stands_beside_what_is_rejected_until_the_next_rollback_and_counts_once() -> None:
     back = rollback(FINISH.roles, version(1), "cpu", why="slow")
     rolled = (*SERVING, intent(FINISH), Outcome(of=4, ok=True), intent(back), Outcome(of=6, ok=True))
     assert folded(*rolled).rejected == {version(2).release: "slow"}
-    override = Override(release=version(2).release, version="2", reason="it was the network")
-    assert folded(*rolled, override).rejected == {}
-    assert folded(*rolled, override).overridden == {version(2).release}
+    override = given(version(2), "it was the network")
+    assert folded(*rolled, override).rejected == {version(2).release: "slow"}
+    assert folded(*rolled, override).overrides == {version(2).manifest: override}
     again = folded(*rolled, override, intent(back), Outcome(of=9, ok=True))
     assert again.rejected == {version(2).release: "slow"}
-    assert again.overridden == frozenset()
+    assert again.overrides == {}
+    replayed = folded(*rolled, override, intent(back), Outcome(of=9, ok=True), override)
+    assert replayed.overrides == {}
 
 
 def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
@@ -204,17 +213,6 @@ def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
         state = folded(*SERVING, intent(started), Outcome(of=4, ok=True), intent(back), Outcome(of=6, ok=True))
         assert state.why_rejected(good) is None
         assert state.why_rejected(bad) == "bad"
-        freed = follow(
-            state,
-            LedgerEntry(
-                endpoint="digits",
-                sequence=8,
-                at=8.0,
-                actor="a",
-                body=Override(release=bad.release, version="2", reason="sure"),
-            ),
-        )
-        assert freed.why_rejected(bad) is None
 
 
 def test_a_version_that_serves_again_is_no_longer_rejected() -> None:

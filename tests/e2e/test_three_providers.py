@@ -18,7 +18,7 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
-from onnx_ops.domain.rollout import RolloutPolicy, alias
+from onnx_ops.domain.rollout import ActionKind, RolloutPolicy, alias
 from onnx_ops.domain.rollout_policy import Guardrail
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import settle
@@ -137,8 +137,9 @@ class World:
             self.wind()
         else:
             raise AssertionError(f"the rollout did not end: {why}")
-        moves = [entry.body for entry in self.ports.ledger.read(config.endpoint) if isinstance(entry.body, Intent)]
-        return moves[-1].action.why
+        bodies = [entry.body for entry in self.ports.ledger.read(config.endpoint)]
+        actions = [body.action for body in bodies if isinstance(body, Intent)]
+        return [action.why for action in actions if action.kind is not ActionKind.CLEAN_UP][-1]
 
     def history(self, config: EndpointConfig) -> list[Any]:
         lines: list[Any] = self.project.document("history", config.endpoint)

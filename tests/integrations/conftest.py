@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, create_key, public_path
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
 from tests.integrations.veto_parts import POLICY
 from tests.integrations.veto_process import (
     AUTH,
@@ -42,7 +42,7 @@ def veto_server(veto_home: Path) -> Iterator[GuardedServer]:
         process = subprocess.Popen(
             server_command(veto_home, port), cwd=veto_home, env=environment, stdout=log, stderr=log
         )
-    signer = Ed25519Signer(veto_home / "keys" / "signing.pem")
+    signer = EcdsaSigner(veto_home / "keys" / "signing.pem")
     server = GuardedServer(url=f"http://127.0.0.1:{port}", home=veto_home, signer=signer)
     try:
         await_answer(server, process)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.gate import SignedDecision, Verdict
+from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.release import Publication
 from onnx_ops.operations.journal import Journal, bound_endpoints
 from onnx_ops.spec import TargetFiles
@@ -37,7 +37,7 @@ def signed(project: Project, release: Publication, verdict: Verdict) -> Publicat
     variants = []
     for variant in release.variants:
         record = replace(variant.signed[TARGET].record, target_digest=target, verdict=verdict)
-        decision = SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
+        decision = sign(record, signer)
         variants.append(replace(variant, signed={TARGET: decision}))
     return replace(release, variants=tuple(variants))
 

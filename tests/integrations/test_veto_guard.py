@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops import codec
-from onnx_ops.adapters.signers.ed25519 import TrustedKeys, create_key
+from onnx_ops.adapters.signers.ecdsa import create_key
+from onnx_ops.attestation import TrustedKeys, read, sign
+from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.override import SignedOverride
+from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.errors import OnnxOpsError, Refused
 from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
 from onnx_ops.integrations.mlflow_app.names import folded, guarded
@@ -27,7 +30,6 @@ from tests.integrations.veto_parts import (
     TARGET,
     Guarded,
     decision_record,
-    sign,
     tags_of,
 )
 
@@ -139,13 +141,13 @@ class TestDecisionTags:
 
     def test_a_later_decision_replaces_an_earlier_one(self, plain: Guarded) -> None:
         later = sign(decision_record("b", sequence=11), plain.signer)
-        plain.set_tag("2", self.KEY, codec.dumps(later).decode())
+        plain.set_tag("2", self.KEY, codec.dumps(later.envelope).decode())
         plain.set_alias(CHAMPION, "2")
 
     def test_an_earlier_one_does_not_come_back(self, plain: Guarded) -> None:
         earlier = sign(decision_record("b", sequence=9), plain.signer)
         with pytest.raises(Refused, match="a later decision stands there"):
-            plain.set_tag("2", self.KEY, codec.dumps(earlier).decode())
+            plain.set_tag("2", self.KEY, codec.dumps(earlier.envelope).decode())
 
     @pytest.mark.parametrize("value", ["", "{}", "NaN", '{"record":NaN}', "[" * 50_000, "x" * 60_000])
     def test_nor_by_way_of_rubbish_or_deletion(self, plain: Guarded, value: str) -> None:
@@ -169,7 +171,7 @@ class TestDecisionTags:
 
     def test_a_forged_one_may_be_replaced(self, plain: Guarded) -> None:
         plain.versions.change("2", **{self.KEY: "{}"})
-        plain.set_tag("2", self.KEY, codec.dumps(sign(decision_record("b"), plain.signer)).decode())
+        plain.set_tag("2", self.KEY, codec.dumps(sign(decision_record("b"), plain.signer).envelope).decode())
 
     @pytest.mark.parametrize("key", ["digest", "release", "variant"])
     def test_a_version_stays_what_it_is(self, plain: Guarded, key: str) -> None:
@@ -233,7 +235,7 @@ class TestOverride:
         ruled.set_tag("2", self.KEY, "the old one is worse", user="alice")
         ruled.set_alias(CHAMPION, "2", user="alice")
         ruled.set_alias(CHAMPION, "2", user="release-bot")
-        signed = codec.loads(ruled.versions.kept[MODEL, "2"].tags[f"{self.KEY}.by"].encode(), SignedOverride)
+        signed = read(ruled.versions.kept[MODEL, "2"].tags[f"{self.KEY}.by"].encode(), OverrideRecord)
         assert (signed.record.by, signed.record.reason) == ("alice", "the old one is worse")
         assert signed.record.at == "2023-11-14T22:13:20.000+00:00"
 
@@ -278,7 +280,10 @@ class TestOverride:
     def test_a_forged_record_counts_for_nothing(self, ruled: Guarded) -> None:
         ruled.set_tag("2", self.KEY, "sure", user="alice")
         tags = ruled.versions.kept[MODEL, "2"].tags
-        ruled.versions.change("2", **{f"{self.KEY}.by": tags[f"{self.KEY}.by"].replace("alice", "bobby")})
+        envelope = codec.loads(tags[f"{self.KEY}.by"].encode(), Envelope)
+        payload = base64.b64encode(base64.b64decode(envelope.payload).replace(b"alice", b"bobby")).decode()
+        forged = codec.dumps(replace(envelope, payload=payload)).decode()
+        ruled.versions.change("2", **{f"{self.KEY}.by": forged})
         with pytest.raises(Refused, match="ended fail"):
             ruled.set_alias(CHAMPION, "2", user="alice")
 

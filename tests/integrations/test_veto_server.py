@@ -17,13 +17,13 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from onnx_ops.adapters.signers.ed25519 import TrustedKeys
+from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused
 from onnx_ops.operations.decided import standing_override
 from onnx_ops.testing.registries import publication
-from tests.integrations.veto_parts import CHALLENGER, CHAMPION, SLOW, TARGET, judged, sign
+from tests.integrations.veto_parts import CHALLENGER, CHAMPION, SLOW, TARGET, judged
 from tests.integrations.veto_process import PASSWORD, GuardedServer, server_command, server_environment
 
 pytestmark = pytest.mark.services
@@ -140,7 +140,7 @@ def test_a_copy_registered_by_hand_keeps_its_later_decision(
 ) -> None:
     _, failed = versions
     earlier = replace(failed.decisions[TARGET].record, verdict=Verdict.PASS, verdicts={}, sequence=1)
-    tags = {**failed.tags, f"decision.{TARGET}": codec.dumps(sign(earlier, veto_server.signer)).decode()}
+    tags = {**failed.tags, f"decision.{TARGET}": codec.dumps(sign(earlier, veto_server.signer).envelope).decode()}
     source = str(registry("alice")._version(failed.model, failed.version).source)
     asked = {
         "name": failed.model,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions
-from onnx_ops.adapters.signers.ed25519 import TrustedKeys, create_key
+from onnx_ops.adapters.signers.ecdsa import create_key
+from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
 from onnx_ops.domain.release import Publication, VersionRecord
@@ -52,17 +53,13 @@ def decision_record(seed: str, verdict: Verdict = Verdict.PASS, *, sequence: int
     )
 
 
-def sign(record: DecisionRecord, signer: Signer) -> SignedDecision:
-    return SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
-
-
 def tags_of(signed: SignedDecision) -> dict[str, str]:
     about = signed.record
     return {
         RELEASE: about.release,
         VARIANT: about.variant,
         DIGEST: about.manifest,
-        f"{DECISION}{about.target}": codec.dumps(signed).decode(),
+        f"{DECISION}{about.target}": codec.dumps(signed.envelope).decode(),
     }
 
 

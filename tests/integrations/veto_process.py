@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.signers.ed25519 import Ed25519Signer
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner
 
 PASSWORD = "a long enough password"  # noqa: S105 (of a server that lives for one test session)
 AUTH = """\
@@ -34,7 +34,7 @@ class GuardedServer:
 
     url: str
     home: Path
-    signer: Ed25519Signer
+    signer: EcdsaSigner
 
     def call(self, user: str, method: str, path: str, document: object = None) -> tuple[int, Any]:
         """Status and JSON of one request, as the browser or any client would send it."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops import codec
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
+from onnx_ops.domain.gate import DecisionRecord, Verdict
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome, ReleaseState, fold
-from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag, record_tag
+from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, Word
 from onnx_ops.operations.promote import Promotion, configure, promote
@@ -53,10 +54,6 @@ def decision_record(
         decided_at="2026-01-01T00:00:00Z",
         sequence=1,
     )
-
-
-def sign(record: DecisionRecord, signer: FakeSigner) -> SignedDecision:
-    return SignedDecision(record=record, key=signer.key, signature=signer.sign(codec.dumps(record)))
 
 
 @dataclass
@@ -170,8 +167,8 @@ class Scene:
             by=by,
             at="2026-01-01T00:00:00+00:00",
         )
-        signed = SignedOverride(record=about, key=signer.key, signature=signer.sign(codec.dumps(about)))
-        tags = {reason_tag(TARGET): reason, record_tag(TARGET): codec.dumps(signed).decode()}
+        signed = sign(about, signer)
+        tags = {reason_tag(TARGET): reason, record_tag(TARGET): codec.dumps(signed.envelope).decode()}
         self.world.registry.annotate(MODEL, version, tags)
 
     def set_alias(self, alias: str, version: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
@@ -21,7 +22,7 @@ from onnx_ops.operations.promote import configure
 from onnx_ops.ports import Ports
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, inside
-from tests.operations.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene, decision_record, sign
+from tests.operations.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene, decision_record
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.extras import require
 

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from onnx_ops import codec
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_of
-from onnx_ops.domain.ledger import LedgerEntry, Override
+from onnx_ops.domain.ledger import Frozen, LedgerEntry
 from onnx_ops.domain.rollout import DAY
 from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.operations.collect import collect, digests_in, reachable, unneeded
 from onnx_ops.operations.prune import plan_pruning, prune
 from onnx_ops.ports import Ports
-from tests.operations.release_parts import MODEL, TARGET, Scene, decision_record, sign
+from tests.operations.release_parts import MODEL, TARGET, Scene, decision_record
 
 MONTH = 30 * DAY
 
@@ -79,7 +80,7 @@ def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[
     put = ports.store.put_bytes
     by_ledger, by_decision, by_nobody = put(b"in the ledger"), put(b"evidence"), put(b"nobody's")
     head = len(scene.world.ledger.read("digits"))
-    body = Override(release=by_ledger, version="1", reason="x")
+    body = Frozen(candidate=by_ledger, thresholds=None)
     scene.world.ledger.append(LedgerEntry(endpoint="digits", sequence=head + 1, at=1.0, actor="a", body=body))
     record = scene.record("1")
     decided = replace(decision_record(record.release, record.variant, record.manifest), evidence=by_decision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.attestation import Signature
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
-from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag, record_tag
+from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused, SignatureInvalid
 from onnx_ops.operations.decided import counts, passing_decision, standing_override
@@ -51,7 +54,7 @@ def record(**changes: Any) -> DecisionRecord:
 
 
 def signed(about: DecisionRecord, signer: FakeSigner = SIGNER) -> SignedDecision:
-    return SignedDecision(record=about, key=signer.key, signature=signer.sign(codec.dumps(about)))
+    return sign(about, signer)
 
 
 def version(*found: SignedDecision, **changes: Any) -> VersionRecord:
@@ -69,7 +72,7 @@ def version(*found: SignedDecision, **changes: Any) -> VersionRecord:
 
 
 def test_a_valid_pass_lets_it_serve() -> None:
-    assert passing_decision(version(signed(record())), TARGET, SIGNER) == record()
+    assert passing_decision(version(signed(record())), TARGET, SIGNER).record == record()
 
 
 @given(
@@ -111,12 +114,13 @@ def test_a_genuine_pass_about_anything_else_is_refused(**about: Any) -> None:
 
 @given(st.binary(min_size=64, max_size=64), st.booleans())
 def test_a_signature_of_nobody_is_refused(noise: bytes, claims_trusted: bool) -> None:
-    import base64
-
-    forged = replace(signed(record(), STRANGER), signature=base64.b64encode(noise).decode())
+    genuine = signed(record(), STRANGER)
+    key = (SIGNER if claims_trusted else STRANGER).key
+    noisy = Signature(keyid=key, sig=base64.b64encode(noise).decode())
+    forged = replace(genuine, envelope=replace(genuine.envelope, signatures=(noisy,)))
     with pytest.raises(SignatureInvalid):
-        passing_decision(version(replace(forged, key=(SIGNER if claims_trusted else STRANGER).key)), TARGET, SIGNER)
-    with pytest.raises(SignatureInvalid, match="nobody trusts"):
+        passing_decision(version(forged), TARGET, SIGNER)
+    with pytest.raises(SignatureInvalid, match="is not trusted"):
         passing_decision(version(signed(record(), STRANGER)), TARGET, SIGNER)
 
 
@@ -127,7 +131,7 @@ def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: 
     latest = max([own, *(number for number, _ in others)])
     worst = max([v.rank for n, v in others if n == latest] + [0] * (own == latest))
     if worst == Verdict.PASS.rank:
-        assert passing_decision(here, TARGET, SIGNER, others=elsewhere).sequence == latest
+        assert passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence == latest
     else:
         with pytest.raises(Refused, match="its gates on cpu ended"):
             passing_decision(here, TARGET, SIGNER, others=elsewhere)
@@ -165,23 +169,52 @@ def test_no_tag_that_was_not_signed_lets_it_serve(value: str) -> None:
         passing_decision(read, TARGET, SIGNER)
 
 
-HUGE = codec.dumps(signed(record())).decode()
+HUGE = codec.dumps(signed(record()).envelope).decode()
+
+
+def changed(old: str, new: str) -> str:
+    """The tag, with other text in the bytes that were signed."""
+    envelope = signed(record()).envelope
+    payload = base64.b64decode(envelope.payload).decode()
+    assert old in payload
+    text = payload.replace(old, new).encode(errors="surrogatepass")
+    return codec.dumps(replace(envelope, payload=base64.b64encode(text).decode())).decode()
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        HUGE.replace('"sequence":10', '"sequence":NaN'),
-        HUGE.replace('"sequence":10', '"sequence":1e999'),
-        HUGE.replace('"sequence":10', '"sequence":' + "9" * 5000),
-        HUGE.replace('"sequence":10', '"sequence":10,"sequence":11'),
-        HUGE.replace('"fp32"', r'"fp32\ud800"'),
-        HUGE.replace('"fp32"', '"fp32\ud800"'),
-        HUGE.replace('{"latency":"pass"}', "[" * 60_000),
-        HUGE.replace('"latency"', '"' + "x" * 2_000_000 + '"'),
+        changed('"sequence":10', '"sequence":NaN'),
+        changed('"sequence":10', '"sequence":1e999'),
+        changed('"sequence":10', '"sequence":' + "9" * 5000),
+        changed('"sequence":10', '"sequence":10,"sequence":11'),
+        changed('"fp32"', r'"fp32\ud800"'),
+        changed('"fp32"', '"fp32\ud800"'),
+        changed('{"latency":"pass"}', "[" * 60_000),
+        changed('"latency"', '"' + "x" * 2_000_000 + '"'),
+        HUGE.replace("payloadType", "payload"),
+        HUGE.replace("in-toto", "in\ud800toto"),
+        codec.dumps(replace(signed(record()).envelope, signatures=())).decode(),
+        codec.dumps(replace(signed(record()).envelope, payloadType="text/plain")).decode(),
+        codec.dumps(replace(signed(record()).envelope, payload="no base64")).decode(),
         HUGE + HUGE,
     ],
-    ids=["nan", "infinite", "long", "twice", "escaped half", "half", "deep", "huge", "two"],
+    ids=[
+        "nan",
+        "infinite",
+        "long",
+        "twice",
+        "escaped half",
+        "half",
+        "deep",
+        "huge",
+        "fields",
+        "half type",
+        "unsigned",
+        "type",
+        "payload",
+        "two",
+    ],
 )
 def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
     read = read_record("digits", "1", tags(value))
@@ -193,7 +226,7 @@ def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
 def test_a_genuine_tag_is_read_back() -> None:
     read = read_record("digits", "1", tags(HUGE))
     assert read is not None
-    assert passing_decision(read, TARGET, SIGNER) == record()
+    assert passing_decision(read, TARGET, SIGNER).record == record()
     assert counts(decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
 
 
@@ -210,8 +243,8 @@ def override_tags(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str]
         at="2026-01-01T00:00:00+00:00",
     )
     about = replace(given_, **changes)
-    one = SignedOverride(record=about, key=signer.key, signature=signer.sign(codec.dumps(about)))
-    return {reason_tag(TARGET): "sure", record_tag(TARGET): codec.dumps(one).decode()}
+    one = sign(about, signer)
+    return {reason_tag(TARGET): "sure", record_tag(TARGET): codec.dumps(one.envelope).decode()}
 
 
 def test_an_override_stands_for_exactly_what_it_names() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.ledger import Override, Spoken
+from onnx_ops.domain.ledger import Frozen, Override, Spoken, Withdrawn
 from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import Conflict, NotFound, Refused, ServiceUnavailable, StillOwed
 from onnx_ops.operations.journal import Journal
@@ -267,9 +267,9 @@ def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golde
 def test_two_drivers_that_saw_the_same_ledger_cannot_both_write() -> None:
     scene = serving("a")
     one, two = (Journal.open(scene.world.ports(name), "digits") for name in ("one", "two"))
-    one.append(Override(release=scene.record("1").release, version="1", reason="x"))
+    one.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
     with pytest.raises(Conflict):
-        two.append(Override(release=scene.record("1").release, version="1", reason="y"))
+        two.append(Withdrawn(reason="y"))
 
 
 @pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])

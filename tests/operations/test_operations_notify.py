@@ -41,6 +41,7 @@ def alarm(scene: Scene, why: str = "errors: 28/800 -> ROLL BACK") -> None:
 
 def retry(scene: Scene) -> None:
     """Another rollout of the same version, which an operator wanted in spite of everything."""
+    scene.world.clock.advance(1)  # an override of the same moment would be the same override
     scene.promote("3", override=True, reason="again")
     scene.settle()
 

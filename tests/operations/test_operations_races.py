@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.ledger import Body, Deleted, Mirrored, Override, Spoken
+from onnx_ops.domain.ledger import Body, Deleted, Frozen, Mirrored, Override, Spoken
 from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import Overtaken
 from onnx_ops.operations.delete import delete
@@ -77,14 +77,14 @@ def test_who_never_gets_an_entry_gives_up() -> None:
         """Somebody else writes just before each of the command's own entries."""
         asked.append(moment)
         other = Journal.open(scene.world.ports("other"), "digits")
-        other.append(Override(release=scene.record("1").release, version="1", reason="x"))
+        other.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
 
     scene.faults = Faults(between=overtake)
     before = len(scene.world.ledger.read("digits"))
     with pytest.raises(Overtaken, match="somebody else wrote"):
         scene.settle()
     written = scene.world.ledger.read("digits")[before:]
-    assert {type(entry.body) for entry in written} == {Override}
+    assert {type(entry.body) for entry in written} == {Frozen}
     assert len(asked) >= LOOKS
 
 
@@ -96,7 +96,7 @@ def test_an_operators_word_is_heard_beside_a_driver() -> None:
         if moment == 1:  # the ledger was read
             interrupted.append(moment)
             other = Journal.open(scene.world.ports("other"), "digits")
-            other.append(Override(release=scene.record("1").release, version="1", reason="x"))
+            other.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
 
     scene.faults = Faults(between=write)
     scene.say(Word.PAUSE)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.domain.gate import Verdict
@@ -29,7 +30,6 @@ from tests.operations.release_parts import (
     config_of,
     decision_record,
     effects,
-    sign,
 )
 from tests.support.golden import Golden
 
@@ -202,8 +202,10 @@ def unsigned(scene: Scene, record: VersionRecord) -> dict[str, object]:
 
 def forged(scene: Scene, record: VersionRecord) -> dict[str, object]:
     del scene
-    signed = record.decisions[TARGET]
-    return {"decisions": {TARGET: replace(signed, record=replace(signed.record, sequence=99))}}
+    genuine = record.decisions[TARGET]
+    later = sign(replace(genuine.record, sequence=99), FakeSigner(b"a stranger"))
+    envelope = replace(later.envelope, signatures=genuine.envelope.signatures)
+    return {"decisions": {TARGET: replace(later, envelope=envelope)}}
 
 
 def strange_key(scene: Scene, record: VersionRecord) -> dict[str, object]:
@@ -237,7 +239,7 @@ def tampered(scene: Scene, record: VersionRecord) -> dict[str, object]:
 SPOILT = {
     "no signed decision": unsigned,
     "does not fit": forged,
-    "nobody trusts": strange_key,
+    "is not trusted": strange_key,
     "ended fail": failed,
     "ended inconclusive": inconclusive,
     "about another model": about_another(model="faces"),

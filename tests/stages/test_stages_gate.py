@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.attestation import read
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.evidence import BatchInvariance, Evidence
-from onnx_ops.domain.gate import DecisionRecord, ParityGate, SignedDecision
+from onnx_ops.domain.gate import DecisionRecord, ParityGate
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.stages.files import put_document
@@ -40,7 +41,7 @@ def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance) -> Dec
     ports = world.ports(root=root)
     measured = Manifest(files={"evidence.json": put_document(ports.store, evidence_of(*invariance))})
     result = execute(STAGE, digest_bytes(b"key"), {"benchmark/fp32@cpu": measured}, ports)
-    return codec.loads(ports.store.read(result["signed.json"]), SignedDecision).record
+    return read(ports.store.read(result["signed.json"]), DecisionRecord).record
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops import codec
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage, StageKind
@@ -18,7 +19,7 @@ from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.wiring.memory import remember
 from tests.analysis.test_analysis_judge import GATES, INT8, counts
 from tests.analysis.test_analysis_judge import against as compared
-from tests.operations.release_parts import CHAMPION, MODEL, TARGET, decision_record, sign
+from tests.operations.release_parts import CHAMPION, MODEL, TARGET, decision_record
 
 AS_IT_WAS = replace(INT8, baseline="", comparisons=(compared("fp32", 0.7),), metrics=(counts(""), counts("fp32")))
 SLOWER = replace(

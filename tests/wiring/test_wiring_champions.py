@@ -71,9 +71,10 @@ def test_what_rests_on_no_valid_decision_is_an_error(forged: str, tmp_path: Path
     throne = Throne(tmp_path).remembered()
     record = throne.world.registry.version(MODEL, "1")
     signed = record.decisions[TARGET]
+    unsigned = replace(signed.envelope, signatures=(replace(signed.envelope.signatures[0], sig="bm8="),))
     changed = {
         "manifest": replace(record, manifest=digest_bytes(b"other")),
-        "signature": replace(record, decisions={TARGET: replace(signed, signature="bm8=")}),
+        "signature": replace(record, decisions={TARGET: replace(signed, envelope=unsigned)}),
         "override": replace(record, decisions={}),
     }[forged]
     throne.world.registry.replace_record(changed)

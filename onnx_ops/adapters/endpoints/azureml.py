@@ -36,8 +36,9 @@ class AzureEndpoints:
         pace: how long to wait for Azure.
     """
 
-    def __init__(self, folder: Path, *, pace: Pace | None = None) -> None:
+    def __init__(self, folder: Path, trusted: Path | None = None, *, pace: Pace | None = None) -> None:
         self._folder = folder
+        self._trusted = trusted
         self._pace = pace or Pace()
 
     def capabilities(self, settings: Mapping[str, Scalar] | None = None) -> frozenset[str]:

@@ -51,11 +51,13 @@ class LocalEndpoints:
     """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
 
     Settings of an endpoint: `port`, the port that clients call; without it a free one is chosen once and kept. All
-    others are those of the server (see `ServerOptions`).
+    others are those of the server (see `ServerOptions`) but its `trusted_keys`, which are no pipeline's to name: its
+    servers load what the keys in `trusted` have signed for, or anything where that is None.
     """
 
-    def __init__(self, folder: Path, *, python: str = sys.executable) -> None:
+    def __init__(self, folder: Path, trusted: Path | None = None, *, python: str = sys.executable) -> None:
         self._folder = folder
+        self._trusted = "" if trusted is None else str(trusted.resolve())
         self._python = python
 
     def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
@@ -201,7 +203,7 @@ class LocalEndpoints:
 
     def _running(self, server: ServerProcess, config: EndpointConfig) -> ServerRecord:
         port = self._known_port(server, config) or self._choose_port(server)
-        options = _options(config.settings, where=config.endpoint)
+        options = replace(_options(config.settings, where=config.endpoint), trusted_keys=self._trusted)
         record = server.record()
         if record is not None and (record.port, record.options) == (port, options):
             return record
@@ -252,6 +254,10 @@ def _port_of(settings: Mapping[str, object], where: str = "") -> int | None:
 
 def _options(settings: Mapping[str, object], where: str = "") -> ServerOptions:
     given = {name: value for name, value in settings.items() if name != "port"}
+    if "trusted_keys" in given:
+        raise UserError(
+            "an endpoint does not say whom it trusts", where=where, remedy="Set ONNX_OPS_TRUSTED_KEYS for the project."
+        )
     return options_of(given, where=where, others=("port",))
 
 

@@ -52,8 +52,11 @@ class SageMakerEndpoints:
 
     tools = ("boto3",)
 
-    def __init__(self, folder: Path | None = None, *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, folder: Path | None = None, trusted: Path | None = None, *, part_bytes: int = PART_BYTES
+    ) -> None:
         del folder
+        self._trusted = trusted
         self._part_bytes = part_bytes
         self._known: dict[tuple[str, str, float], Clients] = {}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onnx_ops import codec
+from onnx_ops import attestation, codec
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json, is_digest
-from onnx_ops.domain.gate import SignedDecision
+from onnx_ops.domain.gate import DecisionRecord, SignedDecision
 from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import StateCorrupt, UserError
 
@@ -26,7 +26,7 @@ def judgement(record: VariantRecord) -> dict[str, str]:
     """
     tags = {f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()}
     for target, signed in record.signed.items():
-        text = codec.dumps(signed)
+        text = codec.dumps(signed.envelope)
         if len(text) > TAG_LIMIT:
             raise UserError(
                 "the signed decision is too long for a tag of MLflow",
@@ -63,7 +63,7 @@ def decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
         if target == key:
             continue
         try:
-            signed = codec.loads(value.encode(), SignedDecision, where=key)
+            signed = attestation.read(value.encode(), DecisionRecord, where=key)
         except (StateCorrupt, RecursionError, UnicodeEncodeError):
             continue
         if signed.record.target == target:

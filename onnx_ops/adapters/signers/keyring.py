@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops.adapters.objects import durable_file
-from onnx_ops.adapters.signers.ed25519 import PUBLIC_SUFFIX, Ed25519Signer, TrustedKeys, create_key, public_path
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
+from onnx_ops.attestation import PUBLIC_SUFFIX, TrustedKeys
 from onnx_ops.domain.artifact import Digest, hex_of, short
 from onnx_ops.errors import NotFound, Refused, UserError
 
@@ -41,7 +42,7 @@ class Keyring:
         """All keys: the signing one first, then the trusted, then the retired.
 
         Raises:
-            UserError: a file does not hold an Ed25519 public key.
+            UserError: a file does not hold a public key of ECDSA P-256.
             Refused: the private key may be read by others.
         """
         mine = self._signing_key()
@@ -58,7 +59,7 @@ class Keyring:
         ]
         return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
 
-    def new(self, path: Path | None = None) -> Ed25519Signer:
+    def new(self, path: Path | None = None) -> EcdsaSigner:
         """A key pair where none is, by default this machine's signing key.
 
         Raises:
@@ -84,7 +85,7 @@ class Keyring:
         Raises:
             NotFound: there is no key to rotate.
         """
-        old = Ed25519Signer(self._signing)
+        old = EcdsaSigner(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")
         new = create_key(following)
         self._announce(old)
@@ -128,13 +129,13 @@ class Keyring:
         return tuple(path.replace(retired) for path, retired in kept)
 
     def _signing_key(self) -> Digest | None:
-        return Ed25519Signer(self._signing).key if self._signing.exists() else None
+        return EcdsaSigner(self._signing).key if self._signing.exists() else None
 
     def _files(self) -> Iterator[Path]:
         for suffix in (PUBLIC_SUFFIX, RETIRED_SUFFIX):
             yield from sorted(self._trusted.glob(f"*{suffix}"))
 
-    def _announce(self, signer: Ed25519Signer) -> None:
+    def _announce(self, signer: EcdsaSigner) -> None:
         path = self._trusted / f"{self._signing.stem}-{short(signer.key)}{PUBLIC_SUFFIX}"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

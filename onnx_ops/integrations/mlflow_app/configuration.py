@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, TrustedKeys, public_path
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import short
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Signer
@@ -59,7 +60,7 @@ def _flag(text: str) -> bool:
 
 
 def _signer(path: Path, keys: TrustedKeys | None) -> Signer:
-    signer = Ed25519Signer(path)
+    signer = EcdsaSigner(path)
     if signer.key not in (() if keys is None else keys.keys()):
         raise UserError(
             f"overrides would be signed by key {short(signer.key)}, which is not trusted",

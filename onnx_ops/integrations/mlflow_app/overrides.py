@@ -6,17 +6,16 @@ import datetime
 import re
 
 from onnx_ops import codec
-from onnx_ops.domain.override import OVERRIDE, OverrideRecord, SignedOverride, reason_tag, record_tag
+from onnx_ops.attestation import sign
+from onnx_ops.domain.override import LONGEST_REASON, OVERRIDE, OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.pipeline import NAME_PATTERN
 from onnx_ops.domain.policy import is_among
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
+from onnx_ops.operations.decided import declared_libraries
 from onnx_ops.ports import Clock
-
-LONGEST_REASON = 1000
-"""Characters; the signed record holds it again, and a tag has a limit too."""
 
 _REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
 
@@ -37,7 +36,7 @@ class Overrides:
         """
         self._permit(user, key)
         target = _target(key)
-        signer = self._configuration.signer
+        signer, keys = self._configuration.signer, self._configuration.keys
         if signer is None:
             raise Refused("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
         if not reason.strip():
@@ -52,12 +51,13 @@ class Overrides:
             variant=record.variant,
             manifest=record.manifest,
             target=target,
+            custom_ops=() if keys is None else declared_libraries(record, target, keys),
             reason=reason,
             by=user,
             at=moment.isoformat(timespec="milliseconds"),
         )
-        signed = SignedOverride(record=about, key=signer.key, signature=signer.sign(codec.dumps(about)))
-        self._versions.annotate(found, record_tag(target), codec.dumps(signed).decode())
+        envelope = sign(about, signer).envelope
+        self._versions.annotate(found, record_tag(target), codec.dumps(envelope).decode())
 
     def take_back(self, user: str, key: str) -> None:
         """The tag with the reason is about to be deleted; the signed record stays, as a trace.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 
-from onnx_ops.domain.artifact import Digest, digest_bytes
-from onnx_ops.errors import SignatureInvalid
+from onnx_ops.attestation import TrustedKeys, key_digest
+from onnx_ops.domain.artifact import Digest
 
 
 class FakeClock:
@@ -42,27 +42,26 @@ class FakeHost:
 
 
 class FakeSigner:
-    """A real Ed25519 key that is derived from a seed. It verifies what it signed itself and trusts nobody else."""
+    """A real key of ECDSA P-256, derived from a seed. It verifies what it signed itself and trusts nobody else."""
 
     def __init__(self, seed: bytes = b"trusted") -> None:
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-        self._private = Ed25519PrivateKey.from_private_bytes(seed.ljust(32, b"\0")[:32])
-        self._public = self._private.public_key()
-
-    @property
-    def key(self) -> Digest:
-        return digest_bytes(self._public.public_bytes_raw())
+        self._private = derive_private_key(int.from_bytes(seed[:31], "big"), SECP256R1())
+        public = self._private.public_key()
+        self.key = key_digest(public)
+        self.trusted_keys = base64.b64encode(
+            public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        ).decode()
+        """As the option of a server."""
+        self._trusted = TrustedKeys((), encoded=self.trusted_keys)
 
     def sign(self, data: bytes) -> str:
-        return base64.b64encode(self._private.sign(data)).decode()
+        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+        from cryptography.hazmat.primitives.hashes import SHA256
+
+        return base64.b64encode(self._private.sign(data, ECDSA(SHA256(), deterministic_signing=True))).decode()
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
-        from cryptography.exceptions import InvalidSignature
-
-        if key != self.key:
-            raise SignatureInvalid("signed by a key that nobody trusts")
-        try:
-            self._public.verify(base64.b64decode(signature), data)
-        except (InvalidSignature, ValueError) as error:
-            raise SignatureInvalid("the signature does not fit") from error
+        self._trusted.verify(data, signature, key)

@@ -1,4 +1,4 @@
-"""Ed25519 keys and signatures."""
+"""Keys and signatures of ECDSA P-256."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.signers.ed25519 import Ed25519Signer, TrustedKeys, create_key, public_path
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.errors import EnvironmentFailure, NotFound, Refused, SignatureInvalid, UserError
 from onnx_ops.ports.store import Signer, Verifier
@@ -22,31 +23,30 @@ RECORD = b'{"verdict":"pass"}'
 
 
 @pytest.fixture
-def signer(tmp_path: Path) -> Ed25519Signer:
+def signer(tmp_path: Path) -> EcdsaSigner:
     return create_key(tmp_path / "keys" / "signing.pem")
 
 
 @pytest.fixture
-def trusted(signer: Ed25519Signer, tmp_path: Path) -> TrustedKeys:
+def trusted(signer: EcdsaSigner, tmp_path: Path) -> TrustedKeys:
     return TrustedKeys(tmp_path / "keys")
 
 
-def test_a_signature_holds(signer: Ed25519Signer, trusted: TrustedKeys) -> None:
+def test_a_signature_holds(signer: EcdsaSigner, trusted: TrustedKeys) -> None:
     port: Signer = signer
     check: Verifier = trusted
     check.verify(RECORD, port.sign(RECORD), port.key)
     assert trusted.keys() == (signer.key,)
 
 
-def test_the_key_is_named_by_its_public_bytes(signer: Ed25519Signer, tmp_path: Path) -> None:
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+def test_the_key_is_named_by_its_public_bytes(signer: EcdsaSigner, tmp_path: Path) -> None:
+    pem = (tmp_path / "keys" / "signing.pub.pem").read_text()
+    der = base64.b64decode("".join(pem.splitlines()[1:-1]))
+    assert signer.key == digest_bytes(der)
 
-    public = load_pem_public_key((tmp_path / "keys" / "signing.pub.pem").read_bytes())
-    assert signer.key == digest_bytes(public.public_bytes_raw())  # type: ignore[union-attr]
 
-
-def test_signing_is_deterministic_and_survives_the_process(signer: Ed25519Signer, tmp_path: Path) -> None:
-    again = Ed25519Signer(tmp_path / "keys" / "signing.pem")
+def test_signing_is_deterministic_and_survives_the_process(signer: EcdsaSigner, tmp_path: Path) -> None:
+    again = EcdsaSigner(tmp_path / "keys" / "signing.pem")
     assert (again.key, again.sign(RECORD)) == (signer.key, signer.sign(RECORD))
 
 
@@ -61,12 +61,12 @@ def test_a_changed_record_is_refused(tmp_path_factory: pytest.TempPathFactory, p
 
 
 @pytest.mark.parametrize("signature", ["", "AAAA", "not base64!", "é", "A" * 10_000])
-def test_a_malformed_signature_is_refused(signer: Ed25519Signer, trusted: TrustedKeys, signature: str) -> None:
+def test_a_malformed_signature_is_refused(signer: EcdsaSigner, trusted: TrustedKeys, signature: str) -> None:
     with pytest.raises(SignatureInvalid, match="does not fit"):
         trusted.verify(RECORD, signature, signer.key)
 
 
-def test_a_signature_for_another_key_is_refused(signer: Ed25519Signer, trusted: TrustedKeys, tmp_path: Path) -> None:
+def test_a_signature_for_another_key_is_refused(signer: EcdsaSigner, trusted: TrustedKeys, tmp_path: Path) -> None:
     other = create_key(tmp_path / "other" / "signing.pem")
     with pytest.raises(SignatureInvalid, match=f"key {short(other.key)} is not trusted"):
         trusted.verify(RECORD, other.sign(RECORD), other.key)
@@ -74,7 +74,7 @@ def test_a_signature_for_another_key_is_refused(signer: Ed25519Signer, trusted: 
         trusted.verify(RECORD, other.sign(RECORD), signer.key)
 
 
-def test_several_keys_may_be_trusted_and_one_withdrawn(signer: Ed25519Signer, tmp_path: Path) -> None:
+def test_several_keys_may_be_trusted_and_one_withdrawn(signer: EcdsaSigner, tmp_path: Path) -> None:
     other = create_key(tmp_path / "other" / "signing.pem")
     verifier = TrustedKeys([tmp_path / "keys", public_path(tmp_path / "other" / "signing.pem")])
     for one in (signer, other):
@@ -84,17 +84,17 @@ def test_several_keys_may_be_trusted_and_one_withdrawn(signer: Ed25519Signer, tm
         verifier.verify(RECORD, other.sign(RECORD), other.key)
 
 
-def test_no_keys_trust_nobody(signer: Ed25519Signer, tmp_path: Path) -> None:
+def test_no_keys_trust_nobody(signer: EcdsaSigner, tmp_path: Path) -> None:
     with pytest.raises(SignatureInvalid, match="trusted keys: none"):
         TrustedKeys(tmp_path / "nowhere").verify(RECORD, signer.sign(RECORD), signer.key)
 
 
-def test_the_verifier_takes_no_private_key(signer: Ed25519Signer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not an Ed25519 public key"):
+def test_the_verifier_takes_no_private_key(signer: EcdsaSigner, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not an ECDSA P-256 public key"):
         TrustedKeys(tmp_path / "keys" / "signing.pem").verify(RECORD, signer.sign(RECORD), signer.key)
 
 
-def test_files_have_the_right_modes(signer: Ed25519Signer, tmp_path: Path) -> None:
+def test_files_have_the_right_modes(signer: EcdsaSigner, tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     assert sorted(path.name for path in folder.iterdir()) == ["signing.pem", "signing.pub.pem"]
     assert stat.S_IMODE((folder / "signing.pem").stat().st_mode) == 0o600
@@ -102,11 +102,11 @@ def test_files_have_the_right_modes(signer: Ed25519Signer, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610])
-def test_a_key_that_others_may_read_is_refused(signer: Ed25519Signer, tmp_path: Path, mode: int) -> None:
+def test_a_key_that_others_may_read_is_refused(signer: EcdsaSigner, tmp_path: Path, mode: int) -> None:
     path = tmp_path / "keys" / "signing.pem"
     path.chmod(mode)
     with pytest.raises(Refused, match=f"{mode:04o}"):
-        Ed25519Signer(path)
+        EcdsaSigner(path)
     with pytest.raises(Refused):
         create_key(path)
 
@@ -114,20 +114,20 @@ def test_a_key_that_others_may_read_is_refused(signer: Ed25519Signer, tmp_path: 
 def test_files_that_are_no_keys(tmp_path: Path) -> None:
     path = tmp_path / "signing.pem"
     with pytest.raises(NotFound):
-        Ed25519Signer(path)
+        EcdsaSigner(path)
     path.touch(mode=0o600)
-    with pytest.raises(UserError, match="not an Ed25519 private key"):
-        Ed25519Signer(path)
-    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+    with pytest.raises(UserError, match="not an ECDSA P-256 private key"):
+        EcdsaSigner(path)
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_private_key
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    other = generate_private_key(SECP256R1())
+    other = generate_private_key(SECP384R1())
     path.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    with pytest.raises(UserError, match="not an Ed25519 private key"):
-        Ed25519Signer(path)
+    with pytest.raises(UserError, match="not an ECDSA P-256 private key"):
+        EcdsaSigner(path)
 
 
-def test_creating_twice_keeps_the_key_and_restores_the_public_file(signer: Ed25519Signer, tmp_path: Path) -> None:
+def test_creating_twice_keeps_the_key_and_restores_the_public_file(signer: EcdsaSigner, tmp_path: Path) -> None:
     path = tmp_path / "keys" / "signing.pem"
     public = public_path(path).read_bytes()
     public_path(path).unlink()
@@ -150,22 +150,22 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_importing_the_module_does_not_load_cryptography() -> None:
-    code = "import sys, onnx_ops.adapters.signers.ed25519; print('cryptography' in sys.modules)"
+    code = "import sys, onnx_ops.adapters.signers.ecdsa; print('cryptography' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
 def test_a_known_vector(tmp_path: Path) -> None:
-    """RFC 8032, section 7.1, test 2."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    """RFC 6979, A.2.5: P-256, SHA-256, message "sample"."""
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
+    from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    seed = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")
-    key = Ed25519PrivateKey.from_private_bytes(seed)
+    secret = 0xC9AFA9D845BA75166B5C215767B1D6934E50C3DB36E89B127B8A622B120F6721
+    key = derive_private_key(secret, SECP256R1())
     path = tmp_path / "signing.pem"
     path.touch(mode=0o600)
     path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    expected = (
-        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
-        "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
+    assert decode_dss_signature(base64.b64decode(EcdsaSigner(path).sign(b"sample"))) == (
+        0xEFD48B2AACB6A8FD1140DD9CD45E81D69D2C877B56AAF991C34D0EA84EAF3716,
+        0xF7CB1C942D657C41D436C7A1B6E29F65F3E900DBB9AFF4064DC4AB2F843ACDA8,
     )
-    assert base64.b64decode(Ed25519Signer(path).sign(bytes.fromhex("72"))).hex() == expected

@@ -1,0 +1,285 @@
+"""Signed statements: what may be loaded is named by one, and by nothing else.
+
+A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest of files and whose
+predicate is a record. It is signed in a DSSE envelope with ECDSA P-256 and SHA-256: over the bytes as they are, so that
+no record is ever encoded again to be verified.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, canonical_json, digest_bytes, hex_of, short
+from onnx_ops.domain.attestation import Attested, Envelope, Signature
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.gate import DecisionRecord, Verdict
+from onnx_ops.domain.override import OverrideRecord
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.errors import Refused, SignatureInvalid, StateCorrupt, UserError
+from onnx_ops.ports import Signer, Verifier
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+
+PUBLIC_SUFFIX = ".pub.pem"
+"""`signing.pem` has its public key beside it in `signing.pub.pem`."""
+
+Record: TypeAlias = DecisionRecord | OverrideRecord
+
+_R = TypeVar("_R", bound=Record)
+
+_PREDICATES: dict[type, str] = {
+    DecisionRecord: "urn:onnx-ops:decision:v1",
+    OverrideRecord: "urn:onnx-ops:override:v1",
+}
+_UNSIGNED = "Promote a version whose gates passed, or override them with a reason: `onnx-ops promote`."
+_ENCODED = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
+"""How the base64 of every public key of ECDSA P-256 in DER begins."""
+_SHOWN = 48
+_SUBJECT = "manifest.json"
+"""The subject's digest is that of the manifest's canonical JSON, which names every file of a version."""
+
+
+def sign(record: _R, signer: Signer) -> Attested[_R]:
+    """The record in an envelope that the signer has signed.
+
+    Raises:
+        ValueError: the record holds text that has no UTF-8 form.
+    """
+    statement = {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": _SUBJECT, "digest": {"sha256": hex_of(record.manifest)}}],
+        "predicateType": _PREDICATES[type(record)],
+        "predicate": codec.to_json(record),
+    }
+    payload = canonical_json(statement)
+    signature = Signature(keyid=signer.key, sig=signer.sign(_pre_authentication(PAYLOAD_TYPE, payload)))
+    envelope = Envelope(payload=base64.b64encode(payload).decode(), payloadType=PAYLOAD_TYPE, signatures=(signature,))
+    return Attested(record=record, envelope=envelope)
+
+
+def read(data: bytes | Envelope, kind: type[_R], *, where: str = "") -> Attested[_R]:
+    """What an envelope says. Nothing is verified.
+
+    Args:
+        data: the envelope, or its JSON text.
+        kind: type of the record.
+        where: what an error is located at.
+
+    Raises:
+        StateCorrupt: it is not a signed statement of this kind.
+    """
+    envelope = data if isinstance(data, Envelope) else codec.loads(data, Envelope, where=where)
+    payload = _decoded(envelope.payload, where)
+    statement = codec.loads(payload, dict[str, Any], where=where)
+    if (envelope.payloadType, statement.get("_type")) != (PAYLOAD_TYPE, STATEMENT_TYPE):
+        raise StateCorrupt("not an in-toto statement", where=where)
+    if (found := statement.get("predicateType")) != _PREDICATES[kind]:
+        raise StateCorrupt(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {found}"[:200])
+    if not envelope.signatures:
+        raise StateCorrupt("nobody has signed it", where=where)
+    record = codec.from_json(statement.get("predicate"), kind, where=where)
+    if statement.get("subject") != [{"name": _SUBJECT, "digest": {"sha256": hex_of(record.manifest)}}]:
+        raise StateCorrupt("its subject is not what its predicate is about", where=where)
+    return Attested(record=record, envelope=envelope)
+
+
+def verified(envelope: Envelope, kind: type[_R], verifier: Verifier, *, where: str = "") -> _R:
+    """The record, as it stands in the bytes that a trusted key has signed.
+
+    Raises:
+        SignatureInvalid: no trusted key has signed it, or it is not of this kind.
+    """
+    try:
+        record = read(envelope, kind, where=where).record
+        signed = _pre_authentication(envelope.payloadType, _decoded(envelope.payload, where))
+    except (StateCorrupt, UnicodeEncodeError, RecursionError) as error:
+        raise SignatureInvalid("nobody can have signed this", where=where, why=str(error)) from error
+    refused = None
+    for signature in envelope.signatures:
+        try:
+            verifier.verify(signed, signature.sig, signature.keyid)
+        except SignatureInvalid as error:
+            refused = refused or error
+        else:
+            return record
+    assert refused is not None  # noqa: S101 (`read` refuses an envelope without signatures)
+    raise SignatureInvalid(refused.what, where=where or refused.where, why=refused.why, remedy=refused.remedy)
+
+
+def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bool:
+    """Whether a record names this model, variant, release, content and target; an override also names the version."""
+    expected = (what.model, what.variant, what.release, what.manifest, target)
+    named = (about.model, about.variant, about.release, about.manifest, about.target) == expected
+    return named and (not isinstance(about, OverrideRecord) or about.version == what.version)
+
+
+def authority_of(deployment: Deployment, verifier: Verifier) -> Record:
+    """What lets a deployment's files be loaded: a passing decision or an override about exactly them.
+
+    Raises:
+        Refused: there is none, it is about something else, or no trusted key has signed it.
+    """
+    where = f"{deployment.model}/{deployment.version}"
+    if deployment.authority is None:
+        raise Refused("no signed decision names its files", where=where, remedy=_UNSIGNED)
+    about: Record
+    if deployment.evidence is None:
+        about = verified(deployment.authority, OverrideRecord, verifier, where=where)
+    else:
+        about = verified(deployment.authority, DecisionRecord, verifier, where=where)
+    if not is_about(about, deployment, about.target):
+        raise Refused(
+            "the signed decision names other files",
+            where=where,
+            why=f"it is about {about.model}, {about.variant}, {short(about.manifest)}",
+            remedy=_UNSIGNED,
+        )
+    decision = about if isinstance(about, DecisionRecord) else None
+    if decision is not None and decision.verdict is not Verdict.PASS:
+        raise Refused(f"its gates on {decision.target} ended {decision.verdict.value}", where=where, remedy=_UNSIGNED)
+    rests_on = (None, False) if decision is None else (decision.evidence, decision.batchable)
+    if (deployment.evidence, deployment.batchable) != rests_on:
+        raise Refused("the signed decision rests on other evidence", where=where, remedy=_UNSIGNED)
+    return about
+
+
+def target_of(deployment: Deployment) -> str:
+    """The target that a deployment's authority names; nothing is verified. Empty if it has none."""
+    if deployment.authority is None:
+        return ""
+    if deployment.evidence is None:
+        return read(deployment.authority, OverrideRecord).record.target
+    return read(deployment.authority, DecisionRecord).record.target
+
+
+class TrustedKeys:
+    """The public keys whose signatures count.
+
+    Keys are read again for every signature, so that one that is taken away is no longer trusted from then on.
+
+    Args:
+        paths: PEM files of public keys, or folders whose `*.pub.pem` files are. What does not exist trusts nobody.
+        encoded: further keys, see `encoded`.
+    """
+
+    def __init__(self, paths: Path | Iterable[Path], *, encoded: str = "") -> None:
+        self._paths = (paths,) if isinstance(paths, Path) else tuple(paths)
+        self._encoded = encoded
+
+    @classmethod
+    def of(cls, text: str) -> TrustedKeys:
+        """The keys that a setting names: by a path, or themselves as `encoded` writes them."""
+        return cls((), encoded=text) if text.startswith(_ENCODED) else cls(Path(text))
+
+    def encoded(self) -> str:
+        """The keys themselves, in base64 of DER, separated by commas."""
+        return ",".join(base64.b64encode(_der(key)).decode() for _, key in sorted(self._load().items()))
+
+    def keys(self) -> tuple[Digest, ...]:
+        """Digests of the trusted keys.
+
+        Raises:
+            UserError: a file does not hold a public key of ECDSA P-256.
+        """
+        return tuple(sorted(self._load()))
+
+    def verify(self, data: bytes, signature: str, key: Digest) -> None:
+        """Raises SignatureInvalid if the key is not trusted or the signature does not fit."""
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+        from cryptography.hazmat.primitives.hashes import SHA256
+
+        trusted = self._load()
+        if key not in trusted:
+            raise SignatureInvalid(
+                f"key {short(key)} is not trusted",
+                where=", ".join(map(str, self._paths)),
+                why=f"trusted keys: {', '.join(map(short, sorted(trusted))) or 'none'}",
+                remedy=f"If you trust its owner, put the public key (NAME{PUBLIC_SUFFIX}) there; else judge again",
+            )
+        try:
+            trusted[key].verify(base64.b64decode(signature, validate=True), data, ECDSA(SHA256()))
+        except (InvalidSignature, ValueError) as error:
+            raise SignatureInvalid(
+                f"the signature by key {short(key)} does not fit",
+                why="the record or the signature was changed after it was signed",
+                remedy="Judge the release again with `onnx-ops run`, and find out who changed it",
+            ) from error
+
+    def _load(self) -> dict[Digest, EllipticCurvePublicKey]:
+        texts = [text for text in self._encoded.split(",") if text]
+        loaded = [*map(_public_key, self._files()), *map(_encoded_key, texts)]
+        return {key_digest(key): key for key in loaded}
+
+    def _files(self) -> Iterator[Path]:
+        for path in self._paths:
+            if path.is_dir():
+                yield from sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
+            elif path.exists():
+                yield path
+
+
+def key_digest(key: EllipticCurvePublicKey) -> Digest:
+    """Names a public key: digest of its SubjectPublicKeyInfo in DER."""
+    return digest_bytes(_der(key))
+
+
+def not_a_key(kind: str, where: str) -> UserError:
+    return UserError(
+        f"this is not an ECDSA P-256 {kind} key",
+        where=where,
+        remedy=f"`onnx-ops init` makes a pair: NAME.pem is the private key, NAME{PUBLIC_SUFFIX} the public one",
+    )
+
+
+def _public_key(path: Path) -> EllipticCurvePublicKey:
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    return _loaded(lambda: load_pem_public_key(path.read_bytes()), str(path))
+
+
+def _encoded_key(text: str) -> EllipticCurvePublicKey:
+    from cryptography.hazmat.primitives.serialization import load_der_public_key
+
+    return _loaded(lambda: load_der_public_key(base64.b64decode(text, validate=True)), text[:_SHOWN])
+
+
+def _loaded(load: Callable[[], object], where: str) -> EllipticCurvePublicKey:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicKey
+
+    try:
+        key = load()
+    except (ValueError, OSError, UnsupportedAlgorithm) as error:
+        raise not_a_key("public", where) from error
+    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):
+        raise not_a_key("public", where)
+    return key
+
+
+def _der(key: EllipticCurvePublicKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _decoded(payload: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise StateCorrupt("its payload is not base64", where=where) from error
+
+
+def _pre_authentication(payload_type: str, payload: bytes) -> bytes:
+    """What DSSE signs: type and payload with their lengths."""
+    kind = payload_type.encode()
+    return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)

@@ -1,0 +1,196 @@
+"""Signed statements, and what they let be loaded."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops import codec
+from onnx_ops.attestation import PAYLOAD_TYPE, TrustedKeys, authority_of, read, sign, target_of, verified
+from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.domain.attestation import Envelope
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.gate import DecisionRecord, Verdict
+from onnx_ops.domain.override import OverrideRecord
+from onnx_ops.errors import Refused, SignatureInvalid, StateCorrupt, UserError
+from onnx_ops.testing.fakes import FakeSigner
+
+SIGNER, STRANGER = FakeSigner(), FakeSigner(b"a stranger")
+RELEASE, MANIFEST, EVIDENCE = digest_bytes(b"release"), digest_bytes(b"manifest"), digest_bytes(b"evidence")
+
+
+def decision(**changes: Any) -> DecisionRecord:
+    passed = DecisionRecord(
+        model="digits",
+        release=RELEASE,
+        variant="fp32",
+        target="cpu",
+        manifest=MANIFEST,
+        target_digest=digest_bytes(b"target"),
+        gates_digest=digest_bytes(b"gates"),
+        evidence=EVIDENCE,
+        verdict=Verdict.PASS,
+        verdicts={"latency": Verdict.PASS},
+        decided_at="2026-01-01T00:00:00+00:00",
+        sequence=10,
+    )
+    return replace(passed, **changes)
+
+
+def override(**changes: Any) -> OverrideRecord:
+    given_ = OverrideRecord(
+        model="digits",
+        version="2",
+        release=RELEASE,
+        variant="fp32",
+        manifest=MANIFEST,
+        target="cpu",
+        reason="sure",
+        by="alice",
+        at="2026-01-01T00:00:00+00:00",
+    )
+    return replace(given_, **changes)
+
+
+def deployment(**changes: Any) -> Deployment:
+    approved = Deployment(
+        name="v2",
+        model="digits",
+        version="2",
+        variant="fp32",
+        release=RELEASE,
+        manifest=MANIFEST,
+        location="/models",
+        evidence=EVIDENCE,
+        authority=sign(decision(), SIGNER).envelope,
+    )
+    return replace(approved, **changes)
+
+
+def test_an_envelope_is_that_of_the_standards() -> None:
+    """Its signature is verified here with nothing but the standard's own words."""
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import load_der_public_key
+
+    document = json.loads(codec.dumps(sign(decision(), SIGNER).envelope))
+    assert set(document) == {"payload", "payloadType", "signatures"}
+    kind, payload = document["payloadType"].encode(), base64.b64decode(document["payload"])
+    encoded = b" ".join([b"DSSEv1", str(len(kind)).encode(), kind, str(len(payload)).encode(), payload])
+    key = load_der_public_key(base64.b64decode(SIGNER.trusted_keys))
+    assert isinstance(key, EllipticCurvePublicKey)
+    (signature,) = document["signatures"]
+    key.verify(base64.b64decode(signature["sig"]), encoded, ECDSA(SHA256()))
+    statement = json.loads(payload)
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["subject"] == [{"name": "manifest.json", "digest": {"sha256": hex_of(MANIFEST)}}]
+    assert statement["predicateType"] == "urn:onnx-ops:decision:v1"
+
+
+@pytest.mark.parametrize("record", [decision(), override()], ids=["decision", "override"])
+def test_what_was_signed_is_read_back_and_verified(record: DecisionRecord | OverrideRecord) -> None:
+    attested = sign(record, SIGNER)
+    text = codec.dumps(attested.envelope)
+    assert read(text, type(record)) == attested
+    assert attested.keys == (SIGNER.key,)
+    assert verified(attested.envelope, type(record), SIGNER) == record
+    with pytest.raises(SignatureInvalid, match="is not trusted"):
+        verified(attested.envelope, type(record), STRANGER)
+
+
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_no_changed_byte_is_verified(position: int, bit: int) -> None:
+    envelope = sign(decision(), SIGNER).envelope
+    payload = bytearray(base64.b64decode(envelope.payload))
+    payload[position % len(payload)] ^= 1 << bit
+    changed = replace(envelope, payload=base64.b64encode(bytes(payload)).decode())
+    with pytest.raises(SignatureInvalid):
+        verified(changed, DecisionRecord, SIGNER)
+
+
+def test_one_kind_does_not_pass_for_the_other() -> None:
+    with pytest.raises(SignatureInvalid, match="nobody can have signed this"):
+        verified(sign(override(), SIGNER).envelope, DecisionRecord, SIGNER)
+    with pytest.raises(SignatureInvalid):
+        verified(replace(sign(decision(), SIGNER).envelope, payloadType="text/plain"), DecisionRecord, SIGNER)
+
+
+def test_one_trusted_signature_of_several_is_enough_and_none_is_not() -> None:
+    mine, theirs = sign(decision(), SIGNER).envelope, sign(decision(), STRANGER).envelope
+    both = replace(mine, signatures=(*theirs.signatures, *mine.signatures))
+    assert verified(both, DecisionRecord, SIGNER) == decision()
+    with pytest.raises(SignatureInvalid):
+        verified(replace(mine, signatures=()), DecisionRecord, SIGNER)
+
+
+def statement_of(**changes: Any) -> Envelope:
+    """A statement that the trusted key has signed, with other members."""
+    signed = sign(decision(), SIGNER).envelope
+    document = {**json.loads(base64.b64decode(signed.payload)), **changes}
+    payload = base64.b64encode(json.dumps(document).encode()).decode()
+    return replace(signed, payload=payload)
+
+
+@pytest.mark.parametrize(
+    ("envelope", "why"),
+    [
+        (statement_of(_type="https://in-toto.io/Statement/v0.1"), "not an in-toto statement"),
+        (statement_of(predicateType="https://slsa.dev/provenance/v1"), "it is a https://slsa.dev"),
+        (statement_of(predicate={"model": "digits"}), "not a DecisionRecord"),
+        (statement_of(subject=[{"name": "manifest.json", "digest": {"sha256": "0" * 64}}]), "its subject is not"),
+        (statement_of(subject=[]), "its subject is not"),
+        (Envelope(payload="é", payloadType=PAYLOAD_TYPE, signatures=()), "not base64"),
+    ],
+)
+def test_what_is_no_decision_is_told_from_one(envelope: Envelope, why: str) -> None:
+    with pytest.raises(StateCorrupt, match=why):
+        read(envelope, DecisionRecord)
+
+
+def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded() -> None:
+    assert authority_of(deployment(), SIGNER) == decision()
+    assert target_of(deployment()) == "cpu"
+    overridden = deployment(evidence=None, authority=sign(override(), SIGNER).envelope)
+    assert authority_of(overridden, SIGNER) == override()
+    assert target_of(overridden) == "cpu"
+    assert target_of(deployment(authority=None)) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (deployment(authority=None), "no signed decision names its files"),
+        (deployment(manifest=digest_bytes(b"other")), "names other files"),
+        (deployment(release=digest_bytes(b"other")), "names other files"),
+        (deployment(variant="int8"), "names other files"),
+        (deployment(model="faces"), "names other files"),
+        (deployment(authority=sign(decision(verdict=Verdict.FAIL), SIGNER).envelope), "ended fail"),
+        (deployment(authority=sign(decision(), STRANGER).envelope), "is not trusted"),
+        (deployment(authority=sign(override(), SIGNER).envelope), "nobody can have signed"),
+        (deployment(evidence=None), "nobody can have signed"),
+        (deployment(evidence=None, version="3", authority=sign(override(), SIGNER).envelope), "names other files"),
+        (deployment(evidence=digest_bytes(b"other")), "rests on other evidence"),
+        (deployment(batchable=True), "rests on other evidence"),
+    ],
+)
+def test_anything_else_is_refused(other: Deployment, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        authority_of(other, SIGNER)
+
+
+def test_keys_are_named_by_a_folder_or_themselves(tmp_path: Any) -> None:
+    from onnx_ops.adapters.signers.ecdsa import create_key
+
+    signer = create_key(tmp_path / "keys" / "signing.pem")
+    folder = TrustedKeys.of(str(tmp_path / "keys"))
+    given_ = TrustedKeys.of(f"{folder.encoded()},{SIGNER.trusted_keys}")
+    assert folder.keys() == (signer.key,)
+    assert set(given_.keys()) == {signer.key, SIGNER.key}
+    with pytest.raises(UserError, match="not an ECDSA P-256 public key"):
+        TrustedKeys.of(SIGNER.trusted_keys[:-8]).keys()
