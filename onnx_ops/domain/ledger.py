@@ -80,7 +80,8 @@ class ReleaseState:
 
     `generation` orders effects: the sequence of the last intent, open or closed. `pending_aliases` are
     registry writes that are still owed. `rejected` are releases, and single versions by manifest, that may not come
-    back by themselves, with the reason. `known` holds every deployment that may ever have taken traffic, by version.
+    back by themselves, with the reason; `untold` the versions of which that changed since the registry was told.
+    `known` holds every deployment that may ever have taken traffic, by version.
     `word_at` is the sequence of the operator's word, `decided_at` that of the first intent to do what is open. `trial`
     is what was counted of the rollout in progress, `frozen` the last thresholds that were read for one.
     `overrides` are what persons said of versions, by manifest; whether they count is for the reader to verify, and
@@ -110,6 +111,7 @@ class ReleaseState:
     arrived: Digest | None = None
     arrived_at: float = 0.0
     rejected: Mapping[Digest, str] = field(default_factory=dict)
+    untold: frozenset[str] = frozenset()
     overrides: Mapping[Digest, Override] = field(default_factory=dict)
     overrides_taken: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
@@ -148,7 +150,11 @@ def follow(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     """
     if entry.endpoint != state.endpoint or entry.sequence != state.head + 1:
         raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}")
-    return replace(_apply(state, entry), head=entry.sequence)
+    after = _apply(state, entry)
+    if after.rejected != state.rejected:
+        changed = {v for v, d in after.known.items() if after.why_rejected(d) != state.why_rejected(d)}
+        after = replace(after, untold=after.untold | changed)
+    return replace(after, head=entry.sequence)
 
 
 def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
@@ -246,7 +252,7 @@ def _noted(
         case Mirrored():
             owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
             told = {**state.aliases, **body.aliases}
-            return replace(state, pending_aliases=owed, aliases=told, mirrored_at=sequence)
+            return replace(state, pending_aliases=owed, aliases=told, mirrored_at=sequence, untold=frozenset())
         case RefusedVersion():
             return replace(state, refusing=body, refused_at=sequence)
         case Frozen():

@@ -4,6 +4,8 @@ server judge by it."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from onnx_ops.attestation import is_about, read, verified
 from onnx_ops.domain.artifact import Digest, short
@@ -15,6 +17,8 @@ from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag,
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused, SignatureInvalid, StateCorrupt
 from onnx_ops.ports import Verifier
+
+_ROLLED_BACK = "onnxops.rolled-back."
 
 COME_BACK = "Make a new release, or promote it with --override and a reason."
 
@@ -91,9 +95,59 @@ def taken_override(
 
 
 def why_rejected(state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier) -> str | None:
-    """Why this endpoint does not take the version back; None if it may come, or a person overrode that."""
-    why = state.why_rejected(what)
-    return None if why is None or taken_override(state, what, target, verifier) is not None else why
+    """Why this endpoint does not take the version back; None if it may come, or a person overrode that.
+
+    The registry's tag is a second witness: what it says was rolled back counts also where the ledger does not say so
+    any more, and only an override that was signed later outweighs it.
+    """
+    override = taken_override(state, what, target, verifier)
+    why = state.why_rejected(what) if override is None else None
+    if why is None and isinstance(what, VersionRecord):
+        told = told_rollback(what, state.endpoint)
+        if told is not None and (override is None or not is_later(override, told)):
+            return told.why
+    return why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldRollback:
+    """What a version's tag says of a rollback: when the registry was told, and why it was rolled back."""
+
+    at: datetime
+    why: str
+
+    def text(self) -> str:
+        return f"{self.at.isoformat(timespec='milliseconds')} {self.why}"
+
+
+def rolled_back_tag(endpoint: str) -> str:
+    """Tag of a version that an endpoint rolled back."""
+    return f"{_ROLLED_BACK}{endpoint}"
+
+
+def told_rollback(record: VersionRecord, endpoint: str) -> ToldRollback | None:
+    """What the registry knows of a rollback of the version by an endpoint. It needs no signature: it only refuses."""
+    at, _, why = record.tags.get(rolled_back_tag(endpoint), "").partition(" ")
+    try:
+        return ToldRollback(at=datetime.fromisoformat(at).astimezone(UTC), why=why)
+    except ValueError:
+        return None
+
+
+def moment_of_override(record: VersionRecord, now: float) -> str:
+    """When an override is given, ISO 8601 in UTC: never before a rollback of the version that is known, however wrong
+    the clock is, since who overrides now knows of it. `now` is seconds since the epoch."""
+    endpoints = [tag.removeprefix(_ROLLED_BACK) for tag in record.tags if tag.startswith(_ROLLED_BACK)]
+    known = [told.at for endpoint in endpoints if (told := told_rollback(record, endpoint)) is not None]
+    return max([datetime.fromtimestamp(now, tz=UTC), *known]).isoformat(timespec="milliseconds")
+
+
+def is_later(override: SignedOverride, told: ToldRollback) -> bool:
+    """Whether a person gave an override after the registry was told of the rollback."""
+    try:
+        return datetime.fromisoformat(override.record.at) >= told.at
+    except (ValueError, TypeError):  # no time, or one without a zone
+        return False
 
 
 def declared_libraries(record: VersionRecord, target: str, verifier: Verifier) -> tuple[Digest, ...]:

@@ -13,7 +13,14 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import NotFound, Refused, ServiceUnavailable
 from onnx_ops.operations.approve import approve, materialise
-from onnx_ops.operations.decided import COME_BACK, standing_override, taken_override, why_rejected
+from onnx_ops.operations.decided import (
+    COME_BACK,
+    is_later,
+    standing_override,
+    taken_override,
+    told_rollback,
+    why_rejected,
+)
 from onnx_ops.operations.journal import Journal, siblings
 from onnx_ops.operations.staging import waits_for
 from onnx_ops.ports import Ports
@@ -142,9 +149,9 @@ def _authority(journal: Journal, record: VersionRecord) -> SignedDecision | Sign
 
 def _approved(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
     ports, state, config = journal.ports, journal.state, journal.config
+    refuse_rejected(ports, state, record, config.target)
     if (override := taken_override(state, record, config.target, ports.verifier())) is not None:
         return override
-    refuse_rejected(ports, state, record, config.target)
     return approve(ports, record, config.target, config.target_digest)
 
 
@@ -152,6 +159,9 @@ def _take_override(journal: Journal, record: VersionRecord) -> bool:
     """Write the override that stands signed on the version into the ledger, unless that was done before."""
     signed = standing_override(record, journal.config.target, journal.ports.verifier())
     if signed is None or signed.envelope.digest() in journal.state.overrides_taken:
+        return False
+    told = told_rollback(record, journal.state.endpoint)
+    if told is not None and not is_later(signed, told):
         return False
     journal.append(entry_of(signed), actor=signed.record.by)
     return True

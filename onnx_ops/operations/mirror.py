@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import UTC, datetime
 
 from onnx_ops.domain.ledger import Mirrored, Notified, Observed, Outcome, RefusedVersion, ReleaseState, Renewed
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import NotFound, Refused
+from onnx_ops.operations.decided import ToldRollback, rolled_back_tag
 from onnx_ops.operations.desired import moved_by_a_person, spent
 from onnx_ops.operations.journal import Journal, damage, siblings
 from onnx_ops.ports import Ports
@@ -75,13 +77,17 @@ def write_owed_aliases(journal: Journal) -> str:
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())
 
 
-def tag_rejected(journal: Journal) -> None:
-    """Say on every version that was rolled back here why it does not come back by itself."""
+def tell_rejected(journal: Journal) -> bool:
+    """Say on versions that were rolled back here why they do not come back by themselves, and no more on those that
+    may. Until that is written down it is done again. Says whether there was anything to tell."""
     state, model, registry = journal.state, journal.config.model, journal.ports.registry()
-    for version, deployment in state.known.items():
-        if (why := state.why_rejected(deployment)) is not None:
-            with contextlib.suppress(NotFound):
-                registry.annotate(model, version, {f"onnxops.rolled-back.{state.endpoint}": why[:400]})
+    now = datetime.fromtimestamp(journal.ports.clock.now(), tz=UTC)
+    for version in sorted(state.untold):
+        why = state.why_rejected(state.known[version])
+        text = "" if why is None else ToldRollback(at=now, why=why[:400]).text()
+        with contextlib.suppress(NotFound):
+            registry.annotate(model, version, {rolled_back_tag(state.endpoint): text})
+    return bool(state.untold)
 
 
 def take_note(journal: Journal, champion: str | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +14,7 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, alias
 from onnx_ops.errors import Refused, UserError
 from onnx_ops.operations.approve import approve
-from onnx_ops.operations.decided import declared_libraries, standing_override
+from onnx_ops.operations.decided import declared_libraries, moment_of_override, standing_override
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import entry_of, refuse_rejected
 from onnx_ops.operations.journal import Journal, looking_again, siblings, stream
@@ -143,7 +142,7 @@ def _signed(ports: Ports, record: VersionRecord, target: str, reason: str, actor
         custom_ops=declared_libraries(record, target, ports.verifier()),
         reason=reason,
         by=actor,
-        at=datetime.datetime.fromtimestamp(ports.clock.now(), tz=datetime.UTC).isoformat(timespec="milliseconds"),
+        at=moment_of_override(record, ports.clock.now()),
     )
     return sign(about, signer)
 

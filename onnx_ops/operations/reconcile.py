@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.ledger import RefusedVersion
+from onnx_ops.domain.ledger import Mirrored, RefusedVersion
 from onnx_ops.domain.rollout import Action, ActionKind
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused
 from onnx_ops.operations.delete import finish_deletion
@@ -20,8 +20,8 @@ from onnx_ops.operations.mirror import (
     conclude_refusal,
     put_back,
     show_entries,
-    tag_rejected,
     take_note,
+    tell_rejected,
     write_owed_aliases,
 )
 from onnx_ops.operations.notify import note_wait
@@ -160,10 +160,12 @@ def _told_registry(journal: Journal, wish: Desired) -> StepReport | None:
     if wish.unreachable:
         return None
     endpoint, shown = journal.state.endpoint, journal.state.mirrored_at
+    told = tell_rejected(journal)
     if written := write_owed_aliases(journal):
-        tag_rejected(journal)
         show_entries(journal, after=shown)
         return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
+    if told:
+        journal.append(Mirrored(aliases={}))
     if take_note(journal, wish.champion):
         why = f"the champion in the registry is v{wish.champion}, which serves here"
         return StepReport(endpoint=endpoint, did="took note", why=why, settled=False)

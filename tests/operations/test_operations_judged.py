@@ -9,6 +9,7 @@ from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally
 from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
 from onnx_ops.errors import Refused, ServiceUnavailable
+from onnx_ops.operations.decided import told_rollback
 from onnx_ops.operations.observe import RECORD_EVERY_S
 from tests.operations.release_parts import CHALLENGER, CHAMPION, Scene, effects
 from tests.operations.release_scenes import GUARDED, begun, copies_of, counted_out
@@ -65,7 +66,9 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     (asked,) = [e.body for e in scene.world.ledger.read("digits") if e.body.kind == "rollback-requested"]
     assert asked.action.why.endswith("-> ROLL BACK")
     assert not asked.by_hand
-    assert scene.record("2").tags["onnxops.rolled-back.digits"] == asked.action.why[:400]
+    told = told_rollback(scene.record("2"), "digits")
+    assert told is not None
+    assert told.why == asked.action.why[:400]
     traffic(scene, 1000)
     assert scene.traffic() == {"v1": 100}
     with pytest.raises(Refused):

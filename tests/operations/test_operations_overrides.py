@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
+from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import LedgerEntry, Override
 from onnx_ops.domain.override import reason_tag, record_tag
 from onnx_ops.errors import Refused
-from onnx_ops.testing.fakes import FakeRegistry, FakeSigner, FakeWorld
+from onnx_ops.testing.fakes import FakeProvider, FakeRegistry, FakeSigner, FakeWorld
 from tests.operations.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene
 
 
@@ -163,3 +165,65 @@ def test_the_old_champion_becomes_previous_before_the_new_one_is_named() -> None
     registry.asked.clear()
     scene.serve(scene.publish("c"))
     assert registry.asked == [CHALLENGER, PREVIOUS, CHAMPION]
+
+
+def restored(scene: Scene, count: int) -> Scene:
+    """The same world after the machine was lost, and a backup of the ledger restored with so many entries."""
+    kept = MemoryLedger()
+    for entry in scene.world.ledger.read("digits")[:count]:
+        kept.append(entry)
+    scene.world = replace(scene.world, ledger=kept, provider=FakeProvider())
+    return scene
+
+
+def overridden_and_rolled_back() -> Scene:
+    """Version 2 failed its gates, served by an override, and was rolled back; the ledger is of before all that."""
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    scene.publish("b", verdict=Verdict.FAIL)
+    before = len(scene.world.ledger.read("digits"))
+    scene.world.clock.advance(1)
+    scene.promote("2", override=True, reason="sure")
+    scene.settle()
+    scene.world.clock.advance(1)
+    scene.roll_back()
+    scene.settle()
+    scene.world.clock.advance(1)
+    return restored(scene, before)
+
+
+@pytest.mark.parametrize("alias", [CHALLENGER, CHAMPION])
+def test_what_was_rolled_back_stays_so_in_a_ledger_that_does_not_know(alias: str) -> None:
+    """Its override of then is as valid as ever; the registry remembers that the rollback came later."""
+    scene = overridden_and_rolled_back()
+    scene.set_alias(alias, "2")
+    (refused,) = [report for report in scene.settle() if report.refused]
+    assert refused.why.startswith("digits/2: endpoint digits rolled this release back")
+    assert "v2" not in scene.traffic()
+    assert overrides(scene) == []
+    with pytest.raises(Refused, match="rolled this release back"):
+        scene.promote("2")
+
+
+@pytest.mark.parametrize("hours", [0, -1], ids=["a right clock", "a slow clock"])
+def test_a_later_override_brings_it_back_there_too(hours: int) -> None:
+    scene = overridden_and_rolled_back()
+    scene.world.clock.advance(3600 * hours)
+    scene.promote("2", override=True, reason="sure again")
+    scene.settle()
+    assert scene.traffic()["v2"] == 100
+
+
+def test_a_version_that_serves_again_is_told_to_be_free() -> None:
+    scene = Scene()
+    scene.bind()
+    for seed in "ab":
+        scene.serve(scene.publish(seed))
+    scene.roll_back()
+    scene.settle()
+    assert scene.record("2").tags["onnxops.rolled-back.digits"].endswith("it is slow")
+    scene.roll_back(to="2", force=True)
+    scene.settle()
+    assert scene.record("2").tags["onnxops.rolled-back.digits"] == ""
+    assert scene.record("1").tags["onnxops.rolled-back.digits"].endswith("it is slow")

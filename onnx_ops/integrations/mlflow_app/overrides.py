@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 
 from onnx_ops import codec
@@ -14,7 +13,7 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
-from onnx_ops.operations.decided import declared_libraries
+from onnx_ops.operations.decided import declared_libraries, moment_of_override
 from onnx_ops.ports import Clock
 
 _REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
@@ -43,7 +42,6 @@ class Overrides:
             raise Refused("an override needs a reason", remedy="Write it as the tag's value.")
         if len(reason) > LONGEST_REASON:
             raise Refused(f"the reason has {len(reason)} characters, of at most {LONGEST_REASON}")
-        moment = datetime.datetime.fromtimestamp(self._clock.now(), tz=datetime.UTC)
         about = OverrideRecord(
             model=record.model,
             version=record.version,
@@ -54,7 +52,7 @@ class Overrides:
             custom_ops=() if keys is None else declared_libraries(record, target, keys),
             reason=reason,
             by=user,
-            at=moment.isoformat(timespec="milliseconds"),
+            at=moment_of_override(record, self._clock.now()),
         )
         envelope = sign(about, signer).envelope
         self._versions.annotate(found, record_tag(target), codec.dumps(envelope).decode())
