@@ -446,7 +446,7 @@ def bound_to_trust_nobody(site: Site) -> None:
 def everything_rewritten(site: Site) -> None:
     """Every digest of version 1 is that of version 3, in the registry and in the ledger."""
     one, three = site.record("1"), site.record("3")
-    swap = {one.manifest: three.manifest, one.release: three.release}
+    swap: dict[str, str] = {one.manifest: three.manifest, one.release: three.release}
 
     def change(value: Any) -> Any:
         if isinstance(value, dict):
