@@ -141,7 +141,7 @@ def _signed(ports: Ports, record: VersionRecord, target: str, reason: str, actor
         target=target,
         custom_ops=declared_libraries(record, target, ports.verifier()),
         reason=reason,
-        by=actor,
+        by=actor or ports.host.actor(),
         at=moment_of_override(record, ports.clock.now()),
     )
     return sign(about, signer)
