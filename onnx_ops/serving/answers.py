@@ -9,7 +9,7 @@ import orjson
 
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol import headers
-from onnx_ops.serving.http import Overloaded, status_of
+from onnx_ops.serving.http import Overloaded, Unfit, status_of
 
 Head = Mapping[bytes, bytes]
 """Headers of a request by lower-case name; of several with one name the first."""
@@ -39,10 +39,16 @@ def refusal(status: int, message: str, lines: bytes = b"") -> Answer:
     return Answer(status, _JSON_LINE + lines, orjson.dumps({"error": message}))
 
 
-def of_error(error: OnnxOpsError, lines: bytes = b"") -> Answer:
+def of_error(error: OnnxOpsError, lines: bytes = b"", *, invocation: bool = False) -> Answer:
+    """Return the answer to a request that failed.
+
+    An invocation whose inputs the model refuses is answered 500, not 422: SageMaker counts 4xx as the caller's errors,
+    and a rollout there would not see a candidate that fails.
+    """
     if isinstance(error, Overloaded):
         lines += b"retry-after: %d\r\n" % error.retry_after_s
-    return refusal(status_of(error), str(error), lines)
+    status = 500 if invocation and isinstance(error, Unfit) else status_of(error)
+    return refusal(status, str(error), lines)
 
 
 def of_crash(lines: bytes = b"") -> Answer:

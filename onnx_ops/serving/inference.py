@@ -110,7 +110,7 @@ class Inference:
             answer = resident.answer(resident.read(request.route.invocation, request.head, request.body))
             resident.row[RUNS] += 1
         except OnnxOpsError as error:
-            answer = answers.of_error(error, request.lines)
+            answer = answers.of_error(error, request.lines, invocation=request.route.invocation)
         except Exception:
             _log.exception("a request failed in a way that nobody foresaw")
             answer = answers.of_crash(request.lines)
@@ -163,7 +163,10 @@ class Inference:
                 resident.row[RUN_NANOSECONDS] += int(seconds * 1e9)
                 resident.row[BATCHED] += calls if calls > 1 else 0
         for request, outcome in outcomes:
-            answer = outcome if isinstance(outcome, Answer) else answers.of_error(outcome, request.lines)
+            if isinstance(outcome, Answer):
+                answer = outcome
+            else:
+                answer = answers.of_error(outcome, request.lines, invocation=request.route.invocation)
             self._finish(request, answer)
             request.respond(answer)
 

@@ -24,7 +24,7 @@ _ERRORS = {
     "404": "No such model, version or deployment.",
     "413": "The body is larger than the server's limit.",
     "415": "The body is compressed, or its content type is not taken here.",
-    "422": "The inputs fit the description, but the model refuses them.",
+    "422": "The inputs fit the description, but the model refuses them; an invocation is answered 500.",
     "429": "More requests wait than the server's queue holds.",
     "500": "The model failed on these inputs.",
     "503": "Nothing is published yet, or the deployment is not loaded.",

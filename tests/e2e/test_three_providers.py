@@ -52,9 +52,8 @@ JUDGED = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(60,), guardrails=(Gu
 BURST = 200
 """Requests between two looks."""
 LOOKS = 40
-ODD_PERCENT = 60
-"""Percent of requests that the bad version fails on. CloudWatch tells its answers 422 as refusals, so there the rule
-of gross failures has to find it."""
+ODD_PERCENT = 8
+"""Percent of requests that the bad version fails on."""
 
 
 @dataclass

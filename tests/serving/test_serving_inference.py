@@ -312,6 +312,21 @@ def test_a_fault_that_nobody_foresaw_is_a_500_without_details(blue: Deployment, 
             assert answer.endswith(b'{"error":"internal error"}')
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_invocation_that_the_model_refuses_is_a_server_error(build: Callable[..., Deployment], slow: bool) -> None:
+    """SageMaker counts 4xx as the caller's errors, so that no rollout would see them."""
+    table = helper.make_tensor("t", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0])
+    constant = helper.make_node("Constant", [], ["t"], value=table)
+    gather = helper.make_node("Gather", ["t", "x"], ["y"])
+    deployment = build([constant, gather], [("x", TensorProto.INT64, ["b"])], [("y", TensorProto.FLOAT, ["b"])])
+    infer = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [1], "data": [7]}]}
+    with Worker(state_of(deployment, **{deployment.name: 100}), slow=slow).running() as worker:
+        assert status(worker.send(post(INFER, json.dumps(infer).encode()))) == 422
+        for value, expected in ((7, 500), (3, 200), (0.5, 400)):
+            answer = worker.send(post("/invocations", json.dumps({"inputs": {"x": [value]}}).encode()))
+            assert status(answer) == expected
+
+
 def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) -> None:
     with Worker(state_of(blue, green, blue=70, green=30)).running() as worker:
         for number in range(30):
