@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from onnx_ops import plugins
 from onnx_ops.attestation import TrustedKeys
+from onnx_ops.cli.endpoint_tables import describe_pending
 from onnx_ops.domain.artifact import short
 from onnx_ops.domain.finding import Finding
 from onnx_ops.errors import NotFound, OnnxOpsError
@@ -45,6 +46,7 @@ def diagnose(project: Project) -> list[Finding]:
         lambda: _webhook(project),
         lambda: _notifications(project),
         lambda: _endpoints(project),
+        lambda: _owed_rollbacks(project),
     ]
     findings: list[Finding] = []
     for looked in checks:
@@ -152,7 +154,7 @@ def _keys(project: Project) -> Iterator[Finding]:
     elif not path.exists():
         made = settings.signing == "auto"
         found = "no key yet; the first run makes one" if made else "no key"
-        yield Finding(check="signing", ok=made, found=found, remedy=f"Put an Ed25519 key, mode 0600, at {path}.")
+        yield Finding(check="signing", ok=made, found=found, remedy="Make one with `onnx-ops keys new`.")
     else:
         yield _key_file(path)
         yield _trust(settings)
@@ -243,3 +245,15 @@ def _endpoints(project: Project) -> Iterator[Finding]:
             found=silent if one.actual is None else f"answers at {one.address}",
             remedy=f"onnx-ops reconcile {name} starts it again",
         )
+
+
+def _owed_rollbacks(project: Project) -> Iterator[Finding]:
+    for name in bound_endpoints(project.ports):
+        pending = readable(project.ports, name).pending_rollback
+        if pending is not None:
+            yield Finding(
+                check=f"rollback of {name}",
+                ok=False,
+                found=f"owed {describe_pending(pending, project.ports.clock.now())}",
+                remedy=f"onnx-ops reconcile {name} tries again",
+            )

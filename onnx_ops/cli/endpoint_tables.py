@@ -50,7 +50,7 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
         if state.deleting:
             out.print("  [yellow]is being deleted[/yellow]")
         if state.pending_rollback is not None:
-            out.print(f"  [red]rollback owed[/red]: {escape(_pending_told(state.pending_rollback, now))}")
+            out.print(f"  [red]rollback owed[/red]: {escape(describe_pending(state.pending_rollback, now))}")
             out.print(f"  onnx-ops reconcile {escape(state.endpoint)} tries again; rollback --withdraw takes it back")
         if one.actual is not None:
             split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
@@ -88,7 +88,8 @@ def _pending_document(pending: PendingRollback | None) -> dict[str, Any] | None:
     }
 
 
-def _pending_told(pending: PendingRollback, now: float) -> str:
+def describe_pending(pending: PendingRollback, now: float) -> str:
+    """Return where a rollback leads, who asked for it how many seconds ago and why it is still owed."""
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
     told = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"

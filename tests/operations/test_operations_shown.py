@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.endpoint_tables import history_table, status_document, status_report
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.errors import StillOwed
 from onnx_ops.operations.status import EndpointStatus, Wanted, history, status
 from onnx_ops.ports import EndpointProvider
+from onnx_ops.settings import load_settings
 from onnx_ops.testing.fakes import FakeProvider
+from onnx_ops.wiring.project import Project
 from tests.operations.release_scenes import serving
 from tests.support.golden import Golden
 
@@ -51,6 +56,26 @@ def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.Captur
     status_report([found], 0.0)
     golden("tables", " ".join(capsys.readouterr().out.split()))
     assert status_document(found)["answers"] is False
+
+
+def test_an_owed_rollback_is_shown_by_status_history_and_doctor(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    scene = serving("a", "b")
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        scene.roll_back()
+    pending = status_document(status(scene.ports, "digits"))["pending_rollback"]
+    assert (pending["to"], pending["attempts"]) == ("v1", 1)
+    status_report([status(scene.ports, "digits")], scene.ports.clock.now())
+    assert "rollback owed: to v1" in " ".join(capsys.readouterr().out.split())
+    assert any("v1" in line.what for line in history(scene.ports, Wanted())[0][-2:])
+    project = Project(settings=load_settings(tmp_path), ports=scene.ports)
+    findings = {finding.check: finding for finding in diagnose(project)}
+    assert findings["rollback of digits"].ok is False
+    scene.world.provider.down = False
+    scene.settle()
+    assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
 
 
 def test_a_history_without_entries_is_a_line_and_no_empty_table(
