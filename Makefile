@@ -26,6 +26,7 @@ test-all: $(VENV)/.all
 truth: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gate_truth --quick
 	$(BIN)/python -m benchmarks.rollout_truth --quick
+	$(BIN)/python -m benchmarks.rollback_debt --quick
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -69,10 +69,10 @@ def main() -> int:
     return 0 if all(claim.held for claim in claims) else 1
 
 
-def two_versions(root: Path) -> Ports:
+def two_versions(root: Path, registry: FakeRegistry | None = None) -> Ports:
     """A project with an endpoint that serves version 2 and keeps version 1; its registry was there for that alone."""
+    registry = registry or FakeRegistry()
     (root / "onnx-ops.toml").touch()
-    ports, registry = open_project(root).ports, FakeRegistry()
     config = EndpointConfig(
         endpoint=ENDPOINT,
         provider="local",
@@ -81,13 +81,18 @@ def two_versions(root: Path) -> Ports:
         target_digest=digest_bytes(b"target"),
         pipeline="p",
     )
-    setting_up = replace(ports, registry=lambda: registry)
-    configure(setting_up, config, RolloutPolicy())
+    ports = setting_up(root, registry)
+    configure(ports, config, RolloutPolicy())
     for seed in ("a", "b"):
         version = registry.publish(publication(root / "files", model=MODEL, seed=seed, target=TARGET))["fp32"]
-        promote(setting_up, MODEL, version, TARGET, override=True, reason="only the time is looked at")
-        settle(setting_up, ENDPOINT)
-    return ports
+        promote(ports, MODEL, version, TARGET, override=True, reason="only the rollback is looked at")
+        settle(ports, ENDPOINT)
+    return open_project(root).ports
+
+
+def setting_up(root: Path, registry: FakeRegistry) -> Ports:
+    """The project's ports with a registry in memory."""
+    return replace(open_project(root).ports, registry=lambda: registry)
 
 
 def load(local: LocalEndpoints, config: EndpointConfig, seconds: float) -> LoadProcess:
