@@ -6,6 +6,7 @@ import json
 import ssl
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from tests.support.extras import require
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 pytestmark = pytest.mark.services
+
+LIMIT = "max_concurrent_requests_per_instance"
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,26 @@ class TestAzureEndpoints(EndpointProviderSuite):
 
 def test_capabilities_are_what_azure_does(world: World) -> None:
     assert world.provider.capabilities() == {"split", "quantiles"}
+
+
+@pytest.mark.parametrize(("settings", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)])
+def test_an_instance_gets_as_many_requests_at_a_time_as_it_queues(
+    world: World, settings: dict[str, int], limit: int
+) -> None:
+    config = config_of(world.cloud, **settings)
+    world.provider.apply(config, state_of(world.blue, blue=100), generation=1)
+    assert world.cloud.control.concurrency("scaling", azure_name(world.blue)) == limit
+
+
+def test_concurrent_clients_are_not_refused(world: World) -> None:
+    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    address = str(world.provider.address(world.config))
+
+    def ask(_: int) -> float:
+        return TestAzureEndpoints().scale(address)
+
+    with ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(ask, range(256))) == {2.0}
 
 
 def test_reads_that_are_behind_are_waited_for(world: World) -> None:
@@ -234,6 +257,7 @@ def test_what_is_missing_is_said(world: World) -> None:
         ({"image": ""}, "image"),
         ({"instance_type": 3}, "instance_type"),
         ({"instances": 0}, "instances"),
+        ({"max_concurrent_requests_per_instance": 0}, "max_concurrent_requests_per_instance"),
         ({"name": "UPPER"}, "name"),
         ({"name": "ab"}, "name"),
         ({"models": "s3://somewhere"}, "models"),

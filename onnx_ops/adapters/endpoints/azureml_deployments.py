@@ -76,7 +76,10 @@ class Deployments:
                 environment_variables=self._settings.variables(),
                 instance_type=self._settings.instance_type,
                 instance_count=self._settings.instances,
-                request_settings=OnlineRequestSettings(request_timeout_ms=round(self._settings.request_timeout * 1e3)),
+                request_settings=OnlineRequestSettings(
+                    max_concurrent_requests_per_instance=self._settings.concurrency,
+                    request_timeout_ms=round(self._settings.request_timeout * 1e3),
+                ),
                 tags={OWNER: self._owner, **record_tags(deployment)},
             )
         )

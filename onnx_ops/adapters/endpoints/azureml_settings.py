@@ -27,9 +27,11 @@ class AzureSettings:
     `instance_type` and `instances` are what every deployment runs on. `models` is the folder of a datastore that
     gets the models, `registry` the Azure ML registry that they are copied into and read from. `auth` is how clients
     show who they are, `identity` the resource id of a user-assigned identity (a system-assigned one without it),
-    `name` the endpoint's name in Azure, `request_timeout` in seconds. `blob_url` is the address of the datastore's
-    storage account where it has another one than usual, `answer_s` how many seconds Azure may take to answer one
-    request. `server` are options of the endpoint server.
+    `name` the endpoint's name in Azure, `request_timeout` in seconds. `max_concurrent_requests_per_instance` is how
+    many requests Azure gives to an instance at a time before it answers 429 itself: as many as the server queues by
+    default, where Azure's own default is 1. `blob_url` is the address of the datastore's storage account where it has
+    another one than usual, `answer_s` how many seconds Azure may take to answer one request. `server` are options of
+    the endpoint server.
     """
 
     place: Workspace
@@ -41,6 +43,7 @@ class AzureSettings:
     auth: str = "key"
     identity: str = ""
     request_timeout: float = 60.0
+    max_concurrent_requests_per_instance: int = 0
     blob_url: str = ""
     answer_s: float = ANSWER_S
     server: Mapping[str, Scalar]
@@ -53,6 +56,11 @@ class AzureSettings:
     def folder(self) -> str:
         """Path inside the datastore."""
         return str(_parts(self.models)["folder"])
+
+    @property
+    def concurrency(self) -> int:
+        """Requests that an instance gets at a time."""
+        return self.max_concurrent_requests_per_instance or options_of(self.server).queue
 
     def variables(self) -> dict[str, str]:
         """Environment of the container."""
@@ -69,6 +77,7 @@ _KNOWN = (
     "auth",
     "identity",
     "request_timeout",
+    "max_concurrent_requests_per_instance",
     "blob_url",
     "answer_s",
 )
@@ -98,9 +107,9 @@ def _check(given: Mapping[str, Scalar], where: str) -> None:
     for key, (pattern, told) in texts.items():
         if not (isinstance(given[key], str) and pattern.fullmatch(str(given[key]))):
             raise _wrong(key, given[key], told, where)
-    instances = given.get("instances", 1)
-    if type(instances) is not int or not 1 <= instances <= 500:
-        raise _wrong("instances", instances, "a number from 1 to 500", where)
+    for key, most in {"instances": 500, "max_concurrent_requests_per_instance": 10_000}.items():
+        if type(number := given.get(key, 1)) is not int or not 1 <= number <= most:
+            raise _wrong(key, number, f"a number from 1 to {most}", where)
     for key, (low, high) in {"request_timeout": (0.001, 180.0), "answer_s": (0.1, 600.0)}.items():
         if type(seconds := given.get(key, high)) not in (int, float) or not low <= float(seconds) <= high:
             raise _wrong(key, seconds, f"seconds, from {low:g} to {high:g}", where)

@@ -12,6 +12,7 @@ import copy
 import http.client
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class AzureCloud:
         self._nodes = nodes or Nodes()
         self._lock = threading.RLock()
         self._served = 0
+        self._running: Counter[tuple[str, str]] = Counter()
         self._web = Web(folder, self._answer)
         self.blobs = Blobs()
         self.monitor = Monitor(clock or SystemClock())
@@ -187,8 +189,15 @@ class AzureCloud:
             mirrored = [self.control.nodes[endpoint, name] for name, percent in copies if self._served % 100 < percent]
         if node is None or chosen is None:
             return refuse(404, "NotFound", "No deployment takes the request.")
-        before = SystemClock().monotonic()
+        before, place = SystemClock().monotonic(), (endpoint, chosen)
+        with self._lock:
+            if self._running[place] >= self.control.concurrency(endpoint, chosen):
+                self.monitor.count(endpoint, chosen, 429, 0.0)
+                return refuse(429, "TooManyRequests", "All instances are busy.")
+            self._running[place] += 1
         status, body = _forward(node.port, call)
+        with self._lock:
+            self._running[place] -= 1
         self.monitor.count(endpoint, chosen, status, SystemClock().monotonic() - before)
         for other in mirrored:
             _forward(other.port, call)

@@ -66,6 +66,14 @@ class Control:
         self._operations: dict[str, tuple[Resource, Operation]] = {}
         self.registries = Registries(url, workspace.split("/")[2], self._copied)
 
+    def concurrency(self, endpoint: str, deployment: str) -> int:
+        """Requests that a deployment's instances take at a time."""
+        body = self.resources[f"onlineEndpoints/{endpoint}/deployments/{deployment}"].body
+        requests = body["properties"].get("requestSettings") or {}
+        return int(requests.get("maxConcurrentRequestsPerInstance", 1)) * int(
+            (body.get("sku") or {}).get("capacity", 1)
+        )
+
     def answer(self, call: Call) -> Reply:
         if self.registries.concerns(call.path):
             return self.registries.answer(call)
