@@ -14,10 +14,11 @@ from hypothesis import strategies as some
 from onnx_ops.adapters.aws import is_name, variant_of
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_archive import pack
-from onnx_ops.adapters.endpoints.sagemaker_layout import deployment_in, is_own, lay_out
+from onnx_ops.adapters.endpoints.sagemaker_layout import deployment_in, is_own, lay_out, variables_of
 from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
 from onnx_ops.adapters.endpoints.sagemaker_update import has_weights
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.attestation import Envelope, Signature
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
 from onnx_ops.testing.endpoints import scaling_deployment
@@ -123,6 +124,17 @@ def test_weights_change_no_layout_and_another_image_does(first: int, second: int
     assert one.holds(other.config_name)
     assert (one.config_name == other.config_name) == (first == second)
     assert not one.holds(lay_out("e", state(first), replace(settings, image="another:2")).config_name)
+
+
+def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Path) -> None:
+    plain = scaling_deployment(tmp_path / "model", name="v1", version="1", scale=2.0)
+    signature = Signature(keyid=digest_bytes(b"key"), sig="s" * 96)
+    signed = replace(plain, authority=Envelope(payload="p" * 4000, payloadType="t", signatures=(signature,)))
+    variables = variables_of(signed)
+    assert max(map(len, variables.values())) <= 1024
+    assert deployment_in(variables) == replace(signed, location="")
+    for missing in variables:
+        assert deployment_in({name: text for name, text in variables.items() if name != missing}) is None
 
 
 def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.promote import configure
+from onnx_ops.ports import Signer
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
 from onnx_ops.wiring.project import open_project
 from tests.support.clouds.sagemaker import SETTINGS
@@ -41,10 +44,19 @@ COMMANDS = {
 }
 
 
-def deployment(version: str) -> Deployment:
+def deployment(version: str, signer: Signer) -> Deployment:
     digest = digest_bytes(version.encode())
+    names = {"model": "m", "version": version, "variant": "fp32"}
+    override = OverrideRecord(
+        **names, release=digest, manifest=digest, target="cpu", reason="its gates are not what is tried", by="t", at=""
+    )
     return Deployment(
-        name=f"v{version}", model="m", version=version, variant="fp32", release=digest, manifest=digest, location=""
+        **names,
+        name=f"v{version}",
+        release=digest,
+        manifest=digest,
+        location="",
+        authority=sign(override, signer).envelope,
     )
 
 
@@ -76,7 +88,9 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         settings=settings,
     )
     configure(ports, config, RolloutPolicy())
-    one, two = deployment("1"), deployment("2")
+    signer = ports.signer()
+    assert signer is not None
+    one, two = deployment("1", signer), deployment("2", signer)
     for kind, roles in ((ActionKind.FIRST, Roles(stable=one)), (ActionKind.FINISH, Roles(stable=two, previous=one))):
         assert roles.stable is not None
         state = split_state(None, roles.stable, 100)

@@ -151,7 +151,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         warnings.simplefilter("ignore")  # marshmallow, about the SDK's own schemas
         importlib.import_module("azure.ai.ml")
     root = tmp_path_factory.mktemp("three")
-    (root / "onnx-ops.toml").write_text("signing = 'off'\n", encoding="utf-8")
+    (root / "onnx-ops.toml").touch()
     clock = Wound(SystemClock())
     with ExitStack() as stack:
         amazon = stack.enter_context(fake_sagemaker(tmp_path_factory.mktemp("sagemaker")))
@@ -193,8 +193,10 @@ def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, pro
         bad = world.release(model, "bad", scale=3.0, table=4)
         why = world.drive(config, clients)
         assert world.traffic(config) == {good: 100}, why
+        assert why.startswith("errors: canary")
         assert why.endswith("-> ROLL BACK")
-        rolled = world.project.document("rollback", config.endpoint, "--reason", "twos are wrong", "--actor", "night")
+        words = ("--to", first, "--reason", "twos are wrong", "--actor", "night")
+        rolled = world.project.document("rollback", config.endpoint, *words)
         assert (rolled["moved_from"], rolled["moved_to"]) == (good, first)
         clients.more(20)
         seen = clients.by(good)
@@ -247,7 +249,8 @@ def audited(lines: list[Any], first: str, good: str, bad: str) -> None:
         ("advance", f"{first} 50 %, {good} 50 %"),
         ("finish", f"{first} 0 %, {good} 100 %"),
         ("start", f"{good} 80 %, {bad} 20 %"),
-        ("abort", f"{good} 100 %"),
+        ("abort", f"{good} 100 %, {bad} 0 %"),
+        ("clean-up", f"{good} 100 %"),
         ("rollback", f"{first} 100 %, {good} 0 %"),
     ]
     assert (moves[-1]["actor"], moves[-1]["why"]) == ("night", "twos are wrong")

@@ -116,8 +116,8 @@ class Scene:
     def bind(self, endpoint: str = "digits", policy: RolloutPolicy = AT_ONCE) -> None:
         configure(self.ports, config_of(endpoint), policy)
 
-    def promote(self, version: str, *, override: bool = False, reason: str = "") -> Promotion:
-        return promote(self.ports, MODEL, version, TARGET, override=override, reason=reason)
+    def promote(self, version: str, *, override: bool = False, reason: str = "", actor: str = "") -> Promotion:
+        return promote(self.ports, MODEL, version, TARGET, override=override, reason=reason, actor=actor)
 
     def settle(self, endpoint: str = "digits") -> list[StepReport]:
         reports = settle(self.ports, endpoint)

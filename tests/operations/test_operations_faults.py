@@ -129,7 +129,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "a judged way back": Scenario(lambda: counted_out(bad=True), Scene.settle_all),
     "override": Scenario(
         lambda: with_candidate(serving("a"), verdict=Verdict.FAIL),
-        promoting("2", override=True, reason="sure"),
+        promoting("2", override=True, reason="sure", actor="operator"),
         overridden,
     ),
     "override in the registry": Scenario(overridden_in_registry, Scene.settle_all),

@@ -6,6 +6,7 @@ two parts: which models stand how behind the endpoint, and with which weights it
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,9 @@ from onnx_ops.errors import StateCorrupt, UserError
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
 DOCUMENT = "ONNX_OPS_DEPLOYMENT_DOCUMENT"
-"""Environment variable of a model's container that tells which deployment it is."""
+"""Environment variables of a model's container that show which deployment it is: this name with `_0`, `_1` ..."""
+_VALUE_CHARACTERS = 1000
+"""A variable's value has at most 1,024."""
 _STEM = 30
 _LAYOUT, _WEIGHTS, _MODEL = 16, 10, 20
 _OWN_NAME = re.compile(rf"-[0-9a-f]{{{_MODEL}}}|-[0-9a-f]{{{_LAYOUT}}}-[0-9a-f]{{{_WEIGHTS}}}")
@@ -45,11 +48,20 @@ def document_of(deployment: Deployment) -> bytes:
     return codec.dumps(replace(deployment, location=""))
 
 
+def variables_of(deployment: Deployment) -> dict[str, str]:
+    """Return the document in pieces, as environment variables from which `deployment_in` reads it back."""
+    text = document_of(deployment).decode()
+    starts = range(0, len(text), _VALUE_CHARACTERS)
+    return {f"{DOCUMENT}_{n}": text[start : start + _VALUE_CHARACTERS] for n, start in enumerate(starts)}
+
+
 def deployment_in(environment: Mapping[str, str]) -> Deployment | None:
     """The deployment that a model's container says it is; None if it is none of ours."""
-    text = environment.get(DOCUMENT)
-    if text is None:
-        return None
+    text = ""
+    for number in itertools.count():
+        if (piece := environment.get(f"{DOCUMENT}_{number}")) is None:
+            break
+        text += piece
     try:
         return codec.loads(text.encode(), Deployment)
     except StateCorrupt:
@@ -159,7 +171,7 @@ def _model(endpoint: str, deployment: Deployment, settings: SageMakerSettings) -
         "PrimaryContainer": {
             "Image": settings.image,
             "ModelDataUrl": f"s3://{settings.bucket}/{archive_key(settings.prefix, endpoint, deployment)}",
-            "Environment": {DOCUMENT: document_of(deployment).decode()},
+            "Environment": variables_of(deployment),
         },
         "EnableNetworkIsolation": settings.isolated,
     }
