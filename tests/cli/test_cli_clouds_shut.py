@@ -46,18 +46,21 @@ COMMANDS = {
 
 def deployment(version: str, signer: Signer) -> Deployment:
     digest = digest_bytes(version.encode())
-    names = {"model": "m", "version": version, "variant": "fp32"}
-    override = OverrideRecord(
-        **names, release=digest, manifest=digest, target="cpu", reason="its gates are not what is tried", by="t", at=""
+    plain = Deployment(
+        name=f"v{version}", model="m", version=version, variant="fp32", release=digest, manifest=digest, location=""
     )
-    return Deployment(
-        **names,
-        name=f"v{version}",
+    override = OverrideRecord(
+        model=plain.model,
+        version=plain.version,
+        variant=plain.variant,
         release=digest,
         manifest=digest,
-        location="",
-        authority=sign(override, signer).envelope,
+        target="cpu",
+        reason="its gates are not what is tried",
+        by="t",
+        at="",
     )
+    return replace(plain, authority=sign(override, signer).envelope)
 
 
 @pytest.fixture(params=REMEDIES)
