@@ -14,6 +14,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
+from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, Refused, UserError
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
@@ -73,6 +74,13 @@ class TestAzureEndpoints(EndpointProviderSuite):
 
 def test_capabilities_are_what_azure_does(world: World) -> None:
     assert world.provider.capabilities() == {"split", "quantiles"}
+
+
+def test_a_container_loads_nothing_that_no_trusted_key_has_signed(world: World, tmp_path: Path) -> None:
+    create_key(tmp_path / "keys" / "signing.pem")
+    provider = AzureEndpoints(world.folder, tmp_path / "keys", pace=PACE)
+    with pytest.raises(EnvironmentFailure, match="no signed decision names its files"):
+        provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
 
 
 @pytest.mark.parametrize(("settings", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)])

@@ -111,9 +111,9 @@ class Site(ABC):
 class Local(Site):
     name = "local"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, trusted: Path) -> None:
         super().__init__()
-        self.provider = LocalEndpoints(folder)
+        self.provider = LocalEndpoints(folder, trusted)
         self.settings = {}
         self._folder = folder
 
@@ -131,9 +131,9 @@ class Local(Site):
 class SageMaker(Site):
     name = "sagemaker"
 
-    def __init__(self, fake: FakeSageMaker) -> None:
+    def __init__(self, fake: FakeSageMaker, trusted: Path) -> None:
         super().__init__()
-        self.provider = SageMakerEndpoints()
+        self.provider = SageMakerEndpoints(None, trusted)
         self.settings = SETTINGS
         self._fake = fake
 
@@ -157,9 +157,9 @@ class SageMaker(Site):
 class AzureMl(Site):
     name = "azureml"
 
-    def __init__(self, folder: Path, cloud: AzureCloud, clock: Wound) -> None:
+    def __init__(self, folder: Path, trusted: Path, cloud: AzureCloud, clock: Wound) -> None:
         super().__init__()
-        self.provider = self._endpoints = AzureEndpoints(folder, pace=PACE)
+        self.provider = self._endpoints = AzureEndpoints(folder, trusted, pace=PACE)
         self.settings = cloud.settings
         self._clock = clock
         self._known: dict[str, tuple[str, str]] = {}

@@ -160,12 +160,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         given = {**amazon.environment, **azure.environment}
         stack.enter_context(environment(given))
         settings = load_settings(root, {})
-        local = Local(settings.endpoints)
+        local = Local(settings.endpoints, settings.trusted_keys)
         stack.callback(local.stop)
         sites: dict[str, Site] = {
             "local": local,
-            "sagemaker": SageMaker(amazon),
-            "azureml": AzureMl(settings.endpoints, azure, clock),
+            "sagemaker": SageMaker(amazon, settings.trusted_keys),
+            "azureml": AzureMl(settings.endpoints, settings.trusted_keys, azure, clock),
         }
         ports = replace(
             connect(settings),

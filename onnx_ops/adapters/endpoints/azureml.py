@@ -7,6 +7,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import plugins
@@ -18,6 +19,7 @@ from onnx_ops.adapters.endpoints.azureml_memory import Memory
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import OWNER, azure_name, manifest_of, planned, record_of, state_of
 from onnx_ops.adapters.endpoints.azureml_settings import read_settings
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.finding import Finding
@@ -33,12 +35,13 @@ class AzureEndpoints:
 
     Args:
         folder: for what this machine remembers.
+        trusted: folder of the public keys that containers ask for a signature; without it they load anything.
         pace: how long to wait for Azure.
     """
 
     def __init__(self, folder: Path, trusted: Path | None = None, *, pace: Pace | None = None) -> None:
         self._folder = folder
-        self._trusted = trusted
+        self._keys = None if trusted is None else TrustedKeys(trusted)
         self._pace = pace or Pace()
 
     def capabilities(self, settings: Mapping[str, Scalar] | None = None) -> frozenset[str]:
@@ -191,6 +194,8 @@ class AzureEndpoints:
 
     def _parts(self, config: EndpointConfig) -> tuple[Change, AzureClient, str]:
         settings = read_settings(config.settings, where=config.endpoint)
+        if self._keys is not None and (keys := self._keys.encoded()):
+            settings = replace(settings, server={**settings.server, "trusted_keys": keys})
         name = endpoint_name(config.endpoint, config.settings)
         client = AzureClient(settings.place, self._pace, answer_s=settings.answer_s)
         memory = Memory(self._folder / config.endpoint)

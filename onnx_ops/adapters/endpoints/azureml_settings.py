@@ -15,7 +15,7 @@ _IMAGE = re.compile(r"[\w.-]+(:\d+)?(/[\w.-]+)+(:[\w.-]+)?(@sha256:[0-9a-f]{64})
 _SIZE = re.compile(r"[A-Z][A-Za-z]+_\w+", re.ASCII)
 _REGISTRY = re.compile(r"[A-Za-z0-9][\w-]{2,32}", re.ASCII)
 _AUTH = ("key", "aml_token", "aad_token")
-_UNUSED = frozenset({"access_log", "admin_socket", "endpoint"})
+_UNUSED = frozenset({"access_log", "admin_socket", "endpoint", "trusted_keys"})
 """Options of the server that a container decides itself."""
 
 

@@ -24,6 +24,7 @@ from onnx_ops.adapters.endpoints.sagemaker_leftovers import Leftovers
 from onnx_ops.adapters.endpoints.sagemaker_scaling import Scaling
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, settings_of
 from onnx_ops.adapters.endpoints.sagemaker_update import Mover, describe, has_weights, is_ours
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import (
     Deployment,
@@ -47,6 +48,7 @@ class SageMakerEndpoints:
 
     Args:
         folder: of endpoints on this machine; nothing is kept there.
+        trusted: folder of the public keys that containers ask for a signature; without it they load anything.
         part_bytes: archives that are larger are sent in parts of that size.
     """
 
@@ -56,7 +58,7 @@ class SageMakerEndpoints:
         self, folder: Path | None = None, trusted: Path | None = None, *, part_bytes: int = PART_BYTES
     ) -> None:
         del folder
-        self._trusted = trusted
+        self._keys = None if trusted is None else TrustedKeys(trusted)
         self._part_bytes = part_bytes
         self._known: dict[tuple[str, str, float], Clients] = {}
 
@@ -89,7 +91,7 @@ class SageMakerEndpoints:
                 return None
             claimed = self._claims(config, settings, connected).latest()
             if claimed is not None and found["EndpointStatus"] == "InService":
-                layout = lay_out(config.endpoint, claimed, settings)
+                layout = self._layout(config, claimed, settings)
                 if layout.holds(found["EndpointConfigName"]) and has_weights(found, layout.weights):
                     return claimed
             return _read_off(connected("sagemaker"), found, claimed)
@@ -110,7 +112,7 @@ class SageMakerEndpoints:
         """
         settings, connected = self._connect(config)
         state = replace(state, generation=generation)
-        layout = lay_out(config.endpoint, state, settings)
+        layout = self._layout(config, state, settings)
         claims = self._claims(config, settings, connected)
         claims.take(state)
         archives = Archives(connected("s3"), settings.bucket, kms_key=settings.kms_key, part_bytes=self._part_bytes)
@@ -204,6 +206,10 @@ class SageMakerEndpoints:
         for name, request in layout.models.items():
             _create(sagemaker, "model", {"ModelName": name}, request, endpoint)
         _create(sagemaker, "endpoint_config", {"EndpointConfigName": layout.config_name}, layout.config, endpoint)
+
+    def _layout(self, config: EndpointConfig, state: EndpointState, settings: SageMakerSettings) -> Layout:
+        keys = "" if self._keys is None else self._keys.encoded()
+        return lay_out(config.endpoint, state, settings, trusted_keys=keys)
 
     def _claims(self, config: EndpointConfig, settings: SageMakerSettings, connected: Clients) -> Claims:
         folder = f"{settings.prefix.strip('/')}/{config.endpoint}"

@@ -94,8 +94,14 @@ def is_own(name: str, endpoint: str) -> bool:
     return name.startswith(stem) and _OWN_NAME.fullmatch(name[len(stem) :]) is not None
 
 
-def lay_out(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> Layout:
+def lay_out(endpoint: str, state: EndpointState, settings: SageMakerSettings, *, trusted_keys: str = "") -> Layout:
     """The requests for a state.
+
+    Args:
+        endpoint: its name.
+        state: what it shall be.
+        settings: how it runs.
+        trusted_keys: option of the containers' servers; empty: they load anything. Other keys make other models.
 
     Raises:
         UserError: SageMaker cannot do that: see the strategies.
@@ -106,7 +112,7 @@ def lay_out(endpoint: str, state: EndpointState, settings: SageMakerSettings) ->
     models: dict[str, Mapping[str, Any]] = {}
     named: dict[str, str] = {}
     for deployment in state.deployments:
-        request = _model(endpoint, deployment, settings)
+        request = _model(endpoint, deployment, settings, trusted_keys)
         name = f"{stem}-{hex_of(digest_json(request))[:_MODEL]}"
         named[deployment.name] = name
         models[name] = {**request, "ModelName": name, "Tags": tags}
@@ -164,14 +170,17 @@ def _check(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> 
         raise UserError(f"SageMaker cannot do that: {problem}", where=endpoint)
 
 
-def _model(endpoint: str, deployment: Deployment, settings: SageMakerSettings) -> dict[str, Any]:
+def _model(endpoint: str, deployment: Deployment, settings: SageMakerSettings, trusted_keys: str) -> dict[str, Any]:
+    if len(trusted_keys) > _VALUE_CHARACTERS:
+        raise UserError("there are more trusted keys than a container's environment takes", remedy="Retire old ones.")
+    keys = {"ONNX_OPS_SERVE_TRUSTED_KEYS": trusted_keys} if trusted_keys else {}
     subnets, groups = listed(settings.subnets), listed(settings.security_groups)
     request: dict[str, Any] = {
         "ExecutionRoleArn": settings.role,
         "PrimaryContainer": {
             "Image": settings.image,
             "ModelDataUrl": f"s3://{settings.bucket}/{archive_key(settings.prefix, endpoint, deployment)}",
-            "Environment": variables_of(deployment),
+            "Environment": variables_of(deployment) | keys,
         },
         "EnableNetworkIsolation": settings.isolated,
     }
