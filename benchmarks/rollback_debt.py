@@ -154,7 +154,7 @@ def registry_down(site: Site) -> Repair:
     return lambda: setattr(site, "registry_up", True)
 
 
-# None of them leaves a server that answers: whatever v2 answers afterwards, somebody has started it again.
+# After each of them no server answers, so every answer of v2 comes from a server that was started again.
 FAULTS: dict[str, Callable[[Site], Repair]] = {
     "port taken": port_taken,
     "server hung": server_hung,
@@ -214,7 +214,7 @@ def trial(fault: str, ending: str, follower: str, draw: random.Random) -> Trial:
             seconds = [request(site, ending, draw)]
             accepted, owed = _accepted(site), not _arrived(site)
             seconds += list(follow(site, follower, for_s=1.0))
-            if not accepted:  # it was killed before it could write: a person sees that, and asks again
+            if not accepted:  # killed before it was recorded: the operator repeats it
                 seconds.append(request(site, "error", draw))
             repair()
             seconds += list(follow(site, follower, for_s=REPAIRED_S))
@@ -231,7 +231,7 @@ def trial(fault: str, ending: str, follower: str, draw: random.Random) -> Trial:
 
 
 def request(site: Site, ending: str, draw: random.Random) -> float:
-    """Ask for a rollback in a process of its own; seconds until it answered, 0 if it was killed."""
+    """Request a rollback in another process. Return the seconds until it answered, 0 if it was killed."""
     begun = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -251,7 +251,7 @@ def request(site: Site, ending: str, draw: random.Random) -> float:
 
 
 def follow(site: Site, follower: str, *, for_s: float) -> Iterator[float]:
-    """Let one of those who come afterwards try until nothing is owed, or the time is over; seconds of each command."""
+    """Retry as `follower` until the rollback took effect or `for_s` seconds are over. Yield the seconds of each command."""
     deadline = time.monotonic() + for_s
     watcher = Watcher(site.ports, Bell(), every=0.5, told=lambda _: None)
     while time.monotonic() < deadline and not _arrived(site):
