@@ -9,6 +9,7 @@ median under 100 ms inside, under 1 s as a command, and no failed request.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -16,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.truth.claims import Claim, summary
@@ -54,8 +57,10 @@ def main() -> int:
         config = Journal.open(ports, ENDPOINT).config
         try:
             with load(local, config, options.turns * (BOOKKEEPING_S + 4) + 30) as running:
-                inside = [timed(lambda: roll_back(ports, ENDPOINT, reason="timed", force=True)) for _ in range(21)]
-                whole = [command(Path(folder)) for _ in range(options.turns)]
+                inside = [
+                    timed(partial(roll_back, ports, ENDPOINT, to=to, reason="timed", force=True)) for to in turns(21)
+                ]
+                whole = [command(Path(folder), to) for to in itertools.islice(turns(options.turns + 1), 1, None)]
                 failed = running.stop().failed
         finally:
             local.stop(config)
@@ -114,9 +119,15 @@ def timed(call: object) -> float:
     return time.perf_counter() - begun
 
 
-def command(root: Path) -> float:
+def turns(number: int) -> Iterator[str]:
+    """Versions to go back to: 1, 2, 1 ..., each from the other one."""
+    return itertools.islice(itertools.cycle("12"), number)
+
+
+def command(root: Path, to: str) -> float:
     """Seconds of `onnx-ops rollback`."""
-    program = [sys.executable, "-P", "-m", "onnx_ops.cli.main", "rollback", ENDPOINT, "--force", "--reason", "timed"]
+    options = [ENDPOINT, "--to", to, "--force", "--reason", "timed"]
+    program = [sys.executable, "-P", "-m", "onnx_ops.cli.main", "rollback", *options]
     seconds = timed(lambda: subprocess.run(program, cwd=root, check=True, capture_output=True))
     time.sleep(BOOKKEEPING_S)
     return seconds

@@ -251,7 +251,7 @@ def request(site: Site, ending: str, draw: random.Random) -> float:
 
 
 def follow(site: Site, follower: str, *, for_s: float) -> Iterator[float]:
-    """Retry as `follower` until the rollback took effect or `for_s` seconds are over. Yield the seconds of each command."""
+    """Retry as `follower` until the rollback took effect, for `for_s` seconds at most. Yield each command's seconds."""
     deadline = time.monotonic() + for_s
     watcher = Watcher(site.ports, Bell(), every=0.5, told=lambda _: None)
     while time.monotonic() < deadline and not _arrived(site):
