@@ -220,11 +220,14 @@ def trial(fault: str, ending: str, follower: str, draw: random.Random) -> Trial:
             seconds += list(follow(site, follower, for_s=REPAIRED_S))
             time.sleep(0.2)
             client.stop()
+            forgotten = not _arrived(site)
+            if not forgotten and "v1" not in client.answers:
+                raise RuntimeError("the client got no answer of v1, so it would not have seen one of v2")
             return Trial(
                 owed=owed,
                 again=client.answers.count("v2"),
                 seconds=max(seconds),
-                forgotten=not _arrived(site),
+                forgotten=forgotten,
             )
         finally:
             site.local.stop(site.config)
