@@ -149,6 +149,8 @@ def authority_of(deployment: Deployment, verifier: Verifier) -> Record:
     rests_on = (None, False) if decision is None else (decision.evidence, decision.batchable)
     if (deployment.evidence, deployment.batchable) != rests_on:
         raise Refused("the signed decision rests on other evidence", where=where, remedy=_UNSIGNED)
+    if deployment.execution != about.execution:
+        raise Refused(f"it was not to run as target {about.target} runs it", where=where, remedy=_UNSIGNED)
     return about
 
 

@@ -16,6 +16,7 @@ from onnx_ops.attestation import PAYLOAD_TYPE, TrustedKeys, authority_of, read, 
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import DecisionRecord, Verdict
 from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.errors import Refused, SignatureInvalid, StateCorrupt, UserError
@@ -168,6 +169,7 @@ def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded
         (deployment(authority=None), "no signed decision names its files"),
         (deployment(manifest=digest_bytes(b"other")), "names other files"),
         (deployment(release=digest_bytes(b"other")), "names other files"),
+        (deployment(execution=Execution(session=SessionSettings(intra_op_threads=2))), "was not to run as target cpu"),
         (deployment(variant="int8"), "names other files"),
         (deployment(model="faces"), "names other files"),
         (deployment(authority=sign(decision(verdict=Verdict.FAIL), SIGNER).envelope), "ended fail"),

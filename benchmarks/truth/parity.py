@@ -23,8 +23,9 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.analysis.probes import edge_inputs, nonfinite_inputs
 from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.analysis.trees import compare_trees
+from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.forest import read_trees

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Envelope
+from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.quantities import LATER
 
 
@@ -18,7 +19,8 @@ class Deployment:
     `batchable` says that the evidence shows each row's answer to be independent of the rows beside it, so that a server
     may run requests of several clients together. `evidence` is the digest of what it was approved on; empty where a
     person overrode that. `custom_ops` names those of its files that are libraries of operators for this endpoint's
-    target. `authority` is the signed decision or override that names these files.
+    target. `execution` is how a server runs it: as the target did. `authority` is the signed decision or override that
+    names these files.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Deployment:
     batchable: bool = False
     evidence: Digest | None = None
     custom_ops: tuple[str, ...] = field(default=(), metadata=LATER)
+    execution: Execution = field(default_factory=Execution, hash=False, metadata=LATER)
     authority: Envelope | None = field(default=None, metadata=LATER)
 
 
@@ -116,14 +119,14 @@ def without_spare(state: EndpointState) -> EndpointState:
     return replace(state, deployments=kept, split=split)
 
 
-_Effect: TypeAlias = tuple[Digest, bool, tuple[str, ...], tuple[int, int]]
+_Effect: TypeAlias = tuple[Digest, bool, tuple[str, ...], Execution, tuple[int, int]]
 
 
 def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None]:
     """What each deployment is and gets, by name; and how far shadow answers may be off, if there are any."""
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {
-        d.name: (d.manifest, d.batchable, d.custom_ops, (weights.get(d.name, 0), shadow.get(d.name, 0)))
+        d.name: (d.manifest, d.batchable, d.custom_ops, d.execution, (weights.get(d.name, 0), shadow.get(d.name, 0)))
         for d in state.deployments
     }
     return per_name, state.split.shadow_tolerance if any(shadow.values()) else None

@@ -11,6 +11,7 @@ from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Attested
+from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.metric import IGNORED_TOKEN, TOP_K, Average, MetricDefinition, MetricName
 from onnx_ops.domain.quantities import LATER, Amount, Bytes, Count, Fraction, PerSecond, Seconds
 from onnx_ops.domain.standing import Standing
@@ -248,7 +249,8 @@ class DecisionRecord:
     """What is signed: one decision bound to the content it was made about.
 
     `batchable` says that each row's answer was seen not to depend on the rows beside it, so that a server may run
-    requests together. `custom_ops` are the libraries of operators that the target declares.
+    requests together. `custom_ops` are the libraries of operators that the target declares, `execution` says
+    how it runs a model.
     `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
     highest valid one counts.
     """
@@ -266,6 +268,7 @@ class DecisionRecord:
     verdicts: Mapping[str, Verdict]
     batchable: bool = False
     custom_ops: tuple[Digest, ...] = ()
+    execution: Execution = field(default_factory=Execution)
     decided_at: str
     sequence: int
 

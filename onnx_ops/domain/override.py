@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Attested
+from onnx_ops.domain.execution import Execution
 
 OVERRIDE = "override."
 """A version's tag `override.<target>` holds the reason, as a person wrote it."""
@@ -32,7 +33,8 @@ class OverrideRecord:
     """What a person, or the registry's server for a person, signs: who overrides, why, and for exactly which content
     and target.
 
-    `custom_ops` are the libraries of operators that a signed decision about this content says the target declares.
+    `custom_ops` are the libraries of operators that a signed decision about this content says the target declares, and
+    `execution` says, as that decision does, how the target runs a model.
     `by` is the user that the server knows, empty if it knows none. `at` is ISO 8601 in UTC; two records of the same
     override at different moments are two overrides.
     """
@@ -45,6 +47,7 @@ class OverrideRecord:
     manifest: Digest
     target: str
     custom_ops: tuple[Digest, ...] = ()
+    execution: Execution = field(default_factory=Execution)
     reason: str
     by: str
     at: str

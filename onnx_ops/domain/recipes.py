@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.search import Recipe
 from onnx_ops.domain.target import Target
 
-CPU = "CPUExecutionProvider"
 _CPUS = frozenset({CPU, "cpu"})
 WASM = "wasm"
 """WebAssembly: products of small numbers are widened to 16 bits before they are added up."""

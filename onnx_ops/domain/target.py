@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, MinLen, Predicate, doc
+from annotated_types import Ge, MinLen, Predicate, doc
 
 from onnx_ops.domain.artifact import Digest, digest_json, is_digest
 from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import CPU, Execution, Provider, SessionSettings
 from onnx_ops.domain.gate import TargetGate
 from onnx_ops.domain.hardware import Requirements
 from onnx_ops.domain.quantities import Amount, Json
-
-GraphLevel = Literal["disabled", "basic", "extended", "all"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSettings:
-    """How the runtime builds a session. Threads: 0 lets the runtime choose."""
-
-    intra_op_threads: Annotated[int, Ge(0), Le(1024), doc("Threads inside one operator; 0: one per core.")] = 1
-    inter_op_threads: Annotated[int, Ge(0), Le(1024), doc("Operators run side by side; 0: one per core.")] = 1
-    spinning: Annotated[bool, doc("Threads spin while they wait; fast alone, poison on shared cores.")] = False
-    graph_level: Annotated[GraphLevel, doc("Graph optimisation level of ONNX Runtime.")] = "all"
-    config: Annotated[Mapping[str, str], doc("Further session config entries, as the runtime names them.")] = field(
-        default_factory=dict
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provider:
-    """An execution provider and its options."""
-
-    name: str
-    options: Annotated[
-        Mapping[str, str], doc("As the provider names them; `{cache}` is a folder of the model and the machine.")
-    ] = field(default_factory=dict)
-    package: Annotated[str, doc("Python package that brings the provider as a plug-in: onnxruntime_qnn.")] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +46,7 @@ class Target:
     description: str = ""
     runtime: Annotated[str, doc("Plugin that runs models on this target.")] = "onnxruntime"
     providers: Annotated[tuple[Provider, ...], MinLen(1), doc("Execution providers in order of preference.")] = (
-        Provider(name="CPUExecutionProvider"),
+        Provider(name=CPU),
     )
     session: SessionSettings = field(default_factory=SessionSettings)
     max_opset: Annotated[int, Ge(7), doc("Newest opset of the default domain that this runtime build accepts.")] = 26
@@ -91,6 +65,10 @@ class Target:
     price_per_hour: Annotated[Amount | None, doc("What an hour of it costs, in any currency; for `prefer: cost`.")] = (
         None
     )
+
+    @property
+    def execution(self) -> Execution:
+        return Execution(providers=self.providers, session=self.session)
 
     def digest(self) -> Digest:
         """Digest of everything that shapes a measurement (description, price and limits do not)."""

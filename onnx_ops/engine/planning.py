@@ -156,8 +156,10 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
     gates: Json = [codec.to_json(gate) for gate in limits]
-    declared: Json = sorted(library.digest for library in target.custom_ops)
-    libraries = {"custom_ops": declared} if declared else {}
+    declared: dict[str, Json] = {
+        "custom_ops": sorted(library.digest for library in target.custom_ops),
+        "execution": codec.to_json(target.execution),
+    }
     return [
         make_stage(
             StageKind.BENCHMARK,
@@ -175,7 +177,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
             StageKind.GATE,
             gate_id(variant, target.name),
             None,
-            {"gates": gates, "model": model, "signer": probe.signer(), **libraries},
+            {"gates": gates, "model": model, "signer": probe.signer(), **declared},
             needs=[benchmark_id(variant, target.name)],
             variant=variant,
             target=target.name,

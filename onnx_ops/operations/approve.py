@@ -64,6 +64,7 @@ def materialise(ports: Ports, record: VersionRecord, authority: SignedDecision |
         batchable=decision is not None and decision.batchable,
         evidence=None if decision is None else decision.evidence,
         custom_ops=_libraries(Path(location), about.target, about.custom_ops),
+        execution=about.execution,
         authority=authority.envelope,
     )
 

@@ -11,6 +11,7 @@ from onnx_ops.attestation import is_about, read, verified
 from onnx_ops.domain.artifact import Digest, short
 from onnx_ops.domain.attestation import Attested
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag, record_tag
@@ -150,11 +151,37 @@ def is_later(override: SignedOverride, told: ToldRollback) -> bool:
         return False
 
 
-def declared_libraries(record: VersionRecord, target: str, verifier: Verifier) -> tuple[Digest, ...]:
-    """The libraries of operators that the target declares, as a signed decision about these files says, whatever its
-    verdict; none if there is no such decision."""
+def override_of(
+    record: VersionRecord, target: str, verifier: Verifier | None, *, reason: str, by: str, now: float
+) -> OverrideRecord:
+    """What a person is about to sign who overrides the gates of a version.
+
+    What the target declares is taken from a signed decision about these files, whatever its verdict. Without one they
+    are served without libraries of operators, on one thread of the CPU.
+
+    Args:
+        record: the version.
+        target: where it may serve.
+        verifier: of signed decisions; None where none can be verified.
+        reason: why.
+        by: who.
+        now: seconds since the epoch.
+    """
     signed = record.decisions.get(target)
-    return signed.record.custom_ops if signed is not None and counts(signed, record, target, verifier) else ()
+    judged = signed is not None and verifier is not None and counts(signed, record, target, verifier)
+    return OverrideRecord(
+        model=record.model,
+        version=record.version,
+        release=record.release,
+        variant=record.variant,
+        manifest=record.manifest,
+        target=target,
+        custom_ops=signed.record.custom_ops if signed is not None and judged else (),
+        execution=signed.record.execution if signed is not None and judged else Execution(),
+        reason=reason,
+        by=by,
+        at=moment_of_override(record, now),
+    )
 
 
 def rests_on(record: VersionRecord, target: str, key: Digest, verifier: Verifier) -> bool:

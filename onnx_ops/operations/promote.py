@@ -9,12 +9,12 @@ from onnx_ops import codec
 from onnx_ops.attestation import sign
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Configured, Mirrored, Override
-from onnx_ops.domain.override import LONGEST_REASON, OverrideRecord, SignedOverride, reason_tag, record_tag
+from onnx_ops.domain.override import LONGEST_REASON, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, alias
 from onnx_ops.errors import Refused, UserError
 from onnx_ops.operations.approve import approve
-from onnx_ops.operations.decided import declared_libraries, moment_of_override, standing_override
+from onnx_ops.operations.decided import override_of, standing_override
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import entry_of, refuse_rejected
 from onnx_ops.operations.journal import Journal, looking_again, siblings, stream
@@ -132,19 +132,8 @@ def _signed(ports: Ports, record: VersionRecord, target: str, reason: str, actor
             why="it counts only with the signature of a trusted key",
             remedy="Give it where a signing key is, or as a tag in MLflow if its server signs overrides.",
         )
-    about = OverrideRecord(
-        model=record.model,
-        version=record.version,
-        release=record.release,
-        variant=record.variant,
-        manifest=record.manifest,
-        target=target,
-        custom_ops=declared_libraries(record, target, ports.verifier()),
-        reason=reason,
-        by=actor or ports.host.actor(),
-        at=moment_of_override(record, ports.clock.now()),
-    )
-    return sign(about, signer)
+    by, now = actor or ports.host.actor(), ports.clock.now()
+    return sign(override_of(record, target, ports.verifier(), reason=reason, by=by, now=now), signer)
 
 
 def _note(ports: Ports, endpoint: str, entry: Override, actor: str) -> None:

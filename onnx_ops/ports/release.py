@@ -12,6 +12,7 @@ from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observed import Reading, Thresholds
+from onnx_ops.domain.target import Target
 
 
 class Registry(Protocol):
@@ -143,6 +144,10 @@ class EndpointProvider(Protocol):
         Raises:
             UserError: a setting is not known, or its value cannot be used.
         """
+        ...
+
+    def unservable(self, target: Target) -> str:
+        """Why no endpoint here can run models as they were measured on the target; empty if one can."""
         ...
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route as Path
 
+from onnx_ops import codec
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol.tensors import metadata
 from onnx_ops.serving import answers
@@ -24,6 +25,7 @@ from onnx_ops.serving.metrics import CONTENT_TYPE, Metrics
 from onnx_ops.serving.openapi import describe
 from onnx_ops.serving.outcomes import Outcomes
 from onnx_ops.serving.residents import Residents, Route
+from onnx_ops.serving.sessions import RUNTIME
 
 _GONE = 499
 _MAX_REPORTS = 1 << 20
@@ -90,6 +92,7 @@ class PublicApp:
             "name": resident.deployment.model,
             "versions": sorted({d.version for d in deployments}),
             "platform": "onnxruntime_onnx",
+            "execution": {"runtime": RUNTIME, **codec.to_json(resident.deployment.execution)},
             "inputs": [metadata(spec, optional=name in signature.optional) for name, spec in signature.inputs.items()],
             "outputs": [metadata(spec) for spec in signature.outputs.values()],
         }

@@ -90,9 +90,9 @@ def load_model(deployment: Deployment, prepacked: Prepacked | None = None, trust
     libraries = [folder / name for name in deployment.custom_ops]
     try:
         if prepacked is None:
-            session = open_session(path, libraries=libraries)
+            session = open_session(path, deployment.execution, libraries=libraries)
         else:
-            session = prepacked.session(path, deployment.manifest, libraries)
+            session = prepacked.session(path, deployment, libraries)
     except RUNTIME_ERRORS as error:
         raise EnvironmentFailure("the runtime cannot load the model", where=str(path), why=first_line(error)) from error
     native = getattr(getattr(session, "_sess", None), "run", session.run)

@@ -212,6 +212,7 @@ def _errors(*statuses: str) -> Schema:
 def _model() -> Schema:
     tensor = _object({"name": _TEXT, "datatype": {"enum": list(DATATYPE_OF.values())}, "shape": _list(_INTEGER)})
     names = {"name": _TEXT, "versions": _list(_TEXT), "platform": _TEXT}
+    names["execution"] = {"type": "object", "description": "Runtime, execution providers and settings of sessions."}
     return _object({**names, "inputs": _list(tensor), "outputs": _list(tensor)})
 
 

@@ -9,7 +9,8 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json, hex_of
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.execution import CPU, Execution
+from onnx_ops.errors import EnvironmentFailure
 from onnx_ops.ports.data import Array
 
 _log = logging.getLogger(__name__)
+
+RUNTIME = f"onnxruntime {ort.__version__}"
 
 RUNTIME_ERRORS = (
     ort_errors.EPFail,
@@ -31,6 +38,13 @@ RUNTIME_ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+
+_LEVELS = {
+    "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
 
 _MODEL = "model.onnx"
 _WEIGHTS = "weights.bin"
@@ -43,32 +57,65 @@ _FORMAT = 1
 _MOST_ENTRIES = 8
 
 
-def open_session(path: Path, *, libraries: Sequence[Path] = (), optimise: bool = True, **entries: str) -> Any:
-    """A session on one thread that does not spin while it waits.
+def open_session(
+    path: Path,
+    execution: Execution | None = None,
+    *,
+    libraries: Sequence[Path] = (),
+    optimise: bool = True,
+    cache: Path | None = None,
+    **entries: str,
+) -> Any:
+    """A session that runs a model as its target does.
 
     Args:
         path: the model. It is loaded by path, as the interpreter stands still while bytes are loaded.
+        execution: providers and settings; by default one thread of the CPU that does not spin while it waits.
         libraries: of custom operators, which have been verified: loading one runs its code.
         optimise: whether the graph is optimised; not needed if it was before it was written.
+        cache: what `{cache}` stands for in options of providers.
         entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
 
     Raises:
+        EnvironmentFailure: an execution provider is missing here, or does not start.
         one of RUNTIME_ERRORS: the runtime cannot load it.
     """
+    execution = execution or Execution()
+    settings = execution.session
+    wanted = [provider.name for provider in execution.providers]
+    if missing := set(wanted) - set(ort.get_available_providers()):
+        raise _not_here(wanted, f"this build of ONNX Runtime has no {', '.join(sorted(missing))}")
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
+    options.intra_op_num_threads = settings.intra_op_threads
+    options.inter_op_num_threads = settings.inter_op_threads
+    options.graph_optimization_level = _LEVELS[settings.graph_level if optimise else "disabled"]
     options.enable_cpu_mem_arena = not _repeats(path)
     options.log_severity_level = 4  # errors are raised anyway; clients must not be able to fill the log
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    for kind in ("intra_op", "inter_op"):
+        options.add_session_config_entry(f"session.{kind}.allow_spinning", "1" if settings.spinning else "0")
     options.optimized_model_filepath = entries.pop("optimized_model_filepath", "")
-    if not optimise:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    for name, value in entries.items():
-        options.add_session_config_entry(f"session.{name}", value)
+    for name, value in (*settings.config.items(), *((f"session.{name}", value) for name, value in entries.items())):
+        options.add_session_config_entry(name, value)
     for library in libraries:
         options.register_custom_ops_library(str(library))
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    if cache is not None and any("{cache}" in value for one in execution.providers for value in one.options.values()):
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    values = [
+        {name: value.replace("{cache}", str(cache or "")) for name, value in provider.options.items()}
+        for provider in execution.providers
+    ]
+    session = ort.InferenceSession(str(path), options, providers=wanted, provider_options=values, enable_fallback=0)
+    if session.get_providers()[0] != wanted[0]:
+        raise _not_here(wanted, f"ONNX Runtime fell back to {session.get_providers()[0]} in silence")
+    return session
+
+
+def _not_here(wanted: Sequence[str], why: str) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        f"the model was measured on {wanted[0]}, which does not run here",
+        why=why,
+        remedy="Serve it where that execution provider is, or deploy what was measured on another target.",
+    )
 
 
 def _repeats(path: Path) -> bool:
@@ -101,50 +148,53 @@ class Prepacked:
         self._folder = folder
         self._smallest = smallest
 
-    def session(self, path: Path, manifest: Digest, libraries: Sequence[Path] = ()) -> Any:
+    def session(self, path: Path, deployment: Deployment, libraries: Sequence[Path] = ()) -> Any:
         """A session of the model at `path`, from its entry where there is a good one. Else one is made.
 
         Raises:
+            EnvironmentFailure: an execution provider is missing here, or does not start.
             one of RUNTIME_ERRORS: the runtime cannot load the model.
         """
-        if size_of(path.parent) < self._smallest:
-            return open_session(path, libraries=libraries)
-        place = self._folder / hex_of(_key(manifest, libraries))
+        execution = deployment.execution
+        place = self._folder / hex_of(_key(deployment, libraries))
+        opened = partial(open_session, execution=execution, libraries=libraries, cache=place.with_suffix(".providers"))
+        on_processor = [provider.name for provider in execution.providers] == [CPU]
+        if not on_processor or size_of(path.parent) < self._smallest:
+            return opened(path)
         try:
             with self._alone(place.name):
-                return self._from(place, libraries) or self._make(path, place, libraries)
+                return self._from(place, opened) or self._make(path, place, opened)
         except OSError as error:
             _log.warning("%s is loaded without the cache of packed models: %s", path, error)
-            return open_session(path, libraries=libraries)
+            return opened(path)
 
-    def _from(self, place: Path, libraries: Sequence[Path]) -> Any:
+    def _from(self, place: Path, opened: Callable[..., Any]) -> Any:
         """A session from an entry; None if there is none that can be trusted."""
         try:
             recorded = json.loads((place / _ENTRY).read_bytes())
             if recorded != {"format": _FORMAT, "files": dict(_files(place).files)}:
                 raise ValueError("its files are not those that were recorded")
             os.utime(place)
-            return open_session(place / _MODEL, libraries=libraries, optimise=False)
+            return opened(place / _MODEL, optimise=False)
         except FileNotFoundError:
             return None
         except (ValueError, *RUNTIME_ERRORS) as error:
             _log.warning("the packed model in %s is made again: %s", place, error)
             return None
 
-    def _make(self, path: Path, place: Path, libraries: Sequence[Path]) -> Any:
+    def _make(self, path: Path, place: Path, opened: Callable[..., Any]) -> Any:
         temporary = place.with_name(f".tmp-{place.name}")
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed while it held the lock
         temporary.mkdir(mode=0o700)
         try:
-            original = open_session(
+            original = opened(
                 path,
-                libraries=libraries,
                 optimized_model_filepath=str(temporary / _MODEL),
                 optimized_model_external_initializers_file_name=_WEIGHTS,
                 optimized_model_external_initializers_min_size_in_bytes=str(_SMALLEST_WEIGHT),
                 save_external_prepacked_constant_initializers="1",
             )
-            packed = open_session(temporary / _MODEL, libraries=libraries, optimise=False)
+            packed = opened(temporary / _MODEL, optimise=False)
             if not same_answers(original, packed):
                 _log.warning("%s is not kept packed: its answers would differ", path)
                 return original
@@ -154,10 +204,10 @@ class Prepacked:
             shutil.rmtree(place, ignore_errors=True)
             temporary.rename(place)
             self._prune()
-            return open_session(place / _MODEL, libraries=libraries, optimise=False)
+            return opened(place / _MODEL, optimise=False)
         except RUNTIME_ERRORS as error:
             _log.warning("%s cannot be kept packed: %s", path, first_line(error))
-            return open_session(path, libraries=libraries)
+            return opened(path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -210,10 +260,18 @@ def _same_bits(a: Array, b: Array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and (a.tobytes() == b.tobytes())
 
 
-def _key(manifest: Digest, libraries: Sequence[Path]) -> Digest:
+def _key(deployment: Deployment, libraries: Sequence[Path]) -> Digest:
     """Constants may have been computed by kernels of the libraries, whose names tell their target and content."""
     operators = {"custom_ops": [str(path.relative_to(path.parents[2])) for path in libraries]} if libraries else {}
-    return digest_json({"manifest": manifest, "processor": _processor(), "runtime": ort.__version__, **operators})
+    return digest_json(
+        {
+            "manifest": deployment.manifest,
+            "execution": codec.to_json(deployment.execution),
+            "processor": _processor(),
+            "runtime": ort.__version__,
+            **operators,
+        }
+    )
 
 
 def _processor() -> str:

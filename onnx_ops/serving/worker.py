@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,8 +87,7 @@ def work(start: Start) -> None:
 def load(deployment: Deployment, folder: Path, options: ServerOptions, *, twin: bool = False) -> LoadedModel:
     """Load a deployment as a worker of the server on the folder does. Raises OnnxOpsError, see `load_model`."""
     entries = folder / (TWINS_FOLDER if twin else PREPACKED_FOLDER)
-    prepacked = Prepacked(entries, options.prepack) if options.prepack else None
-    return load_model(deployment, prepacked, Trust.of(folder, options))
+    return load_model(deployment, Prepacked(entries, options.prepack or sys.maxsize), Trust.of(folder, options))
 
 
 class _Server(uvicorn.Server):
@@ -213,7 +213,7 @@ class _Worker:
             work=self._inference.work,
             limit=self._options.queue,
             together=MOST_TOGETHER if deployment.batchable else 1,
-            threads=self._threads,
+            threads=max(1, self._threads // (deployment.execution.session.intra_op_threads or self._threads)),
             row=row,
             run_time=run_time,
         )

@@ -17,10 +17,11 @@ import pydantic as pd
 from annotated_types import DocInfo, Unit
 from pydantic_core import ErrorDetails
 
+from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.pipeline import NAME_PATTERN, Benchmark, Deploy, Pipeline, Quantize
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.domain.standing import Prefer
-from onnx_ops.domain.target import Provider, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.spec.quantities import SCALES, format_quantity, parse_quantity
 from onnx_ops.spec.unions import annotated_with, refuse, tag_of, union, yaml_key
 

@@ -26,7 +26,13 @@ from onnx_ops.spec.project import (
     setting_findings,
 )
 from onnx_ops.spec.reading import bind_document, read_document
-from onnx_ops.spec.rollouts import Capabilities, capability_findings
+from onnx_ops.spec.rollouts import (
+    Capabilities,
+    Unservable,
+    capability_findings,
+    serves_all,
+    unservable_findings,
+)
 from onnx_ops.spec.rules import file_findings
 from onnx_ops.spec.targets import TargetFiles
 
@@ -61,6 +67,7 @@ def check_pipeline(
     settings: SettingsCheck = no_check,
     metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
+    unservable: Unservable = serves_all,
     brought: BroughtCheck = nothing_brought,
     shared: Path | None = None,
     overrides: Sequence[str] = (),
@@ -75,6 +82,7 @@ def check_pipeline(
         metrics: raises UserError for settings that an installed source of metrics does not take.
         brought: what speaks against the model that the pipeline brings.
         shared: folder of targets that several projects share.
+        unservable: why an installed endpoint plugin cannot run models as they were measured on a target.
         capabilities: of an entry whose endpoint plugin is installed; without it policies are not held against it.
 
     Raises:
@@ -90,6 +98,7 @@ def check_pipeline(
         settings=settings,
         metrics=metrics,
         capabilities=capabilities,
+        unservable=unservable,
         brought=brought,
         overrides=overrides,
         environ=environ,
@@ -106,6 +115,7 @@ def _load(
     settings: SettingsCheck = no_check,
     metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
+    unservable: Unservable = serves_all,
     brought: BroughtCheck = nothing_brought,
     overrides: Sequence[str],
     environ: Mapping[str, str] | None,
@@ -123,6 +133,7 @@ def _load(
         *setting_findings(draft, plugins.get("endpoints", ()), settings),
         *metrics_findings(draft, plugins.get("metrics", ()), metrics),
         *(capability_findings(draft, plugins.get("endpoints", ()), capabilities) if capabilities else ()),
+        *unservable_findings(draft, targets, plugins.get("endpoints", ()), unservable),
         *(endpoint_findings(draft, path, root) if elsewhere else ()),
     ]
     problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems

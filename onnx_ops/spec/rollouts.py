@@ -7,12 +7,16 @@ from itertools import pairwise
 
 from onnx_ops.domain.pipeline import Deploy
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
+from onnx_ops.domain.target import Target
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
 from onnx_ops.spec.words import did_you_mean, listing
 
 Capabilities = Callable[[Deploy], frozenset[str]]
 """What the endpoint plugin of an entry, and the source that counts its requests, can do for it."""
+
+Unservable = Callable[[Deploy, Target], str]
+"""Why the endpoint plugin of an entry cannot run models as they were measured on a target; empty if it can."""
 
 _WHOLE = 1e-9
 _COUNTED = ("shadow", "outcomes")
@@ -44,6 +48,22 @@ def capability_findings(draft: Draft, providers: Sequence[str], capabilities: Ca
                 who = f"source '{entry.metrics['source']}'" if counted else f"provider '{entry.provider}'"
                 message = f"{who} cannot {_LACKS[need]}; it can: {listing(sorted(able)) or 'nothing'}"
                 yield Finding(loc=(*loc, "rollout", *key), message=message)
+
+
+def serves_all(_: Deploy, __: Target) -> str:
+    return ""
+
+
+def unservable_findings(
+    draft: Draft, targets: Mapping[str, Target], providers: Sequence[str], unservable: Unservable
+) -> Iterator[Finding]:
+    """Endpoints that would not run models as they were measured. Providers that are not installed are not asked."""
+    for loc, entry in draft.deploy:
+        if entry.provider not in providers or entry.target not in targets:
+            continue
+        if why := unservable(entry, targets[entry.target]):
+            message = f"provider '{entry.provider}' cannot serve what target '{entry.target}' measures: {why}"
+            yield Finding(loc=(*loc, "target"), message=message)
 
 
 def staging_findings(draft: Draft) -> Iterator[Finding]:

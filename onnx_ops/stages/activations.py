@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onnx_ops.analysis.activations import Watched
+from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.structure import ActivationMeasurement
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.activations import QuantizedActivation, quantized_activations
 from onnx_ops.graph.inspect import info

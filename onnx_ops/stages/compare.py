@@ -18,9 +18,10 @@ from onnx_ops.analysis.probes import REAL
 from onnx_ops.analysis.trees import compare_trees
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ParityGate, Verdict, combine
 from onnx_ops.domain.structure import Advice, Int8Coverage, TreeStructure
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import aborts_without_rows, foreign, full_check, lacking
 from onnx_ops.graph.files import read_structure

@@ -12,6 +12,7 @@ from onnx_ops.analysis.rules.invariance import METRIC as BATCH_INVARIANCE
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, Verdict, combine
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.ports import Ports
@@ -53,7 +54,8 @@ def _record(
         evidence=source,
         verdict=decision.verdict,
         verdicts=decision.verdicts,
-        custom_ops=tuple(settings.get("custom_ops", ())),
+        custom_ops=tuple(settings["custom_ops"]),
+        execution=codec.from_json(settings["execution"], Execution, where=evidence.target),
         batchable=bool(together) and combine(together) is Verdict.PASS,
         decided_at=moment.isoformat(timespec="seconds"),
         sequence=int(now * 1000),

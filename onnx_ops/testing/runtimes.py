@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_ops.domain.target import Provider, Target
+from onnx_ops.domain.execution import Provider
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports.runtime import LoadSchedule, RaceSchedule, Runtime, StartSchedule
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron

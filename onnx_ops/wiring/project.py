@@ -87,6 +87,7 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
         settings=lambda provider, settings: project.ports.provider(provider).check(settings),
         metrics=_check_source,
         capabilities=lambda entry: abilities(project, entry),
+        unservable=lambda entry, target: project.ports.provider(entry.provider).unservable(target),
         brought=lambda pipeline, targets: _brought(project, pipeline, targets),
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),

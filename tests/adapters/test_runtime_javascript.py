@@ -19,7 +19,8 @@ from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRu
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.environment import Environment
-from onnx_ops.domain.target import CustomOps, OrtFormat, Provider, SessionSettings, Target
+from onnx_ops.domain.execution import Provider, SessionSettings
+from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.ports import RaceSchedule, RewritingRuntime, Runtime

@@ -18,7 +18,8 @@ from onnx_ops.adapters.runtimes.hardware import conditions
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
 from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
-from onnx_ops.domain.target import Provider, SessionSettings, Target
+from onnx_ops.domain.execution import Provider, SessionSettings
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import RaceSchedule
 from onnx_ops.testing.models import rows, write_external, write_perceptron

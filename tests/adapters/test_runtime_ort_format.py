@@ -15,7 +15,8 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
 from onnx_ops.adapters.runtimes.ort_format import MODEL, OPERATORS, REPLAYED, USABILITY, loaded_file, write_package
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
-from onnx_ops.domain.target import CustomOps, OrtFormat, SessionSettings, Target
+from onnx_ops.domain.execution import SessionSettings
+from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import DigestMismatch, MeasurementFailure
 from onnx_ops.ports import PackagingRuntime, StartSchedule
 from onnx_ops.testing.models import rows, write_perceptron

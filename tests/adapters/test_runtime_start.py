@@ -15,7 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.adapters.runtimes import onnxruntime_child as child
 from onnx_ops.adapters.runtimes import onnxruntime_start as parent
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.domain.execution import SessionSettings
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import StartSchedule
 from onnx_ops.testing.models import rows, write_perceptron

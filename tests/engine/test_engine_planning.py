@@ -10,10 +10,10 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
 from onnx_ops.domain.pipeline import FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
 from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.target import SessionSettings
 from onnx_ops.engine import InlineExecutor, Silent, plan, run
 from onnx_ops.testing.fakes import FakeClock
 from tests.engine.engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids

@@ -11,8 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.graph.coverage import int8_coverage
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.stages.coverage import examine

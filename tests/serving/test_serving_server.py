@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.execution import Execution
 from onnx_ops.protocol.admin import STATE_PATH, TOKEN_FILE, AdminState
 from onnx_ops.protocol.table_file import CURRENT
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
@@ -71,6 +73,7 @@ def test_metadata_and_readiness(steady: Server) -> None:
         "name": "m",
         "versions": ["1", "2"],
         "platform": "onnxruntime_onnx",
+        "execution": {"runtime": f"onnxruntime {version('onnxruntime')}", **codec.to_json(Execution())},
         "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}],
         "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, 2]}],
     }

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
 
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.execution import Execution, Provider, SessionSettings
+from onnx_ops.errors import EnvironmentFailure
 from onnx_ops.serving import sessions
 from onnx_ops.serving.models import load_model
 from onnx_ops.serving.sessions import Prepacked
@@ -50,6 +54,35 @@ def network(tmp_path: Path) -> Deployment:
 @pytest.fixture
 def cache(tmp_path: Path) -> Prepacked:
     return Prepacked(tmp_path / "prepacked", smallest=1)
+
+
+def test_a_session_runs_as_its_target_did(network: Deployment, cache: Prepacked) -> None:
+    config = {"session.disable_prepacking": "1"}
+    measured = SessionSettings(
+        intra_op_threads=3, inter_op_threads=2, spinning=True, graph_level="basic", config=config
+    )
+    for deployment in (network, replace(network, execution=Execution(session=measured))):
+        wanted = deployment.execution.session
+        for prepacked in (None, cache):  # made, and then used
+            options = load_model(deployment, prepacked).session.get_session_options()
+            assert options.intra_op_num_threads == wanted.intra_op_threads
+            assert options.inter_op_num_threads == wanted.inter_op_threads
+            spins = options.get_session_config_entry("session.intra_op.allow_spinning")
+            assert spins == ("1" if wanted.spinning else "0")
+            if prepacked is None:
+                levels = ort.GraphOptimizationLevel
+                basic = wanted.graph_level == "basic"
+                assert options.graph_optimization_level == (levels.ORT_ENABLE_BASIC if basic else levels.ORT_ENABLE_ALL)
+            assert all(options.get_session_config_entry(name) == value for name, value in wanted.config.items())
+
+
+def test_what_was_measured_on_a_device_that_is_not_here_is_not_served_on_the_processor(
+    network: Deployment, cache: Prepacked
+) -> None:
+    elsewhere = replace(network, execution=Execution(providers=(Provider(name="CUDAExecutionProvider"),)))
+    for prepacked in (None, cache):
+        with pytest.raises(EnvironmentFailure, match="measured on CUDAExecutionProvider"):
+            load_model(elsewhere, prepacked)
 
 
 @pytest.mark.parametrize(("operator", "arena"), [("Identity", True), ("Loop", False), ("Scan", False)])

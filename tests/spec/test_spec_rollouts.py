@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.analysis.rollout.notes import notes
+from onnx_ops.domain.pipeline import Deploy
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import Problem, SpecError
 from onnx_ops.spec import check_pipeline, load_pipeline
 from tests.support.golden import Golden
@@ -118,6 +120,23 @@ def test_a_policy_that_the_provider_cannot_keep_is_refused(
     assert [f"{problem.path}: {problem.message}" for problem in problems] == [
         f"deploy[0].rollout.{problem}" for problem in found
     ]
+
+
+def test_an_endpoint_that_would_not_run_what_was_measured_is_refused(project: Path, pipeline_text: str) -> None:
+    path = project / "toy.yaml"
+    path.write_text(pipeline_text)
+    asked: list[tuple[str, Target]] = []
+
+    def unservable(entry: Deploy, target: Target) -> str:
+        asked.append((entry.endpoint, target))
+        return "no such device"
+
+    with pytest.raises(SpecError) as refused:
+        check_pipeline(path, root=project, plugins={"endpoints": ("local",)}, unservable=unservable, environ={})
+    (problem,) = refused.value.problems
+    assert (problem.line, problem.path) == (20, "deploy[0].target")
+    assert problem.message == "provider 'local' cannot serve what target 'cpu-1t' measures: no such device"
+    assert asked == [("toy", Target(name="cpu-1t"))]
 
 
 def test_what_a_policy_takes_is_told(golden: Golden) -> None:

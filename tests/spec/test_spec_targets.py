@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.gate import MemoryGate, ParityGate
 from onnx_ops.domain.hardware import Requirements
-from onnx_ops.domain.target import Provider, SessionSettings, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound, SpecError, UserError
 from onnx_ops.spec import TargetFiles
 from tests.support.golden import Golden

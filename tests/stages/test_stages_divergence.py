@@ -17,8 +17,9 @@ from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.evidence import Divergence, ParityMeasurement
+from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Export, Stage, StageKind
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageFailure
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer
 from onnx_ops.stages import divergence, validate

@@ -10,6 +10,7 @@ from onnx_ops import codec
 from onnx_ops.attestation import read
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.evidence import BatchInvariance, Evidence
+from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import DecisionRecord, ParityGate
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import Stage, StageKind
@@ -22,7 +23,12 @@ STAGE = Stage(
     kind=StageKind.GATE,
     variant="fp32",
     target="cpu",
-    settings={"model": "m", "gates": codec.to_json((ParityGate(noise_factor=10.0),))},
+    settings={
+        "model": "m",
+        "gates": codec.to_json((ParityGate(noise_factor=10.0),)),
+        "custom_ops": [digest_bytes(b"library")],
+        "execution": codec.to_json(Execution(session=SessionSettings(intra_op_threads=4))),
+    },
 )
 
 
@@ -57,6 +63,12 @@ def test_requests_are_batched_only_if_invariance_was_measured_and_passed(
         for place, ratio in enumerate(ratios)
     )
     assert record_of(FakeWorld(), tmp_path, *invariance).batchable is batchable
+
+
+def test_what_the_target_declares_is_signed_with_the_decision(tmp_path: Path) -> None:
+    record = record_of(FakeWorld(), tmp_path)
+    assert record.custom_ops == (digest_bytes(b"library"),)
+    assert record.execution.session.intra_op_threads == 4
 
 
 def test_a_decision_made_a_millisecond_later_has_the_higher_sequence(tmp_path: Path) -> None:

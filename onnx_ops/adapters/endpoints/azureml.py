@@ -23,8 +23,11 @@ from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound, ServiceUnavailable
 from onnx_ops.ports.release import MetricsSource
+from onnx_ops.protocol import container
+from onnx_ops.protocol.execution import unservable
 
 _INVOKE_S = 90.0
 _PIN = "azureml-model-deployment"
@@ -58,6 +61,9 @@ class AzureEndpoints:
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Finding]:
         """What stands in the way of endpoints with these settings, each with the remedy."""
         return diagnose(tuple(endpoints.values()))
+
+    def unservable(self, target: Target) -> str:
+        return unservable(target, container.PROVIDERS)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """None also where a deployment is lost, traffic is not what any state says, or Azure does not answer."""

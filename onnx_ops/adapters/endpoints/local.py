@@ -17,6 +17,8 @@ from onnx_ops.adapters.endpoints.server_process import APPLY_LOCK, LOG_FILE, Ser
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
+from onnx_ops.domain.execution import CPU
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
 from onnx_ops.protocol.admin import (
     AUDIT_FILE,
@@ -27,6 +29,7 @@ from onnx_ops.protocol.admin import (
     error_from_bytes,
     read_message,
 )
+from onnx_ops.protocol.execution import unservable
 from onnx_ops.protocol.options import ServerOptions, options_of
 from onnx_ops.protocol.table import follow
 from onnx_ops.protocol.table_file import TableFile
@@ -84,6 +87,14 @@ class LocalEndpoints:
     def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
         _port_of(settings)
         _options(settings)
+
+    def unservable(self, target: Target) -> str:
+        on_processor = [provider.name for provider in target.providers] == [CPU]
+        if on_processor:
+            return unservable(target, [CPU])
+        import onnxruntime
+
+        return unservable(target, onnxruntime.get_available_providers())
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """What the running server serves; None if none runs, or some of its deployments are lost. Starts nothing."""

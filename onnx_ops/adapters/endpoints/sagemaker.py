@@ -36,8 +36,11 @@ from onnx_ops.domain.endpoint import (
     without_spare,
 )
 from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import EnvironmentFailure, NotFound, ServiceUnavailable
 from onnx_ops.ports import MetricsSource
+from onnx_ops.protocol import container
+from onnx_ops.protocol.execution import unservable
 
 _ANSWERS = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"})
 Scalar = str | int | float | bool
@@ -72,6 +75,9 @@ class SageMakerEndpoints:
     def metrics(self) -> MetricsSource:
         source: MetricsSource = plugins.load("metrics", "cloudwatch", {})
         return source
+
+    def unservable(self, target: Target) -> str:
+        return unservable(target, container.PROVIDERS)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """What the endpoint does, as SageMaker says. While an update is under way that is what stood before it.

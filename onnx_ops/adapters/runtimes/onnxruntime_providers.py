@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.artifact import digest_json, hex_of
+from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Provider, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.files import model_digest
 

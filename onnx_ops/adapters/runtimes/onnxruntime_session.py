@@ -19,9 +19,10 @@ from onnx_ops.adapters.runtimes.onnxruntime_providers import (
     runtime_version,
 )
 from onnx_ops.adapters.runtimes.ort_format import REPLAYED, loaded_file
+from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.provider_options import PROVIDER_PACKAGES
-from onnx_ops.domain.target import SessionSettings, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.operators import check_libraries
 

@@ -6,14 +6,14 @@ import re
 
 from onnx_ops import codec
 from onnx_ops.attestation import sign
-from onnx_ops.domain.override import LONGEST_REASON, OVERRIDE, OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.override import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
 from onnx_ops.domain.pipeline import NAME_PATTERN
 from onnx_ops.domain.policy import is_among
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
-from onnx_ops.operations.decided import declared_libraries, moment_of_override
+from onnx_ops.operations.decided import override_of
 from onnx_ops.ports import Clock
 
 _REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
@@ -42,18 +42,7 @@ class Overrides:
             raise Refused("an override needs a reason", remedy="Write it as the tag's value.")
         if len(reason) > LONGEST_REASON:
             raise Refused(f"the reason has {len(reason)} characters, of at most {LONGEST_REASON}")
-        about = OverrideRecord(
-            model=record.model,
-            version=record.version,
-            release=record.release,
-            variant=record.variant,
-            manifest=record.manifest,
-            target=target,
-            custom_ops=() if keys is None else declared_libraries(record, target, keys),
-            reason=reason,
-            by=user,
-            at=moment_of_override(record, self._clock.now()),
-        )
+        about = override_of(record, target, keys, reason=reason, by=user, now=self._clock.now())
         envelope = sign(about, signer).envelope
         self._versions.annotate(found, record_tag(target), codec.dumps(envelope).decode())
 

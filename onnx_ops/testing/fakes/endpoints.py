@@ -8,6 +8,7 @@ from dataclasses import replace
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import Conflict, ServiceUnavailable
 from onnx_ops.testing.fakes.process import FakeClock
 
@@ -32,6 +33,11 @@ class FakeProvider:
 
     def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
         """Endpoints in memory have no settings of their own, and take any."""
+
+    def unservable(self, target: Target) -> str:
+        """They run nothing, and so as any target does."""
+        del target
+        return ""
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         return None if self.down else self._states.get(config.endpoint)
