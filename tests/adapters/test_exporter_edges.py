@@ -185,6 +185,7 @@ def exported(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_two_processes_in_two_folders_write_the_same_bytes(tmp_path: Path) -> None:
     """Hashing of strings, and with it the order of sets, is another in each process."""
     here, there = tmp_path / "here", tmp_path / "there"

@@ -290,6 +290,7 @@ def test_errors_of_mlflow_become_ours(registry: MlflowRegistry, code: str, expec
     assert "second line" not in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_mlflow_loads_and_runs_the_version(registry: MlflowRegistry, tmp_path: Path) -> None:
     script = """
 import sys, warnings

@@ -185,6 +185,7 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
     assert not ours.remove()
 
 
+@pytest.mark.nightly
 def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: Path) -> None:
     """And one that has lost its key cannot read its webhooks."""
     receiver = WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print)

@@ -32,6 +32,7 @@ def rewrite(project: Project, **sections: object) -> None:
     path.write_text(yaml.safe_dump(document | sections, sort_keys=False))
 
 
+@pytest.mark.nightly
 def test_the_other_variants_are_made_and_judged(fresh_project: Project, sweep: Sweep) -> None:
     told = {how: TOLD[how] for how in sweep(TOLD)}
     wild = [{"name": how, "method": "wild", "options": {"how": how}, **MEMORY} for how in told]

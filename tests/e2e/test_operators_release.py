@@ -69,6 +69,7 @@ def tamper(path: Path) -> None:
     changed.replace(path)
 
 
+@pytest.mark.nightly
 def test_the_operators_come_with_the_release(project: Project) -> None:
     first = project.run(pipeline=PIPELINE)
     assert first["choices"][0]["verdict"] == "pass"

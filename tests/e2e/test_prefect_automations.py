@@ -96,6 +96,7 @@ def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
     assert "of-the-tests" not in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_failed_gate_without_another_variant_is_told(automations: dict[str, dict[str, Any]], inbox: Inbox) -> None:
     for served_by, variant in (("yes", "int8"), ("no", "fp32")):
         event = Event(

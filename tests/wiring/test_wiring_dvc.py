@@ -111,6 +111,7 @@ def test_lineage_ends_in_mlflow_and_in_the_model(repository: Repository) -> None
     assert commit in page
 
 
+@pytest.mark.nightly
 def test_only_other_data_or_parameters_are_work(repository: Repository) -> None:
     assert run(repository).executed()
     repository.write("README", "another commit")

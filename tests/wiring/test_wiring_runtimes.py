@@ -144,6 +144,7 @@ LONG_ENOUGH_S = 1.0
 """For whoever waits for a stopped process to have asked it for something."""
 
 
+@pytest.mark.nightly
 def test_runtimes_that_are_killed_are_errors_and_the_rest_of_the_run_goes_on(root: Path, sweep: Sweep) -> None:
     victims = sweep(VICTIMS)
     with killed(*(VICTIMS[target] for target in victims)):

@@ -94,6 +94,7 @@ def of_kind(result: RunResult, kind: StageKind) -> list[StageOutcome]:
     return [result.outcomes[stage.id] for stage in result.plan.stages if stage.kind is kind]
 
 
+@pytest.mark.nightly
 def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     heard = Listening()
     result, summary = run(project, heard)

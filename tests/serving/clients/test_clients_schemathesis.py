@@ -13,21 +13,21 @@ from tests.serving.serving_process import Server
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
-@pytest.mark.parametrize("name", [pytest.param("types", marks=pytest.mark.nightly), "iris"])
-def test_the_document_is_kept(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("iris", "coverage"),
+        pytest.param("iris", "fuzzing,stateful", marks=pytest.mark.nightly),
+        pytest.param("types", "coverage,fuzzing,stateful", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_document_is_kept(name: str, phases: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     server: Server = request.getfixturevalue(name)
     command = [
         str(Path(sys.executable).with_name("schemathesis")),
         *("run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", CHECKS),
-        *(
-            "--max-examples",
-            "10",
-            "--phases",
-            "coverage,fuzzing,stateful",
-            "--generation-deterministic",
-            "--no-color",
-            "--continue-on-failure",
-        ),
+        *("--max-examples", "10", "--phases", phases),
+        *("--generation-deterministic", "--no-color", "--continue-on-failure"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
