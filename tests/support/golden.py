@@ -128,12 +128,13 @@ def golden(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Golde
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write what was found. Of a function that ran nothing else is kept, of a file that ran as a whole neither."""
+    """Write what was found. Nothing else is kept of a function that ran, nor of a file that ran, nightly tests too."""
     made = session.config.stash.get(_MADE, None)
     if made is None:
         return
     ran = {_function(item.nodeid) for item in session.items}
-    whole = not session.config.option.keyword and not any("::" in word for word in session.config.args)
+    options = session.config.option
+    whole = not options.keyword and not options.markexpr and not any("::" in word for word in session.config.args)
     files = {name.partition("::")[0] for name in ran} if whole else set()
     for surface in made.keys() | {path.stem for path in FOLDER.glob("*.txt")}:
         stored = read(surface)
