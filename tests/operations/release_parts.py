@@ -11,6 +11,7 @@ from onnx_ops import codec
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import DecisionRecord, Verdict
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome, ReleaseState, fold
 from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
@@ -28,6 +29,7 @@ CHAMPION, CHALLENGER, PREVIOUS = f"champion-{TARGET}", f"challenger-{TARGET}", f
 AT_ONCE = RolloutPolicy()
 CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0))
 TARGET_DIGEST = digest_bytes(b"cpu as it is")
+EXECUTION = Execution(session=SessionSettings(intra_op_threads=3))
 
 
 def config_of(endpoint: str) -> EndpointConfig:
@@ -51,6 +53,7 @@ def decision_record(
         verdict=verdict,
         verdicts={"size": verdict},
         batchable=batchable,
+        execution=EXECUTION,
         decided_at="2026-01-01T00:00:00Z",
         sequence=1,
     )

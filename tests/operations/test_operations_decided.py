@@ -16,11 +16,12 @@ from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, 
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Signature
+from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused, SignatureInvalid
-from onnx_ops.operations.decided import counts, passing_decision, standing_override
+from onnx_ops.operations.decided import counts, override_of, passing_decision, standing_override
 from onnx_ops.testing.fakes import FakeSigner
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")
@@ -255,6 +256,15 @@ def test_an_override_stands_for_exactly_what_it_names() -> None:
     for name, value in others.items():
         changes: dict[str, Any] = {name: value}
         assert standing_override(version(tags=override_tags(**changes)), TARGET, SIGNER) is None
+
+
+@pytest.mark.parametrize(("verifier", "judged"), [(SIGNER, True), (STRANGER, False), (None, False)])
+def test_an_override_serves_what_was_judged_as_its_target_runs_it(verifier: FakeSigner | None, judged: bool) -> None:
+    library, execution = digest_bytes(b"library"), Execution(session=SessionSettings(intra_op_threads=4))
+    failed = signed(record(verdict=Verdict.FAIL, custom_ops=(library,), execution=execution))
+    about = override_of(version(failed), TARGET, verifier, reason="sure", by="alice", now=0.0)
+    assert (about.custom_ops, about.execution) == (((library,), execution) if judged else ((), Execution()))
+    assert (about.model, about.version, about.manifest, about.target) == ("digits", "1", record().manifest, TARGET)
 
 
 @given(st.text(max_size=60) | json_values.map(json.dumps))

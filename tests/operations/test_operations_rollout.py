@@ -23,6 +23,7 @@ from tests.operations.release_parts import (
     CANARY,
     CHALLENGER,
     CHAMPION,
+    EXECUTION,
     MODEL,
     PREVIOUS,
     TARGET,
@@ -56,11 +57,11 @@ def test_a_first_deployment(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("batchable", [True, False])
-def test_requests_are_run_together_only_where_the_signed_decision_allows_it(scene: Scene, batchable: bool) -> None:
+def test_requests_are_run_as_the_signed_decision_says(scene: Scene, batchable: bool) -> None:
     scene.serve(scene.publish("a", batchable=batchable))
     state = scene.world.provider.observe(config_of("digits"))
     assert state is not None
-    assert [d.batchable for d in state.deployments] == [batchable]
+    assert [(d.batchable, d.execution) for d in state.deployments] == [(batchable, EXECUTION)]
 
 
 def test_settling_again_does_nothing(scene: Scene) -> None:
