@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 
 import typer
@@ -17,6 +18,7 @@ from onnx_ops import codec
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.operations.bell import Bell
 from onnx_ops.operations.journal import Journal, bound_endpoints
+from onnx_ops.operations.metrics import owed_metrics
 from onnx_ops.operations.notify import Herald, Told
 from onnx_ops.operations.watch import Kind, Watcher, WatchReport
 from onnx_ops.wiring.project import Project
@@ -125,8 +127,15 @@ def _listening(project: Project, watcher: Watcher, bell: Bell, listen: str | Non
             watcher.tell("", Kind.DELIVERY_REFUSED, why=why)
 
     secret = read_secret(project.settings.webhook_secret, os.environ)
-    clock = project.ports.clock
-    with WebhookReceiver(host, port, secret=secret, clock=clock, wake=bell.wake, refused=refused) as receiver:
+    with WebhookReceiver(
+        host,
+        port,
+        secret=secret,
+        clock=project.ports.clock,
+        wake=bell.wake,
+        refused=refused,
+        metrics=partial(owed_metrics, project.ports),
+    ) as receiver:
         watcher.tell("", Kind.LISTENING, why=receiver.address)
         yield
 

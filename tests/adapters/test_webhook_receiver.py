@@ -14,7 +14,7 @@ import pytest
 
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.adapters.webhooks.secret import VARIABLE, make_secret, read_secret
-from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.protocol.delivery import ID, MAX_BODY, SIGNATURE, TIMESTAMP, sign
 from onnx_ops.testing.fakes import FakeClock
 from tests.support.golden import Golden
@@ -27,7 +27,13 @@ class Listening:
     url: str
     clock: FakeClock
     woken: list[str] = field(default_factory=list)
+    metrics: str | OnnxOpsError = "owed 0\n"
     refused: list[str] = field(default_factory=list)
+
+    def tell(self) -> str:
+        if isinstance(self.metrics, OnnxOpsError):
+            raise self.metrics
+        return self.metrics
 
     def send(
         self,
@@ -51,10 +57,28 @@ class Listening:
 def listening() -> Iterator[Listening]:
     found = Listening("", FakeClock())
     with WebhookReceiver(
-        "127.0.0.1", 0, secret=SECRET, clock=found.clock, wake=found.woken.append, refused=found.refused.append
+        "127.0.0.1",
+        0,
+        secret=SECRET,
+        clock=found.clock,
+        wake=found.woken.append,
+        refused=found.refused.append,
+        metrics=found.tell,
     ) as receiver:
         found.url = receiver.address
         yield found
+
+
+def test_metrics_are_told_and_trouble_is_no_silence(listening: Listening) -> None:
+    import httpx
+
+    url = listening.url.replace("/webhooks/mlflow", "/metrics")
+    told = httpx.get(url, timeout=30)
+    assert (told.status_code, told.text) == (200, "owed 0\n")
+    assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
+    listening.metrics = ServiceUnavailable("the ledger does not answer")
+    assert httpx.get(url, timeout=30).status_code == 503
+    assert listening.woken == []
 
 
 def test_a_delivery_wakes_its_model_once(listening: Listening) -> None:

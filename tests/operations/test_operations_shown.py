@@ -11,6 +11,8 @@ from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.endpoint_tables import history_table, status_document, status_report
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import StillOwed
+from onnx_ops.operations.delete import delete
+from onnx_ops.operations.metrics import owed_metrics
 from onnx_ops.operations.status import EndpointStatus, Wanted, history, status
 from onnx_ops.ports import EndpointProvider
 from onnx_ops.settings import load_settings
@@ -58,7 +60,7 @@ def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.Captur
     assert status_document(found)["answers"] is False
 
 
-def test_an_owed_rollback_is_shown_by_status_history_and_doctor(
+def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     scene = serving("a", "b")
@@ -73,9 +75,18 @@ def test_an_owed_rollback_is_shown_by_status_history_and_doctor(
     project = Project(settings=load_settings(tmp_path), ports=scene.ports)
     findings = {finding.check: finding for finding in diagnose(project)}
     assert findings["rollback of digits"].ok is False
+    scene.world.clock.advance(90)
+    told = owed_metrics(scene.ports)
+    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 90\n' in told
+    assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in told
     scene.world.provider.down = False
     scene.settle()
     assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
+    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 0\n' in owed_metrics(scene.ports)
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        delete(scene.ports, "digits")
+    assert 'onnx_ops_deletion_owed{endpoint="digits"} 1\n' in owed_metrics(scene.ports)
 
 
 def test_a_history_without_entries_is_a_line_and_no_empty_table(

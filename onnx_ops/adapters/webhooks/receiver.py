@@ -1,4 +1,4 @@
-"""Listens for MLflow's webhooks and rings a bell: an HTTP server on a thread of its own.
+"""Listens for MLflow's webhooks and rings a bell, and tells metrics: an HTTP server on a thread of its own.
 
 Starlette and uvicorn, as they stand in every environment of this project: MLflow and Prefect run on them.
 """
@@ -23,6 +23,8 @@ from onnx_ops.ports import Clock
 from onnx_ops.protocol.delivery import MAX_BODY, Recent, open_delivery
 
 PATH = "/webhooks/mlflow"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of metrics."""
 _PATIENCE = 10.0
 """Seconds within which a body must have come, and a stopped server has ended."""
 
@@ -37,6 +39,7 @@ class WebhookReceiver:
         clock: tells the age of a delivery.
         wake: called with the name of the model that a delivery is about.
         refused: called with the reason why a delivery does not count.
+        metrics: what `/metrics` shows, in Prometheus' text format.
 
     Raises:
         ServiceUnavailable: the address cannot be bound.
@@ -51,11 +54,13 @@ class WebhookReceiver:
         clock: Clock,
         wake: Callable[[str], None],
         refused: Callable[[str], None],
+        metrics: Callable[[], str] = str,
     ) -> None:
         self._secret = secret
         self._clock = clock
         self._wake = wake
         self._refused = refused
+        self._metrics = metrics
         self._recent = Recent()
         try:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -64,7 +69,9 @@ class WebhookReceiver:
             raise ServiceUnavailable(
                 "cannot listen", where=f"{host}:{port}", why=error.strerror or str(error), remedy=remedy
             ) from error
-        app = Starlette(routes=[Route(PATH, self._receive, methods=["POST"])])
+        app = Starlette(
+            routes=[Route(PATH, self._receive, methods=["POST"]), Route("/metrics", self._tell, methods=["GET"])]
+        )
         config = uvicorn.Config(
             app,
             http="h11",
@@ -111,6 +118,13 @@ class WebhookReceiver:
         if self._recent.add(delivery.id):
             self._wake(delivery.model)
         return Response(status_code=204)
+
+    def _tell(self, _: Request) -> Response:
+        """Starlette runs it on a thread, as the ledger may be far away."""
+        try:
+            return Response(self._metrics(), media_type=CONTENT_TYPE)
+        except OnnxOpsError as error:
+            return PlainTextResponse(str(error), status_code=503)
 
 
 async def _body(request: Request) -> bytes:
