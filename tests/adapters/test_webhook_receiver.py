@@ -156,7 +156,7 @@ def test_an_address_that_is_taken(listening: Listening) -> None:
     port = httpx.URL(listening.url).port
     assert port is not None
     with pytest.raises(ServiceUnavailable, match="cannot listen"):
-        WebhookReceiver("127.0.0.1", port, secret=SECRET, clock=FakeClock(), wake=print, refused=print)
+        WebhookReceiver("127.0.0.1", port, secret=SECRET, clock=FakeClock(), wake=print, refused=print, metrics=str)
 
 
 def test_a_new_secret_is_the_owners_alone_and_stays(tmp_path: Path) -> None:

@@ -158,7 +158,9 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
     ours, woken, refused = MlflowWebhooks(server, "tested"), list[str](), list[str]()
     client = ours._mlflow._client
     clock = SystemClock()
-    with WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=clock, wake=woken.append, refused=refused.append) as it:
+    with WebhookReceiver(
+        "127.0.0.1", 0, secret=SECRET, clock=clock, wake=woken.append, refused=refused.append, metrics=str
+    ) as it:
         url = it.address
         with pytest.raises(NotFound, match="no webhook is installed"):
             ours.check()
@@ -188,7 +190,9 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
 @pytest.mark.nightly
 def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: Path) -> None:
     """And one that has lost its key cannot read its webhooks."""
-    receiver = WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print)
+    receiver = WebhookReceiver(
+        "127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print, metrics=str
+    )
     with receiver, mlflow_server(tmp_path) as url:
         ours = MlflowWebhooks(url)
         with pytest.raises(UserError) as closed:
@@ -208,7 +212,9 @@ def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: 
 
 @pytest.mark.nightly
 def test_an_open_server_without_a_key_takes_webhooks_and_cannot_read_them_when_it_starts_again(tmp_path: Path) -> None:
-    with WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print) as receiver:
+    with WebhookReceiver(
+        "127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print, metrics=str
+    ) as receiver:
         with mlflow_server(tmp_path, environ=OPEN) as url:
             assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
         unread = pytest.raises(ServiceUnavailable, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY")

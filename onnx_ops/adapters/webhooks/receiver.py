@@ -54,7 +54,7 @@ class WebhookReceiver:
         clock: Clock,
         wake: Callable[[str], None],
         refused: Callable[[str], None],
-        metrics: Callable[[], str] = str,
+        metrics: Callable[[], str],
     ) -> None:
         self._secret = secret
         self._clock = clock
@@ -69,9 +69,8 @@ class WebhookReceiver:
             raise ServiceUnavailable(
                 "cannot listen", where=f"{host}:{port}", why=error.strerror or str(error), remedy=remedy
             ) from error
-        app = Starlette(
-            routes=[Route(PATH, self._receive, methods=["POST"]), Route("/metrics", self._tell, methods=["GET"])]
-        )
+        deliveries = Route(PATH, self._receive, methods=["POST"])
+        app = Starlette(routes=[deliveries, Route("/metrics", self._tell, methods=["GET"])])
         config = uvicorn.Config(
             app,
             http="h11",
