@@ -7,6 +7,7 @@ import signal
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.services
 
 OPEN = {"MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true"}
 SECRET = "a secret of some length"  # noqa: S105 (of a test)
+listening = partial(WebhookReceiver, "127.0.0.1", 0, secret=SECRET, metrics=str)
 
 
 @pytest.fixture(scope="module")
