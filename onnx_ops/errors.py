@@ -9,6 +9,7 @@
     ├── EnvironmentFailure (4)       the machine or a service failed, not the model
     │   ├── ServiceUnavailable       a server that should answer does not
     │   ├── StillOwed                a request was accepted and could not be carried out yet
+    │   ├── RolledBackByAlarm        an alarm that guards the endpoint took a deployment back
     │   ├── StageFailure             a stage crashed, was killed or ran past its time-out
     │   ├── MeasurementFailure       something could not be measured (missing provider, noisy host)
     │   └── StateCorrupt             a record on disk does not match its digest
@@ -124,6 +125,10 @@ class ServiceUnavailable(EnvironmentFailure):
 
 
 class StillOwed(EnvironmentFailure):
+    pass
+
+
+class RolledBackByAlarm(EnvironmentFailure):
     pass
 
 

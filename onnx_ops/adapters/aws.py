@@ -16,7 +16,6 @@ Clients = Callable[[str], Any]
 
 GUARDED_VARIANT = "main"
 """A guarded update keeps the variant's name: with another one SageMaker would not guard it."""
-SHADOW_VARIANT = "shadow"
 
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 _ATTEMPTS = 6

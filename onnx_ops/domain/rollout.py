@@ -31,6 +31,7 @@ __all__ = [
     "next_action",
     "rollback",
     "split_state",
+    "take_back",
 ]
 
 
@@ -184,6 +185,15 @@ def abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
         aliases={alias("challenger", target): None} if reject else {},
         reject=_rejected((roles.candidate,), roles.stable) if reject else (),
     )
+
+
+def take_back(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
+    """The way back from an action that was begun at these roles; None if it brings nothing that could be rejected."""
+    if roles.stable is None or begun.kind not in (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH):
+        return None
+    if roles.candidate is not None:
+        return abort(roles, target, why=why, reject=True)
+    return rollback(begun.roles, roles.stable, target, why=why)
 
 
 def rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:

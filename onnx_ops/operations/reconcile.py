@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.ledger import Mirrored, RefusedVersion
-from onnx_ops.domain.rollout import Action, ActionKind
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused
+from onnx_ops.domain.rollout import Action, ActionKind, take_back
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, RolledBackByAlarm
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import Desired, desired
 from onnx_ops.operations.journal import Journal, looking_again, pinned, readable
@@ -150,9 +150,23 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     if action.gives_back:
         go_back(journal, pinned(ports, config, action))
     else:
-        journal.perform(action)
+        action = _perform(journal, action)
     did = action.kind.value
     return StepReport(endpoint=endpoint, did=did, why=action.why, settled=False, registry_down=wish.unreachable)
+
+
+def _perform(journal: Journal, action: Action) -> Action:
+    """Do it; what an alarm of the provider takes back is rolled back, and so rejected. Return what was done."""
+    roles, config = journal.state.roles, journal.config
+    try:
+        journal.perform(action)
+    except RolledBackByAlarm as error:
+        back = take_back(roles, action, config.target, why=str(error))
+        if back is None:
+            raise
+        go_back(journal, pinned(journal.ports, config, back))
+        return back
+    return action
 
 
 def _told_registry(journal: Journal, wish: Desired) -> StepReport | None:
@@ -206,8 +220,8 @@ def _unfinished(journal: Journal) -> StepReport | None:
         pay(journal)
         kind, why = pending.action.kind, f"{pending.actor} asked for it: {pending.action.why}"
     elif intent is not None:
-        journal.perform(intent.action)
-        kind, why = intent.action.kind, f"finished what {intent.holder} began: {intent.action.why}"
+        done = _perform(journal, intent.action)
+        kind, why = done.kind, f"finished what {intent.holder} began: {done.why}"
     else:
         return None
     return StepReport(endpoint=journal.state.endpoint, did=kind.value, why=why, settled=False)

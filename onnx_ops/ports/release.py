@@ -159,6 +159,7 @@ class EndpointProvider(Protocol):
 
         Raises:
             Conflict: a later generation was applied already.
+            RolledBackByAlarm: alarms guard the endpoint, and one took this state back.
             ServiceUnavailable: the endpoint could not be reached or started.
         """
         ...

@@ -149,31 +149,13 @@ def test_the_way_back_needs_no_files(
     assert invoke(fake, "no-files") == ("blue", 2.0)
 
 
-def test_a_shadow_gets_copies_and_no_client_sees_it(
+def test_copies_of_requests_are_refused_before_anything_is_made(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
 ) -> None:
-    blue, green = pair
-    config = config_of("shadowed")
-    split = TrafficSplit(weights={"blue": 100, "green": 0}, shadow={"green": 50}, shadow_tolerance=0.01)
-    state = EndpointState(deployments=(blue, green), split=split)
-    provider.apply(config, state_of(blue, blue=100), generation=1)
-    provider.apply(config, state, generation=2)
-    observed = provider.observe(config)
-    assert observed is not None
-    assert observed.same_as(state)
-    assert {invoke(fake, "shadowed") for _ in range(10)} == {("blue", 2.0)}
-    counted = client(fake, "cloudwatch").list_metrics(
-        Namespace="AWS/SageMaker", Dimensions=[{"Name": "EndpointName", "Value": "shadowed"}]
-    )
-    assert {d["Value"] for m in counted["Metrics"] for d in m["Dimensions"] if d["Name"] == "VariantName"} == {
-        "blue",
-        "shadow",
-    }
-    provider.apply(config, state_of(blue, green, blue=90, green=10), generation=3)
-    assert invoke(fake, "shadowed", "green") == ("green", 3.0)
-    both = TrafficSplit(weights={"blue": 50, "green": 50}, shadow={"green": 50})
-    with pytest.raises(UserError, match="exactly one deployment with traffic"):
-        provider.apply(config, EndpointState(deployments=(blue, green), split=both), generation=4)
+    state = EndpointState(deployments=pair, split=TrafficSplit(weights={"blue": 100, "green": 0}, shadow={"green": 50}))
+    with pytest.raises(UserError, match="nobody would compare"):
+        provider.apply(config_of("shadowed"), state, generation=1)
+    assert fake.calls() == []
 
 
 @pytest.mark.parametrize("serverless", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store.models import manifest_of
-from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError
+from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError, RolledBackByAlarm
 from onnx_ops.testing.endpoints import state_of
 from tests.adapters.sagemaker_cloud import apply_when_told, cloud, config_of, fake, invoke, pair, process_context
 from tests.support.clouds.sagemaker import FakeSageMaker, client
@@ -47,39 +49,113 @@ def test_an_update_that_was_taken_back_silently_is_told(
     assert invoke(fake, config.endpoint) == ("blue", 2.0)
 
 
-def test_an_alarm_that_fires_takes_a_guarded_update_back_and_does_not_hinder_the_way_back(
-    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
-) -> None:
-    blue, green = pair
-    cloudwatch, sagemaker = client(fake, "cloudwatch"), client(fake, "sagemaker")
-    config = config_of("alarmed", strategy="guarded", alarms="failing", canary_percent=10)
-    provider.apply(config, state_of(blue, blue=100), generation=1)
-    with pytest.raises(NotFound, match="no alarm is called failing"):
-        provider.apply(config, state_of(green, green=100), generation=2)
-    cloudwatch.put_metric_alarm(AlarmName="failing", **FIGURES)
-    cloudwatch.set_alarm_state(AlarmName="failing", StateValue="OK", StateReason="test")
-    # The alarm fires once the update has begun: the fake asks for it at every read.
+def alarm_is(fake: FakeSageMaker, state: str) -> None:
+    client(fake, "cloudwatch").set_alarm_state(AlarmName="failing", StateValue=state, StateReason="test")
+
+
+@pytest.fixture
+def alarmed(
+    provider: SageMakerEndpoints,
+    fake: FakeSageMaker,
+    pair: tuple[Deployment, Deployment],
+    request: pytest.FixtureRequest,
+) -> EndpointConfig:
+    """A guarded endpoint on which blue serves, and whose alarm is quiet."""
+    client(fake, "cloudwatch").put_metric_alarm(AlarmName="failing", **FIGURES)
+    alarm_is(fake, "OK")
+    name = f"alarmed-{hex_of(digest_bytes(request.node.name.encode()))[:8]}"
+    config = config_of(name, strategy="guarded", alarms="failing", canary_percent=10)
+    provider.apply(config, state_of(pair[0], blue=100), generation=1)
+    return config
+
+
+def updates(fake: FakeSageMaker) -> int:
+    return sum(call == "SageMaker.UpdateEndpoint" for call in fake.calls())
+
+
+def condemn(fake: FakeSageMaker, config: EndpointConfig, deployment: Deployment, *, kill: bool = False) -> None:
+    """Begin an update, let the alarm fire meanwhile, and be quiet again afterwards."""
     fake.behave(reads=400)
     context = process_context()
     ours, theirs = context.Pipe()
-    state = replace(state_of(green, green=100), generation=3)
+    state = replace(state_of(deployment, **{deployment.name: 100}), generation=2)
     process = context.Process(target=apply_when_told, args=(dict(fake.environment), config, state, theirs))
     process.start()
     ours.send("go")
-    while sagemaker.describe_endpoint(EndpointName="alarmed")["EndpointStatus"] != "Updating":
+    sagemaker = client(fake, "sagemaker")
+    while sagemaker.describe_endpoint(EndpointName=config.endpoint)["EndpointStatus"] != "Updating":
         pass
-    cloudwatch.set_alarm_state(AlarmName="failing", StateValue="ALARM", StateReason="test")
+    if kill:
+        process.kill()
+    alarm_is(fake, "ALARM")
     process.join(60)
-    assert process.exitcode == 1
-    found = sagemaker.describe_endpoint(EndpointName="alarmed")
-    assert found["EndpointStatus"] == "InService"
-    assert "failing" in found["FailureReason"]
-    assert invoke(fake, "alarmed") == ("main", 2.0)
+    assert process.exitcode == (-signal.SIGKILL if kill else 1)
+    while sagemaker.describe_endpoint(EndpointName=config.endpoint)["EndpointStatus"] != "InService":
+        pass
+    alarm_is(fake, "OK")
     fake.behave(reads=2)
-    provider.apply(config, state_of(green, green=100), generation=4)
-    assert invoke(fake, "alarmed") == ("main", 3.0)
-    provider.apply(config, state_of(blue, green, blue=100, green=0), generation=5)
-    assert invoke(fake, "alarmed") == ("main", 2.0)
+    fake.fault()
+
+
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_layout_that_an_alarm_took_back_is_never_asked_for_again(
+    provider: SageMakerEndpoints,
+    fake: FakeSageMaker,
+    pair: tuple[Deployment, Deployment],
+    alarmed: EndpointConfig,
+    kill: bool,
+) -> None:
+    blue, green = pair
+    condemn(fake, alarmed, green, kill=kill)
+    for generation in (2, 3):
+        with pytest.raises(RolledBackByAlarm, match=r"alarm failing fired \(.*failing"):
+            provider.apply(alarmed, state_of(green, green=100), generation=generation)
+    provider.roll_back(alarmed, state_of(blue, blue=100), generation=4)
+    assert updates(fake) == 0
+    client(fake, "sagemaker").delete_endpoint(EndpointName=alarmed.endpoint)
+    with pytest.raises(RolledBackByAlarm):
+        provider.apply(alarmed, state_of(green, green=100), generation=5)
+    provider.apply(alarmed, state_of(blue, blue=100), generation=6)
+    assert invoke(fake, alarmed.endpoint) == ("main", 2.0)
+
+
+def test_no_update_begins_under_an_alarm_that_fires_and_the_way_back_needs_none(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], alarmed: EndpointConfig
+) -> None:
+    blue, green = pair
+    sagemaker = client(fake, "sagemaker")
+    first = sagemaker.describe_endpoint(EndpointName=alarmed.endpoint)["EndpointConfigName"]
+    provider.apply(alarmed, state_of(green, green=100), generation=2)
+    alarm_is(fake, "ALARM")
+    fake.fault()
+    with pytest.raises(EnvironmentFailure, match="alarm failing fires"):
+        provider.apply(alarmed, state_of(blue, blue=100), generation=3)
+    assert updates(fake) == 0
+    provider.roll_back(alarmed, state_of(blue, green, blue=100, green=0), generation=4)
+    assert invoke(fake, alarmed.endpoint) == ("main", 2.0)
+    alarm_is(fake, "OK")
+    provider.apply(alarmed, state_of(green, green=100), generation=5)
+    sagemaker.update_endpoint(EndpointName=alarmed.endpoint, EndpointConfigName=first)  # by hand
+    alarm_is(fake, "ALARM")
+    provider.apply(alarmed, state_of(green, green=100), generation=6)  # what stood there last
+    assert invoke(fake, alarmed.endpoint) == ("main", 3.0)
+
+
+def test_an_update_that_failed_under_a_quiet_alarm_may_come_again(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], alarmed: EndpointConfig
+) -> None:
+    unknown = replace(alarmed, settings={**alarmed.settings, "alarms": "nowhere"})
+    with pytest.raises(NotFound, match="no alarm is called nowhere"):
+        provider.apply(unknown, state_of(pair[1], green=100), generation=2)
+    fake.behave(taken_back="no capacity")
+    with pytest.raises(EnvironmentFailure, match="no capacity") as failed:
+        provider.apply(alarmed, state_of(pair[1], green=100), generation=2)
+    assert not isinstance(failed.value, RolledBackByAlarm)
+    fake.behave(taken_back="")
+    alarm_is(fake, "ALARM")
+    alarm_is(fake, "OK")
+    provider.apply(alarmed, state_of(pair[1], green=100), generation=3)
+    assert invoke(fake, alarmed.endpoint) == ("main", 3.0)
 
 
 def test_a_rollback_that_failed_says_what_to_do_and_the_next_apply_does_it(

@@ -114,10 +114,13 @@ class SageMakerEndpoints:
             UserError: the settings or the state cannot be had at SageMaker.
             Refused: AWS does not permit it, or the endpoint is somebody else's.
             ServiceUnavailable: AWS does not answer, or the update did not end in time.
+            RolledBackByAlarm: an alarm took it back, now or in an earlier try.
             EnvironmentFailure: SageMaker could not do it, or took it back by itself; says why.
         """
+        self._apply(config, replace(state, generation=generation))
+
+    def _apply(self, config: EndpointConfig, state: EndpointState, *, back: bool = False) -> None:
         settings, connected = self._connect(config)
-        state = replace(state, generation=generation)
         layout = self._layout(config, state, settings)
         claims = self._claims(config, settings, connected)
         claims.take(state)
@@ -125,10 +128,12 @@ class SageMakerEndpoints:
         for deployment in state.deployments:
             archives.ensure(archive_key(settings.prefix, config.endpoint, deployment), deployment)
         self._define(connected("sagemaker"), layout, config.endpoint)
-        Mover(connected, config.endpoint, settings, claims, generation).move(layout)
+        Mover(connected, config.endpoint, settings, claims, state.generation, back=back).move(layout)
         Scaling(connected, config.endpoint, settings).follow(layout)
-        claims.hold(generation)
-        claims.settle(generation, layout.config_name)
+        claims.hold(state.generation)
+        claims.settle(state.generation)
+        if settings.guarded:
+            claims.stand(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """One change of weights where the endpoint runs the variant of the deployment that gets all traffic; else, and
@@ -136,14 +141,14 @@ class SageMakerEndpoints:
         settings, connected = self._connect(config)
         claims = self._claims(config, settings, connected)
         state, held = replace(state, generation=generation), claims.latest()
-        if held is None or held.held(state.leader()) is None or settings.guarded or any(held.split.shadow.values()):
-            self.apply(config, without_spare(state), generation=generation)
+        if held is None or held.held(state.leader()) is None or settings.guarded:
+            self._apply(config, without_spare(state), back=True)
             return
         claims.take(rolled_back(held, state))
         try:
             Mover(connected, config.endpoint, settings, claims, generation).shift(variant_of(state.leader().name))
         except NotFound:  # what was claimed last never got there
-            self.apply(config, rolled_back(held, state), generation=generation)
+            self._apply(config, rolled_back(held, state), back=True)
 
     def address(self, config: EndpointConfig) -> str | None:
         """`<address>/invocations` takes requests that are signed (SigV4, service `sagemaker`)."""
@@ -268,22 +273,15 @@ def _read_off(sagemaker: Any, found: Mapping[str, Any], claimed: EndpointState |
         config = sagemaker.describe_endpoint_config(EndpointConfigName=found["EndpointConfigName"])
         stand = {
             variant["VariantName"]: _deployment(sagemaker, variant["ModelName"])
-            for variant in [*config["ProductionVariants"], *config.get("ShadowProductionVariants", ())]
+            for variant in config["ProductionVariants"]
         }
     named = {variant: deployment for variant, deployment in stand.items() if deployment is not None}
     current = {v["VariantName"]: float(v.get("CurrentWeight", 0.0)) for v in found.get("ProductionVariants", ())}
     if len(named) != len(stand) or not set(current) <= set(named) or not sum(current.values()):
         return None
     weights = {named[variant].name: percent for variant, percent in _percent(current).items()}
-    shadow = {
-        named[v["VariantName"]].name: round(float(v["InitialVariantWeight"]))
-        for v in config.get("ShadowProductionVariants", ())
-    }
-    split = TrafficSplit(weights=dict.fromkeys(shadow, 0) | weights, shadow=shadow)
-    if claimed is not None:
-        split = replace(split, shadow_tolerance=claimed.split.shadow_tolerance)
     generation = 0 if claimed is None else claimed.generation
-    return EndpointState(deployments=tuple(named.values()), split=split, generation=generation)
+    return EndpointState(deployments=tuple(named.values()), split=TrafficSplit(weights=weights), generation=generation)
 
 
 def _deployment(sagemaker: Any, model: str) -> Deployment | None:

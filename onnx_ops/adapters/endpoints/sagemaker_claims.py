@@ -3,10 +3,15 @@
 SageMaker has no conditional update, and its reads are behind. S3's are not. So a generation is claimed there before
 anything is touched, the claim holds the whole state, and before every change the claims are looked at again. Between
 such a look and the change lies the time of one request: what slips through there is seen by the next `observe`.
+
+Beside the claims of a guarded endpoint lie which config stands there, and for each update that was begun under alarms
+the state that they had before it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from onnx_ops import codec
@@ -29,7 +34,8 @@ class Claims:
         self._s3 = s3
         self._bucket = bucket
         self._claims = f"{folder}/claims/"
-        self._served = f"{folder}/served/"
+        self._standing = f"{folder}/guard/standing"
+        self._updates = f"{folder}/guard/updates/"
         self._endpoint = endpoint
 
     def latest(self) -> EndpointState | None:
@@ -59,29 +65,47 @@ class Claims:
         if keys and keys[-1] > self._key(generation):
             raise self._conflict(generation)
 
-    def settle(self, generation: int, config_name: str) -> None:
-        """Remember that a config has served, and forget the claims before this one."""
-        self._create(f"{self._served}{config_name}", b"")
-        before = [key for key in self._keys() if key < self._key(generation)]
-        self._delete(before)
+    def settle(self, generation: int) -> None:
+        """Forget the claims before this one."""
+        self._delete([key for key in self._keys() if key < self._key(generation)])
 
-    def served(self, config_name: str) -> bool:
-        """Whether a config has served here before."""
+    def stand(self, config_name: str) -> None:
+        """Remember that a guarded endpoint has arrived at a config."""
+        with translated(self._endpoint):
+            self._s3.put_object(Bucket=self._bucket, Key=self._standing, Body=config_name.encode())
+        self.end_update(config_name)
+
+    def stands(self, config_name: str) -> bool:
+        """Return whether this is the config that a guarded endpoint arrived at last."""
+        return self._read(self._standing) == config_name.encode()
+
+    def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
+        """Remember the alarms' states before a guarded update. Those of an update that was begun before stay."""
+        self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
+
+    def begun_update(self, config_name: str) -> Mapping[str, str] | None:
+        """Return the alarms' states before the update to a config; None if none was begun, or it has ended."""
+        body = self._read(f"{self._updates}{config_name}")
+        return None if body is None else dict(json.loads(body))
+
+    def end_update(self, config_name: str) -> None:
+        self._delete([f"{self._updates}{config_name}"])
+
+    def forget(self) -> None:
+        """Everything about an endpoint that is gone."""
+        self._delete([self._standing, *self._keys(self._updates), *self._keys()])
+
+    def _read(self, key: str) -> bytes | None:
         from botocore.exceptions import ClientError
 
         with translated(self._endpoint):
             try:
-                self._s3.head_object(Bucket=self._bucket, Key=f"{self._served}{config_name}")
+                body: bytes = self._s3.get_object(Bucket=self._bucket, Key=key)["Body"].read()
             except ClientError as error:
                 if code_of(error) in _MISSING:
-                    return False
+                    return None
                 raise
-        return True
-
-    def forget(self) -> None:
-        """Everything about an endpoint that is gone."""
-        self._delete(self._keys(self._served))
-        self._delete(self._keys())
+        return body
 
     def _create(self, key: str, data: bytes) -> None:
         with translated(self._endpoint):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.aws import GUARDED_VARIANT, SHADOW_VARIANT, is_name, variant_of
+from onnx_ops.adapters.aws import GUARDED_VARIANT, is_name, variant_of
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
 from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointState
@@ -116,15 +116,10 @@ def lay_out(endpoint: str, state: EndpointState, settings: SageMakerSettings, *,
         name = f"{stem}-{hex_of(digest_json(request))[:_MODEL]}"
         named[deployment.name] = name
         models[name] = {**request, "ModelName": name, "Tags": tags}
-    production, shadow = _variants(state, settings)
+    production = _variants(state, settings)
     asked = {
         **_config(settings),
         "ProductionVariants": [_variant(named[d], v, w, settings) for v, (d, w) in sorted(production.items())],
-        **(
-            {"ShadowProductionVariants": [_variant(named[d], SHADOW_VARIANT, w, settings) for d, w in shadow]}
-            if shadow
-            else {}
-        ),
     }
     bare = [{**one, "InitialVariantWeight": 0} for one in asked["ProductionVariants"]]
     layout = hex_of(digest_json({**asked, "ProductionVariants": bare}))[:_LAYOUT]
@@ -135,33 +130,22 @@ def lay_out(endpoint: str, state: EndpointState, settings: SageMakerSettings, *,
     )
 
 
-def _variants(
-    state: EndpointState, settings: SageMakerSettings
-) -> tuple[dict[str, tuple[str, float]], list[tuple[str, float]]]:
-    """Deployment and weight by production variant, and the same of shadows. A shadow's weight is relative to the
-    production variant's: it gets that share of copies."""
+def _variants(state: EndpointState, settings: SageMakerSettings) -> dict[str, tuple[str, float]]:
+    """Deployment and weight by variant."""
+    if settings.guarded:
+        return {GUARDED_VARIANT: (state.leader().name, 100.0)}
     weights = state.split.weights
-    shadowed = {name: float(percent) for name, percent in state.split.shadow.items() if percent}
-    serving = [d.name for d in state.deployments if weights.get(d.name, 0)]
-    if settings.guarded or shadowed:
-        variant = GUARDED_VARIANT if settings.guarded else variant_of(serving[0])
-        return {variant: (serving[0], 100.0)}, list(shadowed.items())
-    return {variant_of(d.name): (d.name, float(weights.get(d.name, 0))) for d in state.deployments}, []
+    return {variant_of(d.name): (d.name, float(weights.get(d.name, 0))) for d in state.deployments}
 
 
 def _check(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> None:
     serving = [name for name, weight in state.split.weights.items() if weight]
-    shadowed = [name for name, percent in state.split.shadow.items() if percent]
     variants = [variant_of(d.name) for d in state.deployments]
     problem = ""
     if settings.guarded and len(serving) > 1:
         problem = "strategy guarded has one deployment with all traffic; SageMaker itself shifts it"
-    elif shadowed and (len(serving), len(shadowed)) != (1, 1):
-        problem = "a shadow needs exactly one deployment with traffic beside it"
-    elif shadowed and (len(state.deployments) != 2 or serving == shadowed):
-        problem = "beside a deployment with a shadow nothing else can stand"
-    elif shadowed and settings.serverless:
-        problem = "a serverless endpoint has no shadow"
+    elif any(state.split.shadow.values()):
+        problem = "it copies requests, but nobody would compare the answers"
     elif len(state.deployments) > 10:
         problem = "an endpoint has at most ten variants"
     elif len(set(variants)) != len(variants):

@@ -16,7 +16,7 @@ from onnx_ops.adapters.endpoints.sagemaker_claims import Claims
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG, Layout
 from onnx_ops.adapters.endpoints.sagemaker_scaling import Scaling
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
-from onnx_ops.errors import EnvironmentFailure, NotFound, Refused, ServiceUnavailable
+from onnx_ops.errors import EnvironmentFailure, NotFound, Refused, RolledBackByAlarm, ServiceUnavailable
 
 _BUSY = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"})
 _RETAINED_NOT = [{"VariantPropertyType": "DesiredWeight"}, {"VariantPropertyType": "DataCaptureConfig"}]
@@ -41,10 +41,18 @@ class _Course:
 
 
 class Mover:
-    """One `apply` of one endpoint."""
+    """One `apply` of one endpoint; with `back`, one rollback, which no alarm guards: it would only keep traffic where
+    it must not stay."""
 
     def __init__(
-        self, clients: Clients, endpoint: str, settings: SageMakerSettings, claims: Claims, generation: int
+        self,
+        clients: Clients,
+        endpoint: str,
+        settings: SageMakerSettings,
+        claims: Claims,
+        generation: int,
+        *,
+        back: bool = False,
     ) -> None:
         self._sagemaker = clients("sagemaker")
         self._clients = clients
@@ -53,6 +61,8 @@ class Mover:
         self._claims = claims
         self._generation = generation
         self._scaling = Scaling(clients, endpoint, settings)
+        self._back = back
+        self._alarms = () if back else listed(settings.alarms)
 
     def move(self, layout: Layout) -> None:
         """Return once the endpoint is in service with this layout and these weights.
@@ -60,7 +70,8 @@ class Mover:
         Raises:
             Conflict: a later generation was begun.
             Refused: an endpoint of that name is somebody else's.
-            EnvironmentFailure: SageMaker could not do it, or took it back.
+            RolledBackByAlarm: an alarm took this layout back, now or in an earlier try.
+            EnvironmentFailure: SageMaker could not do it, or took it back; or an alarm that guards it fires already.
             ServiceUnavailable: it did not end in time.
         """
         deadline = time.monotonic() + self._settings.timeout_s
@@ -138,6 +149,8 @@ class Mover:
 
     def _next(self, found: Mapping[str, Any] | None, layout: Layout, course: _Course) -> None:
         """The one thing that is due to an endpoint that is not busy."""
+        if not course.asked:
+            self._refuse_condemned(layout, found)
         if found is None:
             if not course.asked or course.deleted or self._ignored(course):
                 self._create(layout, course)
@@ -152,7 +165,7 @@ class Mover:
             self._replace(found, course)
             return
         if course.asked:
-            self._judge(found, course)
+            self._judge(found, layout, course)
             if course.asked:
                 return
         self._update(found, layout, course)
@@ -223,34 +236,74 @@ class Mover:
         if not self._settings.serverless:
             request["ExcludeRetainedVariantProperties"] = _RETAINED_NOT
         if self._settings.guarded:
-            alarms = self._quiet_alarms()
-            hurry = self._claims.served(layout.config_name) or (len(alarms) < len(listed(self._settings.alarms)))
-            request["DeploymentConfig"] = guarded(self._settings, alarms, hurry=hurry)
+            request["DeploymentConfig"] = self._guard(layout)
         return request
 
-    def _quiet_alarms(self) -> list[str]:
-        """Those that do not fire. One that fires already says nothing of what comes, and would forbid the way back.
+    def _guard(self, layout: Layout) -> dict[str, Any]:
+        """Return how the traffic is shifted, and under which alarms.
+
+        Raises:
+            NotFound: there is no such alarm.
+            EnvironmentFailure: an alarm fires already, so it could not guard what comes.
+        """
+        states = self._alarm_states()
+        firing = [name for name, state in states.items() if state.startswith("ALARM")]
+        if self._claims.stands(layout.config_name):  # somebody changed the endpoint: this brings nothing new
+            return guarded(self._settings, [one for one in states if one not in firing], hurry=bool(firing))
+        if firing:
+            raise EnvironmentFailure(
+                f"alarm {', '.join(firing)} fires, so it cannot guard an update",
+                where=self._endpoint,
+                remedy=f"Wait until it is quiet, or `onnx-ops rollback {self._endpoint}`, which no alarm hinders.",
+            )
+        if states:
+            self._claims.begin_update(layout.config_name, states)
+        return guarded(self._settings, list(states), hurry=self._back)
+
+    def _refuse_condemned(self, layout: Layout, found: Mapping[str, Any] | None) -> None:
+        """Raise RolledBackByAlarm if an update to this layout was begun, and an alarm changed its state since.
+
+        It was not finished, or it would stand. An alarm that has been quiet again meanwhile counts: in doubt the
+        layout does not come again, as what SageMaker says of its reasons is text.
+        """
+        if not self._alarms or (before := self._claims.begun_update(layout.config_name)) is None:
+            return
+        now = self._alarm_states()
+        changed = [name for name, state in before.items() if now.get(name, state) != state]
+        if changed:
+            raise RolledBackByAlarm(
+                f"SageMaker took the update back: alarm {', '.join(changed)} fired",
+                where=self._endpoint,
+                why=_reason(found or {}),
+                remedy="All traffic is where it was. See the alarms and the log of the version that failed.",
+            )
+
+    def _alarm_states(self) -> dict[str, str]:
+        """Return each guarding alarm's state, and when it came to it.
 
         Raises:
             NotFound: there is no such alarm.
         """
-        names = listed(self._settings.alarms)
-        if not names:
-            return []
+        if not self._alarms:
+            return {}
         with translated(self._endpoint):
-            found = self._clients("cloudwatch").describe_alarms(AlarmNames=list(names))
-        states = {
-            a["AlarmName"]: a["StateValue"] for kind in ("MetricAlarms", "CompositeAlarms") for a in found.get(kind, ())
-        }
-        if missing := sorted(set(names) - set(states)):
+            found = self._clients("cloudwatch").describe_alarms(
+                AlarmNames=list(self._alarms), AlarmTypes=["MetricAlarm", "CompositeAlarm"]
+            )
+        alarms = {a["AlarmName"]: a for kind in ("MetricAlarms", "CompositeAlarms") for a in found.get(kind, ())}
+        if missing := sorted(set(self._alarms) - set(alarms)):
             raise NotFound(
                 f"no alarm is called {', '.join(missing)}",
                 where=self._endpoint,
                 remedy="Make it in CloudWatch (infra does), or take it out of `alarms`.",
             )
-        return [name for name in names if states[name] != "ALARM"]
+        states = {}
+        for name in self._alarms:
+            since = alarms[name].get("StateTransitionedTimestamp") or alarms[name].get("StateUpdatedTimestamp", "")
+            states[name] = f"{alarms[name]['StateValue']} {since}"
+        return states
 
-    def _judge(self, found: Mapping[str, Any], course: _Course) -> None:
+    def _judge(self, found: Mapping[str, Any], layout: Layout, course: _Course) -> None:
         """What it means that the endpoint rests, and not where it should, after something was asked of it."""
         if course.asked == "create":  # somebody else had made it already
             course.asked = ""
@@ -259,6 +312,7 @@ class Mover:
         if found["EndpointStatus"] == "UpdateRollbackFailed":
             course.bad += 1
             if course.bad >= _SURE and moved:
+                self._refuse_condemned(layout, found)
                 raise EnvironmentFailure(
                     "SageMaker could neither finish the update nor take it back; old and new instances both answer",
                     where=self._endpoint,
@@ -269,6 +323,9 @@ class Mover:
         elif moved:
             course.bad += 1
             if course.bad >= _SURE:
+                self._refuse_condemned(layout, found)
+                if self._alarms:
+                    self._claims.end_update(layout.config_name)
                 raise EnvironmentFailure(
                     "SageMaker took the update back",
                     where=self._endpoint,
@@ -285,7 +342,7 @@ class Mover:
 
 
 def guarded(settings: SageMakerSettings, alarms: list[str], *, hurry: bool) -> dict[str, Any]:
-    """How SageMaker shifts the traffic. `hurry`: the way back, or away from what makes an alarm fire."""
+    """How SageMaker shifts the traffic. `hurry`: at once."""
     routing: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0 if hurry else settings.wait_s}
     if settings.canary_percent and not hurry:
         size = {"Type": "CAPACITY_PERCENT", "Value": settings.canary_percent}

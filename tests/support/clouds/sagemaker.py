@@ -89,6 +89,10 @@ class FakeSageMaker:
         names: list[str] = self._say("calls", {})["calls"]
         return names
 
+    def updates(self, endpoint: str) -> list[dict[str, Any]]:
+        """Every UpdateEndpoint of an endpoint that was taken, in order."""
+        return [one for one in self._say("updates", {})["updates"] if one["EndpointName"] == endpoint]
+
     def _say(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(f"{self.url}/_fake/{what}", json.dumps(given).encode())
         with urllib.request.urlopen(request, timeout=60) as response:

@@ -50,7 +50,6 @@ class Variant:
 class Fleet:
     config: str
     production: list[Variant]
-    shadow: list[Variant]
 
 
 @dataclass(slots=True)
@@ -90,13 +89,11 @@ class Behaviour:
 
 def check_config(request: Mapping[str, Any]) -> None:
     """What the service model cannot say of an endpoint config."""
-    production, shadow = request["ProductionVariants"], request.get("ShadowProductionVariants", [])
-    if shadow and (len(production), len(shadow)) != (1, 1):
-        raise Invalid("A shadow variant needs exactly one production variant, and is the only one.")
-    names = [variant["VariantName"] for variant in [*production, *shadow]]
+    production = request["ProductionVariants"]
+    names = [variant["VariantName"] for variant in production]
     if len(set(names)) != len(names):
         raise Invalid("Variant names must be unique.")
-    serverless = [variant for variant in [*production, *shadow] if "ServerlessConfig" in variant]
+    serverless = [variant for variant in production if "ServerlessConfig" in variant]
     if serverless and len(names) > 1:
         raise Invalid("A serverless endpoint has one variant.")
     if serverless and ("DataCaptureConfig" in request or "InstanceType" in serverless[0]):
@@ -117,8 +114,6 @@ def shown(endpoint: Endpoint) -> dict[str, Any]:
     }
     if endpoint.status not in ("Creating", "Failed"):
         answer["ProductionVariants"] = [_summary(variant) for variant in endpoint.fleet.production]
-        if endpoint.fleet.shadow:
-            answer["ShadowProductionVariants"] = [_summary(variant) for variant in endpoint.fleet.shadow]
     if endpoint.reason:
         answer["FailureReason"] = endpoint.reason[:1024]
     if endpoint.pending is not None and endpoint.status == "Updating":

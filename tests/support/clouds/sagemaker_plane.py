@@ -36,6 +36,8 @@ class Plane:
         self.behaviour = Behaviour()
         self.endpoints: dict[str, Endpoint] = {}
         self.lock = threading.RLock()
+        self.updates: list[dict[str, Any]] = []
+        """Every UpdateEndpoint that was taken."""
         self._around = around
         self._clock = clock
         self._models: dict[str, dict[str, Any]] = {}
@@ -67,7 +69,7 @@ class Plane:
         if name in self._configs:
             raise Invalid(f'Cannot create already existing endpoint configuration "{arn_of("endpoint-config", name)}".')
         check_config(request)
-        for variant in [*request["ProductionVariants"], *request.get("ShadowProductionVariants", ())]:
+        for variant in request["ProductionVariants"]:
             if variant["ModelName"] not in self._models:
                 raise Invalid(f'Could not find model "{arn_of("model", variant["ModelName"])}".')
         return self._keep(self._configs, "endpoint-config", "EndpointConfig", name, request)
@@ -142,6 +144,7 @@ class Plane:
                 [p["VariantPropertyType"] for p in request.get("ExcludeRetainedVariantProperties", ())],
             )
         endpoint.request = request
+        self.updates.append(request)
         self._turn(endpoint, "Updating", self.behaviour.reads, pending=new)
         return {"EndpointArn": arn_of("endpoint", endpoint.name)}
 
@@ -236,7 +239,7 @@ class Plane:
         endpoint.modified = self._clock()
 
     def _start(self, fleet: Fleet) -> None:
-        for variant in [*fleet.production, *fleet.shadow]:
+        for variant in fleet.production:
             model = self._get(self._models, "model", variant.model)
             try:
                 variant.container = self._around.start(model)
@@ -245,11 +248,7 @@ class Plane:
 
     def _fleet(self, config_name: str) -> Fleet:
         config = self._get(self._configs, "endpoint configuration", config_name)
-        return Fleet(
-            config_name,
-            [variant_of(one) for one in config["ProductionVariants"]],
-            [variant_of(one) for one in config.get("ShadowProductionVariants", ())],
-        )
+        return Fleet(config_name, [variant_of(one) for one in config["ProductionVariants"]])
 
     def _check_guards(self, endpoint: Endpoint, new: Fleet, request: Mapping[str, Any]) -> None:
         guards = request.get("DeploymentConfig", {})

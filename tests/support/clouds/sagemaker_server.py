@@ -143,9 +143,6 @@ class Fake:
             return answer_json(start, error.status, {"message": str(error)}, {"x-amzn-ErrorType": error.code})
         headers = {"content-type": environ.get("CONTENT_TYPE", "application/json")}
         answer = self._ask(endpoint, variant, body, headers)
-        for shadow in fleet.shadow:
-            if self._due(f"{endpoint}/{shadow.name}", shadow.weight / variant.weight):
-                self._ask(endpoint, shadow, body, headers)
         told = {"x-Amzn-Invoked-Production-Variant": variant.name}
         if answer.status != 200:
             document = {"OriginalStatusCode": answer.status, "OriginalMessage": answer.body.decode(errors="replace")}
@@ -178,17 +175,8 @@ class Fake:
             turns[name] -= total
         return variants[name]
 
-    def _due(self, key: str, share: float) -> bool:
-        with self._turning:
-            turns = self._turns.setdefault(key, {"": 0.0})
-            turns[""] += share
-            if turns[""] < 1:
-                return False
-            turns[""] -= 1
-            return True
-
     def _order(self, what: str, given: dict[str, Any]) -> dict[str, Any]:
-        """What tests say: reset, fault, calls, behaviour, startup, shift, count."""
+        """What tests say: reset, fault, calls, updates, behaviour, startup, shift, count."""
         if what == "reset":
             self.reset()
         elif what == "fault":
@@ -203,7 +191,8 @@ class Fake:
         elif what == "count":
             instances = self.plane.serving(given["endpoint"]).production
             next(v for v in instances if v.name == given["variant"]).count = given["instances"]
-        return {"calls": self._log.calls, "moments": self._log.moments, "behaviour": asdict(self.plane.behaviour)}
+        told = {"calls": self._log.calls, "moments": self._log.moments, "updates": self.plane.updates}
+        return {**told, "behaviour": asdict(self.plane.behaviour)}
 
 
 def _whole(application: Any, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
