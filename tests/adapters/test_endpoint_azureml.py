@@ -15,7 +15,7 @@ import pytest
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.signers.ecdsa import create_key
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import EndpointConfig, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, Refused, UserError
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, World, config_of, inside
@@ -193,22 +193,18 @@ def test_a_request_to_one_deployment_does_not_pin_the_next(world: World) -> None
         world.scale("red")
 
 
-def test_copies_go_to_one_deployment_without_traffic(world: World) -> None:
-    copied = EndpointState(
-        deployments=(world.blue, world.green), split=TrafficSplit(weights={"blue": 100}, shadow={"green": 50})
-    )
-    world.provider.apply(world.config, copied, generation=1)
-    observed = world.provider.observe(world.config)
-    assert observed is not None
-    assert observed.same_as(copied)
-    assert world.cloud.control.mirrors["scaling"] == {azure_name(world.green): 50}
+def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: World) -> None:
+    state = state_of(world.blue, world.green, blue=100, green=0)
+    world.provider.apply(world.config, state, generation=1)
     endpoint = world.cloud.control.resources["onlineEndpoints/scaling"]
-    endpoint.body["properties"]["mirrorTraffic"] = world.cloud.control.mirrors["scaling"] = {}  # by hand
-    world.provider.apply(world.config, copied, generation=1)
-    assert world.cloud.control.mirrors["scaling"] == {azure_name(world.green): 50}
-    too_much = replace(copied, split=TrafficSplit(weights={"blue": 100}, shadow={"green": 51}))
-    with pytest.raises(UserError, match="at most 50%"):
-        world.provider.apply(world.config, too_much, generation=2)
+    by_hand = {azure_name(world.green): 50}
+    endpoint.body["properties"]["mirrorTraffic"] = world.cloud.control.mirrors["scaling"] = by_hand
+    assert world.provider.observe(world.config) is None
+    world.provider.apply(world.config, state, generation=1)
+    assert world.cloud.control.mirrors["scaling"] == {}
+    copied = replace(state, split=TrafficSplit(weights={"blue": 100}, shadow={"green": 50}))
+    with pytest.raises(UserError, match="nobody would compare"):
+        world.provider.apply(world.config, copied, generation=2)
 
 
 def test_another_state_of_the_same_generation_is_refused(world: World) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name, planned, record_of, record_tags, state_of
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.errors import UserError
 
 NAMES = st.text("abcXYZ019-_ .é", min_size=1, max_size=60)
 
@@ -26,11 +24,9 @@ def states(draw: st.DrawFn) -> EndpointState:
     names = draw(st.lists(NAMES, min_size=1, max_size=9, unique=True))
     cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1)))
     weights = dict(zip(names, (b - a for a, b in zip([0, *cuts], [*cuts, 100], strict=True)), strict=True))
-    idle = [name for name in names if not weights[name]]
-    shadow = {draw(st.sampled_from(idle)): draw(st.integers(1, 50))} if bool(idle) and draw(st.booleans()) else {}
     return EndpointState(
         deployments=tuple(deployment(name, name.encode()) for name in names),
-        split=TrafficSplit(weights=weights, shadow=shadow),
+        split=TrafficSplit(weights=weights),
     )
 
 
@@ -38,7 +34,7 @@ def states(draw: st.DrawFn) -> EndpointState:
 def test_what_was_planned_is_read_back(state: EndpointState, generation: int) -> None:
     plan = planned(state, generation=generation)
     records = {name: record_of(record_tags(found)) for name, found in plan.deployments.items()}
-    back = state_of(plan.tags, plan.traffic, plan.mirror, {k: v for k, v in records.items() if v is not None})
+    back = state_of(plan.tags, plan.traffic, {k: v for k, v in records.items() if v is not None})
     assert back is not None
     assert back.same_as(state)
     assert back.generation == generation
@@ -64,15 +60,7 @@ def test_what_is_no_state_is_none(state: EndpointState) -> None:
     plan = planned(state, generation=1)
     records = dict(plan.deployments)
     lost = next(iter(records))
-    assert state_of(plan.tags, plan.traffic, plan.mirror, {k: v for k, v in records.items() if k != lost}) is None
-    assert state_of(plan.tags, {}, plan.mirror, records) is None
-    assert state_of(plan.tags, {**plan.traffic, "stranger": 1}, plan.mirror, records) is None
-    assert state_of({}, plan.traffic, plan.mirror, records) is None
-
-
-def test_azure_copies_little_and_to_one_only() -> None:
-    several = tuple(deployment(name, name.encode()) for name in "abc")
-    for shadow in ({"b": 51}, {"b": 1, "c": 1}, {"a": 10}):
-        state = EndpointState(deployments=several, split=TrafficSplit(weights={"a": 100}, shadow=shadow))
-        with pytest.raises(UserError, match="cannot copy"):
-            planned(state, generation=1)
+    assert state_of(plan.tags, plan.traffic, {k: v for k, v in records.items() if k != lost}) is None
+    assert state_of(plan.tags, {}, records) is None
+    assert state_of(plan.tags, {**plan.traffic, "stranger": 1}, records) is None
+    assert state_of({}, plan.traffic, records) is None

@@ -27,3 +27,14 @@ FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_se
 def test_abilities(tmp_path: Path, metrics: dict[str, str], able: set[str]) -> None:
     entry = Deploy(endpoint="digits", target="cpu", metrics=metrics)
     assert abilities(open_project(tmp_path), entry) == able
+
+
+@pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
+@pytest.mark.parametrize("metrics", [{}, PROMETHEUS], ids=["its own", "ours by prometheus"])
+def test_a_cloud_neither_compares_answers_nor_keeps_users(
+    tmp_path: Path, provider: str, metrics: dict[str, str]
+) -> None:
+    entry = Deploy(endpoint="digits", provider=provider, target="cpu", metrics=metrics)
+    able = abilities(open_project(tmp_path), entry)
+    assert "split" in able
+    assert not able & {"shadow", "sticky", "outcomes"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from onnx_ops import plugins
 from onnx_ops.adapters.azure import Scalar, endpoint_name, first_line
-from onnx_ops.adapters.endpoints.azureml_change import Change
+from onnx_ops.adapters.endpoints.azureml_change import Change, is_mirrored
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, Pace, succeeded
 from onnx_ops.adapters.endpoints.azureml_doctor import diagnose
 from onnx_ops.adapters.endpoints.azureml_memory import Memory
@@ -48,7 +48,7 @@ class AzureEndpoints:
         self._pace = pace or Pace()
 
     def capabilities(self, settings: Mapping[str, Scalar] | None = None) -> frozenset[str]:
-        """Azure mirrors requests, but nobody compares the answers, so there is no `shadow`."""
+        """Azure mirrors requests, but nobody compares the answers; and it keeps no user on one version."""
         return frozenset({"split"}) | self.metrics().capabilities()
 
     def metrics(self) -> MetricsSource:
@@ -79,7 +79,7 @@ class AzureEndpoints:
             Conflict: a later generation, or another state of this one, was applied already.
             DigestMismatch: a deployment's files are not those of its manifest.
             NotFound: a deployment's files are not there.
-            UserError: the endpoint's name or settings, or the state's shadow traffic, are not for Azure.
+            UserError: the endpoint's name or settings are not for Azure, or the state asks for copies.
             Refused: Azure does not let us, or a thing of that name is somebody else's.
             EnvironmentFailure: a deployment does not start, or there is no quota for it.
             ServiceUnavailable: Azure does not answer.
@@ -185,11 +185,11 @@ class AzureEndpoints:
     def _observed(self, config: EndpointConfig) -> EndpointState | None:
         change, client, name = self._parts(config)
         found = change.present()
-        if found is None:
+        if found is None or is_mirrored(found):
             return None
         there = client.deployments(name).values()
         records = {d.name: record for d in there if succeeded(d) and (record := record_of(d.tags or {})) is not None}
-        return state_of(found.tags or {}, found.traffic or {}, found.mirror_traffic or {}, records)
+        return state_of(found.tags or {}, found.traffic or {}, records)
 
     def _azure_name(self, config: EndpointConfig, deployment: str) -> str:
         state = self.observe(config)

@@ -20,25 +20,21 @@ OWNER = "onnx-ops-endpoint"
 GENERATION = "onnx-ops-generation"
 STATE = "onnx-ops-state"
 _NAMES = "onnx-ops-deployments"
-_TOLERANCE = "onnx-ops-shadow-tolerance"
 _RECORD = "onnx-ops-record"
 MANIFEST = "onnx-ops-manifest"
 
 _TAG_CHARACTERS = 250
 """A tag's value has at most 256."""
 _SLUG = 18
-MIRROR_PERCENT = 50
-"""The most that Azure mirrors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the endpoint shall be: deployments by their names in Azure, percentages of traffic and of copies by name."""
+    """What the endpoint shall be: deployments by their names in Azure, percentages of traffic by name."""
 
     generation: int
     deployments: Mapping[str, Deployment]
     traffic: Mapping[str, int]
-    mirror: Mapping[str, int]
     tags: Mapping[str, str]
 
     @property
@@ -47,21 +43,18 @@ class Plan:
 
 
 def planned(state: EndpointState, *, generation: int, where: str = "") -> Plan:
-    """Raises UserError if Azure cannot mirror traffic as the state wants."""
+    """Raises UserError if the state asks for copies of requests."""
+    if any(state.split.shadow.values()):
+        raise UserError("Azure mirrors requests, but nobody would compare the answers", where=where)
     names = {d.name: azure_name(d) for d in state.deployments}
-    split = state.split
-    copies = {name: percent for name, percent in split.shadow.items() if percent}
-    _check_mirror(copies, split.weights, where)
-    traffic = {names[name]: weight for name, weight in split.weights.items() if weight}
-    mirror = {names[name]: percent for name, percent in copies.items()}
+    traffic = {names[name]: weight for name, weight in state.split.weights.items() if weight}
     deployments = {names[d.name]: d for d in state.deployments}
     tags = {
         GENERATION: str(generation),
-        STATE: short(digest_json([sorted(deployments), traffic, mirror, split.shadow_tolerance if mirror else None])),
-        _TOLERANCE: repr(split.shadow_tolerance),
+        STATE: short(digest_json([sorted(deployments), traffic])),
         **_cut(_NAMES, json.dumps(sorted(deployments))),
     }
-    return Plan(generation=generation, deployments=deployments, traffic=traffic, mirror=mirror, tags=tags)
+    return Plan(generation=generation, deployments=deployments, traffic=traffic, tags=tags)
 
 
 def azure_name(deployment: Deployment) -> str:
@@ -102,37 +95,25 @@ def without_ours(tags: Mapping[str, str]) -> dict[str, str]:
 
 
 def state_of(
-    tags: Mapping[str, str], traffic: Mapping[str, int], mirror: Mapping[str, int], records: Mapping[str, Deployment]
+    tags: Mapping[str, str], traffic: Mapping[str, int], records: Mapping[str, Deployment]
 ) -> EndpointState | None:
     """What an endpoint does, or None if that is no state: a deployment is lost, or traffic goes elsewhere or nowhere.
 
     Args:
         tags: the endpoint's.
         traffic: percentages by the deployments' names in Azure; names without traffic may be missing.
-        mirror: likewise of copies.
         records: what every deployment that can answer holds, by its name in Azure.
     """
     try:
         listed: list[str] = json.loads(_joined(_NAMES, tags))
         ours = {name: records[name] for name in listed}
         weights = {ours[name].name: traffic.get(name, 0) for name in listed}
-        if {name for name, weight in {**traffic, **mirror}.items() if weight} - set(listed):
+        if {name for name, weight in traffic.items() if weight} - set(listed):
             return None
-        shadow = {ours[name].name: percent for name, percent in mirror.items() if percent}
-        split = TrafficSplit(weights=weights, shadow=shadow, shadow_tolerance=float(tags[_TOLERANCE]))
+        split = TrafficSplit(weights=weights)
         return EndpointState(deployments=tuple(ours.values()), split=split, generation=generation_of(tags))
     except (KeyError, ValueError, TypeError):
         return None
-
-
-def _check_mirror(copies: Mapping[str, int], weights: Mapping[str, int], where: str) -> None:
-    for name, percent in copies.items():
-        if len(copies) > 1 or weights.get(name, 0) or percent > MIRROR_PERCENT:
-            raise UserError(
-                f"Azure cannot copy {percent}% of the traffic to {name}",
-                where=where,
-                remedy=f"It copies at most {MIRROR_PERCENT}%, to one deployment, which has no traffic of its own.",
-            )
 
 
 def _cut(name: str, text: str) -> dict[str, str]:
