@@ -7,7 +7,7 @@ import multiprocessing.context
 import os
 import threading
 import urllib.error
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 
 import pytest
@@ -30,13 +30,15 @@ def cloud(sagemaker: FakeSageMaker) -> FakeSageMaker:
 
 
 @pytest.fixture
-def fake(cloud: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> FakeSageMaker:
-    """The module's cloud, reachable by whatever boto3 client is made, without faults."""
+def fake(cloud: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSageMaker]:
+    """The module's cloud, reachable by whatever boto3 client is made, without faults. Whatever the test has the
+    provider do is permitted by `infra/aws`."""
     for name, value in cloud.environment.items():
         monkeypatch.setenv(name, value)
     cloud.fault()
     cloud.behave(**QUIET)
-    return cloud
+    yield cloud
+    assert cloud.denied() == []
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,7 +204,7 @@ def test_data_capture_and_keys_arrive(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
 ) -> None:
     config = config_of(
-        "captured", capture_percent=20, capture_uri=f"s3://{BUCKET}/captured", kms_key="alias/models",
+        "captured", capture_percent=20, capture_uri=f"s3://{BUCKET}/onnx-ops/captured", kms_key="alias/models",
         subnets="subnet-1,subnet-2", security_groups="sg-1", isolated=True,
     )  # fmt: skip
     provider.apply(config, state_of(pair[0], blue=100), generation=1)
@@ -219,11 +221,14 @@ def test_data_capture_and_keys_arrive(
 def test_an_endpoint_of_somebody_else_is_left_alone(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
 ) -> None:
+    import boto3
+    from botocore.exceptions import ClientError
+
     provider.apply(config_of("mine"), state_of(pair[0], blue=100), generation=1)
     sagemaker = client(fake, "sagemaker")
     name = sagemaker.describe_endpoint(EndpointName="mine")["EndpointConfigName"]
     sagemaker.create_endpoint(EndpointName="theirs", EndpointConfigName=name)
-    while sagemaker.describe_endpoint(EndpointName="theirs")["EndpointStatus"] != "InService":
+    while (found := sagemaker.describe_endpoint(EndpointName="theirs"))["EndpointStatus"] != "InService":
         pass
     theirs = config_of("theirs")
     assert provider.observe(theirs) is None
@@ -231,6 +236,18 @@ def test_an_endpoint_of_somebody_else_is_left_alone(
     with pytest.raises(Refused, match="did not make"):
         provider.apply(theirs, state_of(pair[0], blue=100), generation=1)
     provider.remove(theirs)
+    ours: Any = boto3.client("sagemaker", region_name="us-east-1")
+    tag = {"Key": "onnx-ops.endpoint", "Value": "mine"}
+    attempts: Mapping[str, dict[str, Any]] = {
+        "delete_endpoint": {"EndpointName": "theirs"},
+        "update_endpoint": {"EndpointName": "theirs", "EndpointConfigName": name},
+        "add_tags": {"ResourceArn": found["EndpointArn"], "Tags": [tag]},
+        "create_endpoint": {"EndpointName": "untagged", "EndpointConfigName": name},
+    }
+    for operation, request in attempts.items():
+        with pytest.raises(ClientError, match="AccessDenied"):
+            getattr(ours, operation)(**request)
+    assert len(fake.denied()) == 4
     assert sagemaker.describe_endpoint(EndpointName="theirs")["EndpointStatus"] == "InService"
 
 

@@ -31,6 +31,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSageMaker]:
 def account(cloud: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> FakeSageMaker:
     for name, value in cloud.environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "administrator")
     return cloud
 
 
@@ -38,10 +39,14 @@ def found(**settings: str | float | bool) -> dict[str, Finding]:
     return {finding.check: finding for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **settings}})}
 
 
-def test_all_is_well(account: FakeSageMaker) -> None:
+def test_all_is_well_and_the_role_of_infra_may_look_at_all_of_it(
+    account: FakeSageMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert isinstance(SageMakerEndpoints(), Diagnosing)
     push(account)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", account.environment["AWS_ACCESS_KEY_ID"])
     findings = found()
+    assert account.denied() == []
     assert list(findings) == ["boto3", "credentials", "role", "bucket", "image", "pull", "quota"]
     assert [finding for finding in findings.values() if not finding.ok] == []
 
@@ -78,7 +83,9 @@ def test_the_image_and_whether_the_role_may_pull_it(account: FakeSageMaker, gold
         assert "repository/onnx-ops" in pull.remedy
     finally:
         account.behave(denied=[])
-    assert "999999999999" in found(image=image.replace("123456789012", "999999999999"))["pull"].found
+    elsewhere = {"image": image.replace("123456789012", "999999999999")}
+    assert not found(**elsewhere)["pull"].ok
+    assert "999999999999" in found(**elsewhere, role=str(SETTINGS["role"]) + "-of-all")["pull"].found
 
 
 def test_each_trouble_has_its_remedy(account: FakeSageMaker) -> None:

@@ -1,4 +1,7 @@
-"""The policy of infra/aws allows what the SageMaker provider asks AWS for, and nothing more."""
+"""The policies of infra/aws allow what the SageMaker provider asks AWS for, and nothing more.
+
+The fake of `tests.support.clouds` holds every request of every test against them; here stands what no request shows.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.infra.infra_tools import INFRA, ROOT
-from tests.support.clouds.sagemaker import SETTINGS, fake_sagemaker
+from tests.infra.infra_tools import ROOT
+from tests.support.clouds.iam import ROLE, Request, caller, is_allowed, resources
 
 ADAPTERS = ROOT / "onnx_ops" / "adapters"
 SERVICES = {
     "application-autoscaling": "application-autoscaling",
     "cloudwatch": "cloudwatch",
+    "ecr": "ecr",
     "iam": "iam",
     "s3": "s3",
     "sagemaker": "sagemaker",
@@ -39,10 +38,19 @@ S3_ACTIONS = {
     "UploadPart": "PutObject",
 }
 """Operations that need the permission of another name."""
-WITHOUT_OPERATION = {"iam:PassRole", "sagemaker:AddTags"}
-"""Asked for by AWS itself, where a role or tags are handed over with a request."""
+WITHOUT_OPERATION = {
+    "cloudwatch:DeleteAlarms",
+    "cloudwatch:PutMetricAlarm",
+    "iam:CreateServiceLinkedRole",
+    "iam:PassRole",
+    "sagemaker:AddTags",
+}
+"""Asked for by AWS itself, where a role or tags are handed over with a request, or autoscaling is set up."""
 NOUNS = ("model", "endpoint_config")
 """What stands behind a verb such as `create_`, where the provider puts an operation together."""
+ENDPOINT = "arn:aws:sagemaker:us-east-1:123456789012:endpoint"
+OURS = "aws:ResourceTag/onnx-ops.endpoint"
+PASSED = {"iam:PassedToService": "sagemaker.amazonaws.com"}
 ANYWHERE = {
     "cloudwatch:DescribeAlarms",
     "cloudwatch:GetMetricData",
@@ -95,97 +103,54 @@ def needed() -> set[str]:
     return found
 
 
-class Template(yaml.SafeLoader):
-    """Short forms of CloudFormation's functions are read as their arguments."""
-
-
-def _argument(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:
-    del tag
-    if isinstance(node, yaml.SequenceNode):
-        return loader.construct_sequence(node, deep=True)
-    return loader.construct_scalar(node)  # type: ignore[arg-type]
-
-
-Template.add_multi_constructor("!", _argument)
-
-
-def resources() -> dict[str, Any]:
-    text = (INFRA / "aws" / "onnx-ops.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = yaml.load(text, Loader=Template)["Resources"]  # noqa: S506 (a safe loader)
-    return found
-
-
-def statements() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = resources()["Caller"]["Properties"]["PolicyDocument"]["Statement"]
-    return found
-
-
 def actions(statement: Mapping[str, Any]) -> set[str]:
     given = statement["Action"]
     return {given} if isinstance(given, str) else set(given)
 
 
 def test_it_allows_what_is_asked_for_and_nothing_more() -> None:
-    allowed = set().union(*(actions(statement) for statement in statements()))
+    allowed = set().union(*(actions(statement) for statement in caller()))
     assert allowed == needed() | WITHOUT_OPERATION
 
 
-@pytest.mark.services
-def test_what_the_control_plane_was_asked_in_a_whole_life_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
-    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
-    config = EndpointConfig(
-        endpoint="life",
-        provider="sagemaker",
-        model="scale",
-        target="cpu-1t",
-        target_digest=digest_bytes(b"target"),
-        pipeline="digits",
-        settings=SETTINGS,
-    )
-    provider = SageMakerEndpoints()
-    with fake_sagemaker(tmp_path) as fake:
-        for name, value in fake.environment.items():
-            monkeypatch.setenv(name, value)
-        fake.fault()
-        for generation, state in enumerate(
-            (state_of(blue, blue=100), state_of(blue, green, blue=90, green=10), state_of(green, green=100)), start=1
-        ):
-            provider.apply(config, state, generation=generation)
-            provider.observe(config)
-        provider.metrics().read(config, {"green": None})
-        for leftover in provider.leftovers(config, frozenset()):
-            provider.discard(config, leftover)
-        provider.remove(config)
-        asked = {name.replace("SageMaker.", "sagemaker:") for name in fake.calls() if name.startswith("SageMaker.")}
-    allowed = set().union(*(actions(statement) for statement in statements()))
-    assert {"sagemaker:DeleteModel", "sagemaker:UpdateEndpointWeightsAndCapacities"} & asked
-    assert asked <= allowed
-
-
 def test_nothing_is_allowed_everywhere_that_can_be_limited() -> None:
-    for statement in statements():
+    for statement in caller():
         assert not any("*" in action for action in actions(statement))
         if statement["Resource"] == "*":
             assert actions(statement) == ANYWHERE
 
 
 def test_the_role_is_handed_to_sagemaker_only() -> None:
-    (statement,) = [one for one in statements() if "iam:PassRole" in actions(one)]
-    assert statement["Resource"] == "ContainerRole.Arn"
+    (statement,) = [one for one in caller() if "iam:PassRole" in actions(one)]
+    assert statement["Resource"] == ROLE
     assert statement["Condition"] == {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
 
 
-def test_github_is_trusted_for_one_environment_of_one_repository() -> None:
-    (statement,) = resources()["GitHubRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
-    ((how, claims),) = statement["Condition"].items()
-    assert how == "StringEquals"
-    assert (
-        claims["token.actions.githubusercontent.com:sub"] == "repo:${GitHubRepository}:environment:${GitHubEnvironment}"
-    )
-    assert claims["token.actions.githubusercontent.com:aud"] == "sts.amazonaws.com"
+@pytest.mark.parametrize(
+    ("request_", "allowed"),
+    [
+        (Request("s3:PutObject", "arn:aws:s3:::models/onnx-ops/digits/claims/1.json"), True),
+        (Request("s3:PutObject", "arn:aws:s3:::models/others/1.json"), False),
+        (Request("s3:DeleteObject", "arn:aws:s3:::theirs/onnx-ops/digits/claims/1.json"), False),
+        (Request("sagemaker:DeleteEndpoint", f"{ENDPOINT}/digits", {OURS: "digits"}), True),
+        (Request("sagemaker:DeleteEndpoint", f"{ENDPOINT}/theirs"), False),
+        (Request("sagemaker:DeleteEndpoint", f"{ENDPOINT}/theirs", {OURS: ""}), False),
+        (Request("sagemaker:DeleteEndpoint", f"{ENDPOINT}/theirs", {"aws:RequestTag/onnx-ops.endpoint": "us"}), False),
+        (Request("sagemaker:CreateTrainingJob", "arn:aws:sagemaker:us-east-1:123456789012:training-job/1"), False),
+        (Request("iam:PassRole", ROLE, {"iam:PassedToService": "ec2.amazonaws.com"}), False),
+        (Request("iam:PassRole", "arn:aws:iam::123456789012:role/admin", PASSED), False),
+        (Request("iam:PassRole", ROLE, PASSED), True),
+    ],
+)
+def test_the_simulator_tells_what_is_allowed(request_: Request, allowed: bool) -> None:
+    assert is_allowed(caller(), request_) is allowed
+
+
+def test_a_deny_outweighs_every_allow() -> None:
+    request = Request("s3:GetObject", "arn:aws:s3:::models/onnx-ops/1")
+    deny = {"Effect": "Deny", "Action": "s3:Get*", "Resource": "*"}
+    assert is_allowed(caller(), request)
+    assert not is_allowed([*caller(), deny], request)
 
 
 def test_the_bucket_keeps_versions_encrypts_and_is_nobody_elses() -> None:

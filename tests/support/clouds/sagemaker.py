@@ -1,7 +1,8 @@
 """A SageMaker of one's own on loopback: real boto3 clients talk to it, real models answer behind it.
 
 It runs in a process of its own, so that a client that is killed leaves it as it would leave the cloud. At the same
-address are S3, IAM, STS, CloudWatch and Application Auto Scaling of moto.
+address are S3, IAM, STS, CloudWatch and Application Auto Scaling of moto. Clients in its `environment` may do what
+`infra/aws` permits to who runs onnx-ops, and nothing else; those of `client` may do everything.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.errors import MeasurementFailure
-from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION
+from tests.support.clouds.iam import BUCKET, ROLE, resources
+from tests.support.clouds.sagemaker_parts import ACCOUNT, CALLER, REGION
 from tests.support.processes import ROOT
 
-BUCKET = "models"
-ROLE = f"arn:aws:iam::{ACCOUNT}:role/onnx-ops-sagemaker"
+__all__ = ["BUCKET", "ROLE", "SETTINGS", "FakeSageMaker", "client", "fake_sagemaker"]
+
 SETTINGS: Mapping[str, str | int | float | bool] = {
     "role": ROLE,
     "image": f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/onnx-ops:1",
@@ -32,10 +34,6 @@ SETTINGS: Mapping[str, str | int | float | bool] = {
     "region": REGION,
     "poll_s": 0,
     "timeout_s": 120,
-}
-_TRUST = {
-    "Version": "2012-10-17",
-    "Statement": [{"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}],
 }
 _START_S = 60.0
 _PAUSE_S = 0.01
@@ -52,7 +50,7 @@ class FakeSageMaker:
     def environment(self) -> Mapping[str, str]:
         return {
             "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_ACCESS_KEY_ID": CALLER,
             "AWS_SECRET_ACCESS_KEY": "testing",
             "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_CONFIG_FILE": os.devnull,
@@ -92,6 +90,11 @@ class FakeSageMaker:
     def updates(self, endpoint: str) -> list[dict[str, Any]]:
         """Every UpdateEndpoint of an endpoint that was taken, in order."""
         return [one for one in self._say("updates", {})["updates"] if one["EndpointName"] == endpoint]
+
+    def denied(self) -> list[str]:
+        """Action and resource of whatever was denied since this was asked last."""
+        denied: list[str] = self._say("denied", {})["denied"]
+        return denied
 
     def _say(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(f"{self.url}/_fake/{what}", json.dumps(given).encode())
@@ -149,8 +152,8 @@ def _client(url: str, service: str) -> Any:
 
 def _furnish(fake: FakeSageMaker) -> None:
     client(fake, "s3").create_bucket(Bucket=BUCKET)
-    name = ROLE.rpartition("/")[2]
-    client(fake, "iam").create_role(RoleName=name, AssumeRolePolicyDocument=json.dumps(_TRUST))
+    name, trust = ROLE.rpartition("/")[2], resources()["ContainerRole"]["Properties"]["AssumeRolePolicyDocument"]
+    client(fake, "iam").create_role(RoleName=name, AssumeRolePolicyDocument=json.dumps(trust))
 
 
 def _address(folder: Path, process: subprocess.Popen[bytes], log: Path) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.clouds.iam import Request
+
 Start = Callable[..., Any]
 
 _MOST_PATIENT_S = 600.0
@@ -54,6 +56,16 @@ def fail(fault: Fault, name: str, environ: dict[str, Any], start: Start) -> Iter
         start(status, [("Content-Type", "application/xml")])
         return [f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()]
     return answer_json(start, int(status.split()[0]), {"__type": code, "message": message})
+
+
+def deny(request: Request, *, speaks_json: bool, start: Start) -> Iterable[bytes]:
+    """What AWS says to who may not do that."""
+    message = f"User: caller is not authorized to perform: {request.action} on resource: {request.resource}"
+    if speaks_json:
+        return answer_json(start, 400, {"__type": "AccessDeniedException", "message": message})
+    start("403 Forbidden", [("Content-Type", "application/xml")])
+    error = f"<Error><Code>AccessDenied</Code><Message>{message}</Message></Error>"
+    return [(error if request.action.startswith("s3:") else f"<ErrorResponse>{error}</ErrorResponse>").encode()]
 
 
 def can_conflict(name: str, *, after: bool) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from tests.support.clouds.iam import ROLE, Request, container, is_allowed
 from tests.support.clouds.sagemaker_containers import Answer, Container, Containers, NotReady
 from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION
 
@@ -32,6 +33,9 @@ class Moto:
 
         roles = get_backend("iam")[ACCOUNT]["aws"].roles.values()
         return any(r.arn == role and _PRINCIPAL in json.dumps(r.assume_role_policy_document) for r in roles)
+
+    def lacks(self, role: str, action: str, resource: str) -> bool:
+        return role == ROLE and not is_allowed(container(), Request(action, resource))
 
     def firing(self, alarms: list[str]) -> list[str]:
         from moto.backends import get_backend

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 ACCOUNT, REGION = "123456789012", "us-east-1"
+CALLER = "AKIACALLER"
+"""Key of a client that has the role of who runs onnx-ops; every other key may do everything."""
 
 
 class Invalid(Exception):
@@ -24,6 +26,10 @@ class Surroundings(Protocol):
     def has_object(self, url: str) -> bool: ...
 
     def trusts(self, role: str) -> bool: ...
+
+    def lacks(self, role: str, action: str, resource: str) -> bool:
+        """Whether the containers' role may not do what SageMaker does in its name."""
+        ...
 
     def firing(self, alarms: list[str]) -> list[str]: ...
 

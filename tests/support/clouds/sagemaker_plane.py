@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.support.clouds.sagemaker_parts import (
     ACCOUNT,
+    REGION,
     Behaviour,
     Endpoint,
     Fleet,
@@ -42,7 +43,8 @@ class Plane:
         self._clock = clock
         self._models: dict[str, dict[str, Any]] = {}
         self._configs: dict[str, dict[str, Any]] = {}
-        self._tags: dict[str, dict[str, str]] = {}
+        self.tags: dict[str, dict[str, str]] = {}
+        """By ARN."""
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
         """Raises Invalid as the service would."""
@@ -60,6 +62,8 @@ class Plane:
         if not self._around.trusts(request["ExecutionRoleArn"]):
             raise Invalid(f"Could not assume role {request['ExecutionRoleArn']}. Please ensure that the role exists.")
         url = request["PrimaryContainer"]["ModelDataUrl"]
+        if self._around.lacks(request["ExecutionRoleArn"], "s3:GetObject", f"arn:aws:s3:::{url.removeprefix('s3://')}"):
+            raise Invalid(f"Could not access model data at {url}. Please ensure that the role has permission.")
         if not self._around.has_object(url):
             raise Invalid(f"Could not find model data at {url}.")
         return self._keep(self._models, "model", "Model", name, request)
@@ -69,6 +73,11 @@ class Plane:
         if name in self._configs:
             raise Invalid(f'Cannot create already existing endpoint configuration "{arn_of("endpoint-config", name)}".')
         check_config(request)
+        capture = request.get("DataCaptureConfig", {}).get("DestinationS3Uri", "").removeprefix("s3://")
+        for variant in request["ProductionVariants"] if capture else ():
+            role = self._get(self._models, "model", variant["ModelName"])["ExecutionRoleArn"]
+            if self._around.lacks(role, "s3:PutObject", f"arn:aws:s3:::{capture}/1.jsonl"):
+                raise Invalid(f"Role {role} may not perform s3:PutObject in s3://{capture}.")
         for variant in request["ProductionVariants"]:
             if variant["ModelName"] not in self._models:
                 raise Invalid(f'Could not find model "{arn_of("model", variant["ModelName"])}".')
@@ -98,7 +107,7 @@ class Plane:
         return page(self._configs, "EndpointConfigs", keys, request)
 
     def do_ListTags(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
-        tags = self._tags.get(request["ResourceArn"], {})
+        tags = self.tags.get(request["ResourceArn"], {})
         return {"Tags": [{"Key": key, "Value": value} for key, value in sorted(tags.items())]}
 
     def do_CreateEndpoint(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
@@ -136,6 +145,7 @@ class Plane:
         if new.config == endpoint.fleet.config and endpoint.status == "InService":
             raise Invalid(f"Endpoint {endpoint.name} is using the endpoint configuration {new.config} already.")
         self._check_guards(endpoint, new, request)
+        self._check_alarms(endpoint, request)
         self._check_scaling(endpoint, new)
         if request.get("RetainAllVariantProperties"):
             retain(
@@ -231,7 +241,7 @@ class Plane:
 
     def _after_Deleting(self, endpoint: Endpoint) -> None:  # noqa: N802
         del self.endpoints[endpoint.name]
-        self._tags.pop(arn_of("endpoint", endpoint.name), None)
+        self.tags.pop(arn_of("endpoint", endpoint.name), None)
 
     def _turn(self, endpoint: Endpoint, status: str, reads: int, *, pending: Fleet | None = None) -> None:
         endpoint.status, endpoint.left, endpoint.stale = status, reads, self.behaviour.lag
@@ -263,6 +273,16 @@ class Plane:
         if (routing.get("Type") == "CANARY") != ("CanarySize" in routing):
             raise Invalid("CanarySize goes with CANARY.")
 
+    def _check_alarms(self, endpoint: Endpoint, request: Mapping[str, Any]) -> None:
+        """SageMaker looks at the alarms in the name of the containers' role."""
+        policy = request.get("DeploymentConfig", {}).get("AutoRollbackConfiguration", {})
+        roles = {self._models[variant.model]["ExecutionRoleArn"] for variant in endpoint.fleet.production}
+        for alarm in policy.get("Alarms", ()):
+            arn = f"arn:aws:cloudwatch:{REGION}:{ACCOUNT}:alarm:{alarm['AlarmName']}"
+            for role in roles:
+                if self._around.lacks(role, "cloudwatch:DescribeAlarms", arn):
+                    raise Invalid(f"Role {role} may not perform cloudwatch:DescribeAlarms on {arn}.")
+
     def _check_scaling(self, endpoint: Endpoint, new: Fleet) -> None:
         kept = {variant.name: variant.instance_type for variant in new.production}
         for variant in endpoint.fleet.production:
@@ -293,7 +313,7 @@ class Plane:
         return arn
 
     def _tag(self, arn: str, request: Mapping[str, Any]) -> None:
-        self._tags[arn] = {tag["Key"]: tag["Value"] for tag in request.get("Tags", ())}
+        self.tags[arn] = {tag["Key"]: tag["Value"] for tag in request.get("Tags", ())}
 
     @staticmethod
     def _get(there: Mapping[str, dict[str, Any]], noun: str, name: str) -> dict[str, Any]:

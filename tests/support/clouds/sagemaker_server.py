@@ -17,11 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.clouds.iam import Request, caller, is_allowed
+from tests.support.clouds.sagemaker_actions import requests_of
 from tests.support.clouds.sagemaker_containers import START_S, Answer, Containers
-from tests.support.clouds.sagemaker_faults import Fault, Start, answer_json, fail
+from tests.support.clouds.sagemaker_faults import Fault, Start, answer_json, deny, fail
 from tests.support.clouds.sagemaker_iam import policy_answer, policy_question
 from tests.support.clouds.sagemaker_moto import Moto
-from tests.support.clouds.sagemaker_parts import Fleet, Invalid, Variant
+from tests.support.clouds.sagemaker_parts import CALLER, Fleet, Invalid, Variant
 from tests.support.clouds.sagemaker_plane import Plane
 from tests.support.clouds.sagemaker_wire import Wire
 
@@ -63,6 +65,7 @@ class Fake:
         self._wire = Wire()
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._log = Log()
+        self._denied: list[str] = []
         self._turns: dict[str, dict[str, float]] = {}
         self._turning = threading.Lock()
 
@@ -101,12 +104,26 @@ class Fake:
             self._log.calls.append(name)
         if (fault := self._log.moment(name)) is not None:
             return fail(fault, name, environ, start)
+        if (forbidden := self._forbidden(environ)) is not None:
+            return deny(forbidden, speaks_json=bool(target), start=start)
         answer = self._answer(environ, target)
         if (fault := self._log.moment(name)) is not None:
             return fail(fault, name, environ, start)
         status, headers, body = answer
         start(status, headers)
         return [body]
+
+    def _forbidden(self, environ: dict[str, Any]) -> Request | None:
+        """What the client may not do, if there is something."""
+        if f"Credential={CALLER}/" not in environ.get("HTTP_AUTHORIZATION", ""):
+            return None
+        with self.plane.lock:
+            asked = requests_of(environ, self.plane.tags)
+        for request in asked:
+            if not is_allowed(caller(), request):
+                self._denied.append(f"{request.action} {request.resource}")
+                return request
+        return None
 
     def _answer(self, environ: dict[str, Any], target: str) -> tuple[str, list[tuple[str, str]], bytes]:
         if target.startswith("SageMaker."):
@@ -176,9 +193,12 @@ class Fake:
         return variants[name]
 
     def _order(self, what: str, given: dict[str, Any]) -> dict[str, Any]:
-        """What tests say: reset, fault, calls, updates, behaviour, startup, shift, count."""
+        """What tests say: reset, fault, calls, denied, updates, behaviour, startup, shift, count."""
+        denied = list(self._denied)
         if what == "reset":
             self.reset()
+        elif what == "denied":
+            self._denied.clear()
         elif what == "fault":
             self._log = Log(fault=Fault(**given) if given else None)
         elif what == "behaviour":
@@ -191,7 +211,12 @@ class Fake:
         elif what == "count":
             instances = self.plane.serving(given["endpoint"]).production
             next(v for v in instances if v.name == given["variant"]).count = given["instances"]
-        told = {"calls": self._log.calls, "moments": self._log.moments, "updates": self.plane.updates}
+        told = {
+            "calls": self._log.calls,
+            "denied": denied,
+            "moments": self._log.moments,
+            "updates": self.plane.updates,
+        }
         return {**told, "behaviour": asdict(self.plane.behaviour)}
 
 
