@@ -12,8 +12,11 @@ param prefix string = 'onnxops'
 @description('OWNER/NAME of the GitHub repository whose workflows may release.')
 param repository string
 
-@description('Only jobs of this environment of the repository may.')
+@description('Environment of the jobs that release and promote; only they may, and those of the next.')
 param environmentName string = 'production'
+
+@description('Environment of the job that rolls back, which waits for no reviewer.')
+param rollbackEnvironmentName string = 'rollback'
 
 var unique = uniqueString(resourceGroup().id)
 var roles = {
@@ -116,6 +119,22 @@ resource github 'Microsoft.ManagedIdentity/userAssignedIdentities/federatedIdent
   properties: {
     issuer: 'https://token.actions.githubusercontent.com'
     subject: 'repo:${repository}:environment:${environmentName}'
+    audiences: [
+      'api://AzureADTokenExchange'
+    ]
+  }
+}
+
+// One after the other: an identity takes one new credential at a time.
+resource githubRollback 'Microsoft.ManagedIdentity/userAssignedIdentities/federatedIdentityCredentials@2023-01-31' = {
+  parent: operator
+  name: 'github-rollback'
+  dependsOn: [
+    github
+  ]
+  properties: {
+    issuer: 'https://token.actions.githubusercontent.com'
+    subject: 'repo:${repository}:environment:${rollbackEnvironmentName}'
     audiences: [
       'api://AzureADTokenExchange'
     ]

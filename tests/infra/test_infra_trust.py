@@ -1,0 +1,162 @@
+"""Which jobs of the workflows the clouds' roles trust, by the claims of the tokens that GitHub gives those jobs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from onnx_ops.wiring.scaffold import scaffold
+from tests.infra.infra_tools import INFRA, ROOT, tool
+from tests.support.clouds.iam import REPOSITORY, may_assume
+
+WORKFLOWS = ROOT / ".github" / "workflows"
+AUDIENCE = {"aws-actions/configure-aws-credentials": "sts.amazonaws.com", "azure/login": "api://AzureADTokenExchange"}
+"""For whom an action asks for its token."""
+READ_ONLY = {"id-token": "none"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job as it runs for an event. `audiences` are those of the clouds that it signs in to."""
+
+    name: str
+    event: str
+    environment: str
+    has_token: bool
+    audiences: tuple[str, ...]
+
+    def claims(self, audience: str, *, repository: str = REPOSITORY) -> dict[str, str]:
+        """What stands in its token."""
+        if self.environment:
+            context = f"environment:{self.environment}"
+        elif self.event == "pull_request":
+            context = "pull_request"
+        else:
+            context = "ref:refs/heads/main"
+        return {"sub": f"repo:{repository}:{context}", "aud": audience}
+
+
+def read(file: Path) -> dict[Any, Any]:
+    found: dict[Any, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return found
+
+
+def jobs(folder: Path) -> Iterator[Job]:
+    """Every job of a folder's workflows, for each event that starts it."""
+    for file in sorted(folder.glob("*.yml")):
+        workflow = read(file)
+        on = workflow[True]  # YAML 1.1 takes `on` for a boolean
+        for event in on if isinstance(on, dict) else [on]:
+            if event != "workflow_call":
+                yield from _of(file, event, workflow.get("permissions", READ_ONLY), {})
+
+
+def _of(file: Path, event: str, permissions: Mapping[str, str], given: Mapping[str, str]) -> Iterator[Job]:
+    workflow = read(file)
+    defaults = {name: about.get("default", "") for name, about in _inputs(workflow).items()}
+    for name, job in workflow["jobs"].items():
+        if not _runs(str(job.get("if", "")), event):
+            continue
+        mine = job.get("permissions", permissions)
+        if "uses" in job:
+            called = file.parent / re.sub(r"^(\$|\.)/\.github/workflows/", "", job["uses"])
+            yield from _of(called, event, mine, job.get("with", {}))
+            continue
+        # A called workflow has no more rights than its caller gives it.
+        may = [one.get("id-token", "none") for one in (mine, permissions if given else mine)]
+        values = {f"${{{{ inputs.{key} }}}}": str(value) for key, value in {**defaults, **given}.items()}
+        environment = str(job.get("environment", ""))
+        yield Job(
+            name=f"{file.name}:{name}",
+            event=event,
+            environment=values.get(environment, environment),
+            has_token=set(may) == {"write"},
+            audiences=tuple(
+                AUDIENCE[action]
+                for step in job["steps"]
+                if (action := str(step.get("uses", "")).partition("@")[0]) in AUDIENCE
+            ),
+        )
+
+
+def _inputs(workflow: Mapping[Any, Any]) -> Mapping[str, Any]:
+    called = workflow[True].get("workflow_call") if isinstance(workflow[True], dict) else None
+    inputs: Mapping[str, Any] = (called or {}).get("inputs", {})
+    return inputs
+
+
+def _runs(condition: str, event: str) -> bool:
+    """What the jobs' conditions say of an event."""
+    known = {
+        "": True,
+        "github.event_name == 'pull_request'": event == "pull_request",
+        "github.event_name != 'pull_request'": event != "pull_request",
+    }
+    return known[condition]
+
+
+@cache
+def federated() -> frozenset[tuple[str, str]]:
+    """Subjects and audiences that the operator's identity in infra/azure trusts."""
+    from pycep import BicepParser
+
+    text = (INFRA / "azure" / "onnx-ops.bicep").read_text(encoding="utf-8")
+    document: Any = BicepParser().parse(text=text)
+    values = {name: about.get("default", "") for name, about in document["parameters"].items()}
+    values["repository"] = REPOSITORY
+    found = set()
+    for resource in document["resources"].values():
+        if resource["type"].endswith("/federatedIdentityCredentials"):
+            about = resource["config"]["properties"]
+            subject = re.sub(r"\$\{(\w+)\}", lambda name: str(values[name[1]]), about["subject"])
+            found |= {(subject, audience) for audience in about["audiences"]}
+    return frozenset(found)
+
+
+def is_trusted(claims: Mapping[str, str]) -> bool:
+    if claims["aud"] == AUDIENCE["azure/login"]:
+        return (claims["sub"], claims["aud"]) in federated()
+    return may_assume("GitHubRole", claims)
+
+
+@pytest.fixture(scope="module", params=["ours", "the scaffold's"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "ours":
+        return WORKFLOWS
+    project = tmp_path_factory.mktemp("scaffold") / "project"
+    scaffold(project, "digits", "sklearn")
+    return project / ".github" / "workflows"
+
+
+def test_every_job_that_signs_in_to_a_cloud_is_trusted_there(folder: Path) -> None:
+    signing = [job for job in jobs(folder) if job.audiences]
+    assert {job.name for job in signing} == {"models.yml:release", "promote.yml:promote", "rollback.yml:rollback"}
+    for job in signing:
+        assert set(job.audiences) == set(AUDIENCE.values()), job
+        assert job.has_token, job
+        for audience in job.audiences:
+            assert is_trusted(job.claims(audience)), job
+
+
+def test_no_other_job_and_no_other_repository_is_trusted(folder: Path) -> None:
+    for job in jobs(folder):
+        for audience in AUDIENCE.values():
+            assert not is_trusted(job.claims(audience, repository="mallory/models")), job
+            if not job.audiences:
+                assert not job.has_token, job
+                assert not is_trusted(job.claims(audience)), job
+    release = next(job for job in jobs(folder) if job.name == "models.yml:release")
+    assert not is_trusted(release.claims("https://github.com/acme"))
+
+
+def test_no_job_reads_a_secret_outside_an_environment(folder: Path) -> None:
+    done = tool("zizmor", "--offline", "--quiet", "--persona=auditor", "--format=json", folder)
+    assert [found for found in json.loads(done.stdout) if found["ident"] == "secrets-outside-env"] == []
