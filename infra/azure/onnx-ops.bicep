@@ -20,8 +20,6 @@ param rollbackEnvironmentName string = 'rollback'
 
 var unique = uniqueString(resourceGroup().id)
 var roles = {
-  dataScientist: 'f6c7c914-8db3-469d-8ca1-694a8f32e121'
-  monitoringReader: '43d0d8ad-25c7-4714-9337-8ba259a9fe05'
   blobContributor: 'ba92f5b4-2d11-453d-a403-e96b0029c9fe'
   blobReader: '2a2b9908-6ea1-4ae2-8e65-a410df84e7d1'
   pull: '7f951dda-4ed3-4680-a7ca-43fe172d538d'
@@ -141,23 +139,78 @@ resource githubRollback 'Microsoft.ManagedIdentity/userAssignedIdentities/federa
   }
 }
 
-resource releases 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
-  name: guid(workspace.id, operator.id, roles.dataScientist)
-  scope: workspace
+// What the provider asks Azure for in the workspace, and nothing more: a test holds every request against it.
+resource releaser 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
+  name: guid(resourceGroup().id, 'onnx-ops-releaser')
   properties: {
-    principalId: operator.properties.principalId
-    principalType: 'ServicePrincipal'
-    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.dataScientist)
+    roleName: '${prefix} releaser'
+    description: 'Endpoints, deployments, models and environments of a workspace, and their metrics.'
+    type: 'CustomRole'
+    assignableScopes: [
+      resourceGroup().id
+    ]
+    permissions: [
+      {
+        actions: [
+          'Microsoft.Authorization/permissions/read'
+          'Microsoft.Insights/metrics/read'
+          'Microsoft.MachineLearningServices/workspaces/read'
+          'Microsoft.MachineLearningServices/workspaces/datastores/read'
+          'Microsoft.MachineLearningServices/workspaces/environments/versions/read'
+          'Microsoft.MachineLearningServices/workspaces/environments/versions/write'
+          'Microsoft.MachineLearningServices/workspaces/models/versions/read'
+          'Microsoft.MachineLearningServices/workspaces/models/versions/write'
+          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/read'
+          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/write'
+          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/delete'
+          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/listKeys/action'
+          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/read'
+          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/write'
+          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/delete'
+        ]
+      }
+    ]
   }
 }
 
-resource reads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
-  name: guid(workspace.id, operator.id, roles.monitoringReader)
+// What lies beside the workspace: the endpoints' identity is handed to them, and `doctor` looks whether it may pull.
+resource neighbour 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
+  name: guid(resourceGroup().id, 'onnx-ops-neighbour')
+  properties: {
+    roleName: '${prefix} neighbour'
+    description: 'Hand over identities of the group, and see who may pull from its registries.'
+    type: 'CustomRole'
+    assignableScopes: [
+      resourceGroup().id
+    ]
+    permissions: [
+      {
+        actions: [
+          'Microsoft.Authorization/roleAssignments/read'
+          'Microsoft.ManagedIdentity/userAssignedIdentities/read'
+          'Microsoft.ManagedIdentity/userAssignedIdentities/assign/action'
+        ]
+      }
+    ]
+  }
+}
+
+resource releases 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(workspace.id, operator.id, releaser.id)
   scope: workspace
   properties: {
     principalId: operator.properties.principalId
     principalType: 'ServicePrincipal'
-    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.monitoringReader)
+    roleDefinitionId: releaser.id
+  }
+}
+
+resource beside 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(resourceGroup().id, operator.id, neighbour.id)
+  properties: {
+    principalId: operator.properties.principalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: neighbour.id
   }
 }
 

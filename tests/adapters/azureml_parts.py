@@ -55,6 +55,7 @@ def inside(cloud: AzureCloud) -> Iterator[AzureCloud]:
     enter(cloud.environment)
     try:
         yield cloud
+        assert cloud.denied == []
     finally:
         for name, value in before.items():
             if value is None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.infra.infra_tools import ROOT
+from tests.support.clouds import azureml_roles
 from tests.support.clouds.iam import ROLE, Request, caller, is_allowed, resources
 
 ADAPTERS = ROOT / "onnx_ops" / "adapters"
@@ -165,3 +166,21 @@ def test_the_bucket_keeps_versions_encrypts_and_is_nobody_elses() -> None:
 )
 def test_endpoints_are_the_pipelines(kind: str) -> None:
     assert kind not in {resource["Type"] for resource in resources().values()}
+
+
+@pytest.mark.parametrize(
+    ("action", "scope", "allowed"),
+    [
+        ("workspaces/onlineEndpoints/delete", "workspace", True),
+        ("workspaces/onlineEndpoints/delete", "", False),
+        ("workspaces/onlineEndpoints/regenerateKeys/action", "workspace", False),
+        ("workspaces/delete", "workspace", False),
+        ("workspaces/computes/write", "workspace", False),
+        ("workspaces/listKeys/action", "workspace", False),
+    ],
+)
+def test_azure_permits_the_operator_endpoints_of_the_workspace_and_no_more(
+    action: str, scope: str, allowed: bool
+) -> None:
+    request = azureml_roles.Request(f"Microsoft.MachineLearningServices/{action}", scope)
+    assert azureml_roles.is_allowed(request) is allowed

@@ -69,16 +69,16 @@ def _workspace(settings: AzureSettings) -> Iterator[Finding]:
         return
     yield Finding(check=check, ok=True, found=f"in {there.get('location')}")
     yield from _role(settings)
-    yield from _image(settings, there)
-    yield from _quota(settings, str(there.get("location")))
+    yield from _seen("azure image", image_findings(settings, there))
+    yield from _seen(f"azure quota for {settings.instance_type}", _quota(settings, str(there.get("location"))))
 
 
-def _image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Iterator[Finding]:
+def _seen(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """What nobody needs to be permitted to see is no fault."""
     try:
-        yield from image_findings(settings, workspace)
+        yield from findings
     except Refused as error:
-        yield Finding(check="azure image", ok=True, found=f"may not be looked at: {error.why}")
+        yield Finding(check=check, ok=True, found=f"may not be looked at: {error.why}")
 
 
 def _role(settings: AzureSettings) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from tests.support.clouds.azureml_control import CONTAINER, Conditions, Control
 from tests.support.clouds.azureml_monitor import BROKEN, MODEL_ERROR, Monitor
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_resources import refuse, reply
+from tests.support.clouds.azureml_roles import Request, is_allowed, requests_of
 from tests.support.clouds.azureml_web import FAULTS, Call, Fault, Reply, Web
 
 SUBSCRIPTION, GROUP, WORKSPACE = "00000000-0000-0000-0000-000000000001", "group", "workspace"
@@ -64,6 +65,8 @@ class AzureCloud:
         self.monitor = Monitor(clock or SystemClock())
         self.calls: list[tuple[str, str]] = []
         """Method and path of every request to the control plane and the storage."""
+        self.denied: list[Request] = []
+        """What was asked for and is not permitted by `infra/azure`."""
         self.trouble: Callable[[int, Call], Trouble | None] = lambda *_: None
         """Asked with the number of the request, from 0; other requests go on meanwhile."""
         self.token_faults: list[Fault] = []
@@ -169,6 +172,11 @@ class AzureCloud:
             return FAULTS[trouble.fault]
 
     def _managed(self, call: Call) -> Reply:
+        for request in requests_of(call):
+            if not is_allowed(request):
+                self.denied.append(request)
+                message = f"The client does not have authorization to perform action '{request.action}' over scope."
+                return refuse(403, "AuthorizationFailed", message)
         if call.path.startswith("/blobs/"):
             return self.blobs.answer(call, call.path.removeprefix(f"/blobs/{CONTAINER}").strip("/"))
         if call.path.endswith("/providers/Microsoft.Insights/metrics"):
