@@ -32,7 +32,19 @@ LINES = (INFRA / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines
 IN_THE_IMAGE = "/opt/onnx-ops"
 BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
 PATIENCE_S = 60.0
-NEVER = ("mlflow", "prefect", "pydantic", "fastapi", "onnx", "scipy", "boto3", "azure")
+STATUS = """Package: libc6
+Status: install ok installed
+Architecture: amd64
+Version: 2.36-9+deb12u9
+Description: GNU C Library
+ Shared libraries.
+
+Package: gone
+Status: deinstall ok config-files
+Architecture: amd64
+Version: 1
+"""
+NEVER = ("pip", "mlflow", "prefect", "pydantic", "fastapi", "onnx", "scipy", "boto3", "azure")
 
 
 def instruction(name: str) -> list[str]:
@@ -53,7 +65,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 shutil.copytree(ROOT / name, source / copied[-1], ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, source / copied[-1])
-    command = [str(source / "infra" / "docker" / "install.sh"), str(source), str(venv)]
+    command = [str(source / "infra" / "docker" / "install.sh"), str(source), str(venv), str(venv.parent / "reports")]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -158,13 +170,43 @@ def test_nothing_is_installed_that_the_server_does_not_need(installed: Path) -> 
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def complete(bill: Path, status: str, *reports: Path) -> Any:
+    """What the image's script makes of a bill."""
+    listed = bill.with_name("status")
+    listed.write_text(status, encoding="utf-8")
+    script = INFRA / "docker" / "bill.py"
+    command = [sys.executable, *map(str, (script, bill, listed, "python:3.11@sha256:1", *reports))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+
+
+def test_the_bill_of_materials_has_hashes_and_the_packages_of_the_system(tmp_path: Path) -> None:
+    bill, report = tmp_path / "bill.json", tmp_path / "report.json"
+    components = [{"type": "library", "name": "typing_extensions", "version": "4.13"}]
+    bill.write_text(json.dumps({"metadata": {}, "components": components}), encoding="utf-8")
+    archive = {"archive_info": {"hashes": {"sha256": "ab" * 32}}}
+    installed = {"metadata": {"name": "typing-extensions"}, "download_info": archive}
+    report.write_text(json.dumps({"install": [installed]}), encoding="utf-8")
+    found = complete(bill, STATUS, report)
+    python, system = found["components"]
+    assert python["hashes"] == [{"alg": "SHA-256", "content": "ab" * 32}]
+    assert system["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u9?arch=amd64"
+    assert found["metadata"]["properties"] == [{"name": "onnx-ops:base-image", "value": "python:3.11@sha256:1"}]
+    report.write_text('{"install": []}', encoding="utf-8")
+    assert "KeyError: 'typing-extensions'" in complete(bill, STATUS, report)
+
+
 @pytest.mark.nightly
 def test_the_bill_of_materials_lists_all_that_is_installed(installed: Path, tmp_path: Path) -> None:
     done = tool(
         "cyclonedx-py", "environment", "--output-reproducible", "--output-file", tmp_path / "sbom.json", installed
     )
     assert done.returncode == 0, done.stderr
-    components = json.loads((tmp_path / "sbom.json").read_text(encoding="utf-8"))["components"]
+    reports = sorted((installed.parent / "reports").glob("*.json"))
+    found = complete(tmp_path / "sbom.json", STATUS, *reports)["components"]
+    components = [one for one in found if not one.get("purl", "").startswith("pkg:deb/")]
+    assert len(components) == len(found) - 1
+    assert all(len(one["hashes"][0]["content"]) == 64 for one in components)
     distributions = {path.name.partition("-")[0].lower() for path in installed.glob("lib/*/site-packages/*.dist-info")}
     assert {one["name"].replace("-", "_").lower() for one in components} == distributions
     assert {"onnxruntime", "onnx_ops", "uvicorn"} <= distributions

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from onnx_ops.settings import load_settings
 from tests.infra.infra_tools import INFRA
 
 MANIFESTS = INFRA / "kubernetes" / "onnx-ops.yaml"
@@ -146,6 +148,22 @@ def test_machines_that_measure_do_one_thing_at_once_and_hold_no_key() -> None:
     assert settings["data"]["ONNX_OPS_SIGNING"] == "off"
     shared = next(one for one in manifests() if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "onnx-ops")
     assert settings["data"]["ONNX_OPS_STORE"] == shared["data"]["ONNX_OPS_STORE"]
+
+
+def test_one_reconciler_watches_with_the_ledger_of_the_runs_and_holds_no_key(tmp_path: Path) -> None:
+    (manifest,) = [one for one in manifests() if one["metadata"]["name"] == "reconciler"]
+    pod = manifest["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (manifest["spec"]["replicas"], manifest["spec"]["strategy"]) == (1, {"type": "Recreate"})
+    assert container["command"][:3] == ["onnx-ops", "reconcile", "--watch"]
+    assert pod["serviceAccountName"] == "onnx-ops-reconciler"
+    shared = next(one for one in manifests() if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "onnx-ops")
+    assert container["envFrom"] == [{"configMapRef": {"name": "onnx-ops"}}]
+    settings = load_settings(tmp_path, {**shared["data"], **{one["name"]: one["value"] for one in container["env"]}})
+    assert (settings.signing, settings.ledger) == ("off", shared["data"]["ONNX_OPS_LEDGER"])
+    (keys,) = [volume for volume in pod["volumes"] if volume["name"] == "keys"]
+    assert set(keys) == {"name", "configMap"}, "public keys are no secret, and no private one is here"
+    assert {"name": "keys", "mountPath": str(settings.trusted_keys), "readOnly": True} in container["volumeMounts"]
 
 
 @pytest.mark.parametrize("kind", POOLS)
