@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
 from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
 from onnx_ops.domain.quantities import LATER
 from onnx_ops.domain.standing import Preference
@@ -56,6 +56,10 @@ class VariantRecord:
     measured_on: str = ""
     example: bytes = b""
 
+    def evidence_digest(self) -> Digest:
+        """Digest over the evidence documents: signed decisions and the judgements of gates are among them."""
+        return digest_json({name: digest_file(path) for name, path in self.evidence.items()})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
@@ -81,13 +85,15 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedVersion:
-    """A registered version in a list. `created_at` is seconds since the epoch."""
+    """A registered version in a list. `created_at` is seconds since the epoch; `evidence` is the digest over the
+    documents that were published with it last (`VariantRecord.evidence_digest`), if the registry knows it."""
 
     version: str
     release: Digest
     variant: str
     manifest: Digest
     created_at: float
+    evidence: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,8 @@ class Choice:
 class Registration:
     """What the register stage did: version by variant, and the choice of each target.
 
-    `run` is the stage's key; `report` the address of the release's report, if the registry has pages.
+    `run` is the stage's key; `report` the address of the release's report, if the registry has pages. `evidence` maps a
+    variant to the digest over the documents that were published with its version.
     """
 
     run: Digest
@@ -119,3 +126,4 @@ class Registration:
     choices: tuple[Choice, ...]
     where: str
     report: str = ""
+    evidence: Mapping[str, Digest] = field(default_factory=dict, metadata=LATER)

@@ -61,6 +61,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         choices=chosen,
         where=registry.where(settings["model"]),
         report=registry.page(settings["model"], next(iter(versions.values())), REPORT),
+        evidence={record.variant: record.evidence_digest() for record in records},
     )
     return Manifest(files={"registration.json": put_document(ports.store, registration)})
 

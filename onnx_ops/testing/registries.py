@@ -213,6 +213,7 @@ class RegistrySuite:
             release = publication(tmp_path, model=model, seed="a", verdict=verdict)
             record = registry.version(model, registry.publish(release)["fp32"])
             assert registry.document(record, name) == release.variants[0].evidence[name].read_bytes()
+            assert [entry.evidence for entry in registry.versions(model)] == [release.variants[0].evidence_digest()]
             for unknown in ("evidence/cuda.json", "nowhere/cpu-1t.json", "evidence", "../evidence/cpu-1t.json", ""):
                 _assert_raises(NotFound, registry.document, record, unknown)
 
@@ -228,6 +229,8 @@ class RegistrySuite:
             for variant in published
         ]
         assert all(entry.manifest == registry.version(model, entry.version).manifest for entry in found)
+        variants = [record for release in releases for record in release.variants]
+        assert [entry.evidence for entry in found] == [record.evidence_digest() for record in variants]
         assert found[0].created_at <= found[-1].created_at
         registry.set_alias(model, "champion-cpu-1t", found[0].version)
         _assert_raises(Refused, registry.delete_version, model, found[0].version)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, Manifest, digest_json
+from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.ledger import ReleaseState
@@ -19,7 +19,7 @@ from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import alias
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
-from onnx_ops.errors import Conflict, Refused, ServiceUnavailable
+from onnx_ops.errors import Conflict, EnvironmentFailure, Refused, ServiceUnavailable
 from onnx_ops.operations.journal import stream
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import StepReport, settle
@@ -46,6 +46,10 @@ class StageHandler:
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
     """Held while the registry or an endpoint is written: pipelines that run side by side release one by one."""
 
+    confirms: bool = True
+    """Whether a known registration is looked up in the registry. A plan leaves that to the run: it would take seconds,
+    those of importing MLflow."""
+
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
         if stage.kind in RELEASE or self.claims is None:
             return contextlib.nullcontext()
@@ -53,7 +57,7 @@ class StageHandler:
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         if stage.kind is StageKind.REGISTER:
-            return _registered(self.ports, key)
+            return self._registered(key)
         if stage.kind not in RELEASE:
             return self.ports.store.lookup(key)
         chosen = _chosen(self.ports, stage, inputs)
@@ -87,9 +91,15 @@ class StageHandler:
                 self.ports.store.record(key, manifest)
                 if stage.kind is StageKind.BENCHMARK:
                     remember(self.ports.store, stage, key, inputs, manifest["evidence.json"])
-                if stage.kind is StageKind.REGISTER:
-                    self.ports.store.record(_latest(self.ports, manifest), manifest)
                 return manifest
+
+    def _registered(self, key: Digest) -> Manifest | None:
+        """What this key registered, if that is what the registry shows."""
+        manifest = self.ports.store.lookup(key)
+        if manifest is None or not self.confirms:
+            return manifest
+        registration = codec.loads(self.ports.store.read(manifest["registration.json"]), Registration)
+        return manifest if _is_current(self.ports, registration) else None
 
     def decision(self, manifest: Manifest) -> Decision | None:
         if "decision.json" not in manifest:
@@ -123,19 +133,25 @@ def _vacant(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
     return next((slot.reason for slot in record.slots if slot.role == settings["role"] and slot.trial is None), "")
 
 
-def _registered(ports: Ports, key: Digest) -> Manifest | None:
-    """What this key registered, if nothing else was said about the same release since: the registry keeps one set of
-    decisions per release, and a gate that was changed and changed back must be told to it again."""
-    manifest = ports.store.lookup(key)
-    if manifest is None or ports.store.lookup(_latest(ports, manifest)) != manifest:
-        return None
-    return manifest
+def _is_current(ports: Ports, registration: Registration) -> bool:
+    """Return whether the registry holds the registration's versions, each with the evidence of this registration.
 
-
-def _latest(ports: Ports, manifest: Manifest) -> Digest:
-    """Key under which the last registration of a release is remembered."""
-    registration = codec.loads(ports.store.read(manifest["registration.json"]), Registration)
-    return digest_json(["registered", registration.model, registration.release])
+    The registry of another project, or one that was set up anew, holds none; it keeps one set of decisions per version,
+    so that a gate that was changed and changed back is published again. One that does not answer confirms nothing: the
+    stage then meets the error, and tries as often as it may.
+    """
+    try:
+        listed = {entry.version: entry for entry in ports.registry().versions(registration.model)}
+    except EnvironmentFailure:
+        return False
+    expected = {
+        (v, registration.release, name, registration.evidence.get(name)) for name, v in registration.versions.items()
+    }
+    return expected == {
+        (entry.version, entry.release, entry.variant, entry.evidence)
+        for version in registration.versions.values()
+        if (entry := listed.get(version)) is not None
+    }
 
 
 def _chosen(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice]:

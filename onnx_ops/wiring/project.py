@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,7 +167,7 @@ def foresee(
     """What a run would find known, and what it would do."""
     from onnx_ops.engine import preview
 
-    return preview(prepared.plan, handler=project.handler(), fresh=fresh)
+    return preview(prepared.plan, handler=replace(project.handler(), confirms=False), fresh=fresh)
 
 
 def execute(

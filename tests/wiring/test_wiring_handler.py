@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
-from onnx_ops.domain.release import Choice, Registration
+from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
 from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.wiring.handler import StageHandler
 
 KEY = digest_bytes(b"key")
+REGISTER = Stage(id="register", kind=StageKind.REGISTER, settings={})
 
 
 def registered(ports: Ports, run: Digest) -> Manifest:
+    """Register a release of one variant, whose evidence names the run."""
+    document = ports.root / f"{short(run)}.json"
+    document.write_text(run)
+    (ports.root / "model.onnx").write_text("model")
+    record = VariantRecord(
+        variant="fp32",
+        files={"model.onnx": ports.root / "model.onnx"},
+        manifest=Manifest(files={"model.onnx": digest_bytes(b"model")}),
+        evidence={"gates.json": document},
+        metrics={},
+        decisions={},
+        signed={},
+        description="",
+    )
+    lineage = Lineage(pipeline="p", release=digest_bytes(b"release"), run=run)
     registration = Registration(
         run=run,
         model="m",
-        release=digest_bytes(b"release"),
-        versions={"fp32": "1"},
+        release=lineage.release,
+        versions=ports.registry().publish(Publication(model="m", lineage=lineage, variants=(record,))),
         choices=(Choice(target="cpu", variant="fp32", verdict=Verdict.PASS, reason="it passes"),),
         where="memory",
+        evidence={"fp32": record.evidence_digest()},
     )
     return Manifest(files={"registration.json": ports.store.put_bytes(codec.dumps(registration))})
 
@@ -42,13 +63,44 @@ def handler_of(ports: Ports) -> StageHandler:
 def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_path: Path) -> None:
     """The gates are changed, and changed back."""
     handler = handler_of(FakeWorld().ports(root=tmp_path))
-    stage = Stage(id="register", kind=StageKind.REGISTER, settings={})
+    stage = REGISTER
     strict, loose = digest_bytes(b"strict gates"), digest_bytes(b"loose gates")
     for key, other in ((strict, loose), (loose, strict), (strict, loose)):
         assert handler.cached(stage, key, {}) is None
         manifest = handler.execute(stage, key, {})
         assert handler.cached(stage, key, {}) == manifest
         assert handler.cached(stage, other, {}) is None
+
+
+def test_registration_of_another_registry_is_unknown(tmp_path: Path) -> None:
+    """Two registries over one store, in turn."""
+    ports, stage = FakeWorld().ports(root=tmp_path), REGISTER
+    first, second = handler_of(ports), handler_of(replace(ports, registry=FakeWorld().ports(root=tmp_path).registry))
+    strict, loose = digest_bytes(b"strict gates"), digest_bytes(b"loose gates")
+    first.execute(stage, strict, {})
+    assert second.cached(stage, strict, {}) is None
+    second.execute(stage, loose, {})
+    assert first.cached(stage, strict, {}) is not None
+    assert first.cached(stage, loose, {}) is None, "the first registry still shows the strict gates"
+
+
+def test_registration_whose_version_was_deleted_is_unknown(tmp_path: Path) -> None:
+    world = FakeWorld()
+    handler = handler_of(world.ports(root=tmp_path))
+    handler.execute(REGISTER, KEY, {})
+    world.registry.delete_version("m", "1")
+    assert handler.cached(REGISTER, KEY, {}) is None
+    assert replace(handler, confirms=False).cached(REGISTER, KEY, {}) is not None, "a plan does not ask the registry"
+
+
+def test_registration_that_cannot_be_confirmed_is_attempted_again(tmp_path: Path) -> None:
+    world = FakeWorld()
+    handler = handler_of(world.ports(root=tmp_path))
+    handler.execute(REGISTER, KEY, {})
+    world.registry.down = True
+    assert handler.cached(REGISTER, KEY, {}) is None
+    with pytest.raises(ServiceUnavailable):
+        handler.execute(REGISTER, KEY, {})
 
 
 def test_a_deployment_is_known_until_its_settings_or_its_policy_change(tmp_path: Path) -> None:

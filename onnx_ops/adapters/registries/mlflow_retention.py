@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from onnx_ops.adapters.registries.mlflow_tags import DIGEST, RELEASE, VARIANT
+from onnx_ops.adapters.registries.mlflow_tags import DIGEST, EVIDENCE_DIGEST, RELEASE, VARIANT
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.release import ListedVersion
 
@@ -30,6 +30,7 @@ def listed_versions(client: MlflowClient, model: str) -> tuple[ListedVersion, ..
                     variant=entry.tags[VARIANT],
                     manifest=Digest(entry.tags[DIGEST]),
                     created_at=entry.creation_timestamp / 1000,
+                    evidence=Digest(entry.tags[EVIDENCE_DIGEST]) if EVIDENCE_DIGEST in entry.tags else None,
                 )
                 found.append(listed)
         if not (token := page.token):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onnx_ops import attestation, codec
-from onnx_ops.domain.artifact import Digest, digest_file, digest_json, is_digest
+from onnx_ops.domain.artifact import Digest, is_digest
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision
 from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import StateCorrupt, UserError
@@ -35,8 +35,7 @@ def judgement(record: VariantRecord) -> dict[str, str]:
                 remedy="Use fewer gates for this target",
             )
         tags[f"{DECISION}{target}"] = text.decode()
-    evidence = {name: digest_file(path) for name, path in record.evidence.items()}
-    return {**tags, EVIDENCE_DIGEST: str(digest_json(evidence))}
+    return {**tags, EVIDENCE_DIGEST: str(record.evidence_digest())}
 
 
 def read_record(model: str, version: str, tags: Mapping[str, str]) -> VersionRecord | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops.adapters.store.models import manifest_of
-from onnx_ops.domain.artifact import Manifest, digest_file
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VariantRecord, VersionRecord
 from onnx_ops.errors import DigestMismatch, NotFound, Refused, ServiceUnavailable
@@ -20,6 +20,7 @@ class _Version:
     files: dict[str, bytes]
     documents: dict[str, bytes]
     created_at: float
+    evidence: Digest
 
 
 @dataclass(slots=True)
@@ -108,6 +109,7 @@ class FakeRegistry:
                 variant=v.record.variant,
                 manifest=v.record.manifest,
                 created_at=v.created_at,
+                evidence=v.evidence,
             )
             for v in sorted(kept, key=lambda v: int(v.record.version))
         )
@@ -149,6 +151,7 @@ class FakeRegistry:
             files={name: path.read_bytes() for name, path in variant.files.items()},
             documents={name: path.read_bytes() for name, path in variant.evidence.items()},
             created_at=kept.created_at if kept is not None else self.clock.now(),
+            evidence=variant.evidence_digest(),
         )
         return record.version
 
