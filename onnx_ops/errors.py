@@ -10,6 +10,7 @@
     │   ├── ServiceUnavailable       a server that should answer does not
     │   ├── StillOwed                a request was accepted and could not be carried out yet
     │   ├── RolledBackByAlarm        an alarm that guards the endpoint took a deployment back
+    │   ├── StorageFailure           the disk is full, or a file or folder cannot be used
     │   ├── StageFailure             a stage crashed, was killed or ran past its time-out
     │   ├── MeasurementFailure       something could not be measured (missing provider, noisy host)
     │   └── StateCorrupt             a record on disk does not match its digest
@@ -24,6 +25,9 @@ Exit codes are those of the command line (0 done, 1 a gate failed, 2, 3 inconclu
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -132,6 +136,10 @@ class RolledBackByAlarm(EnvironmentFailure):
     pass
 
 
+class StorageFailure(EnvironmentFailure):
+    pass
+
+
 class StageFailure(EnvironmentFailure):
     pass
 
@@ -162,6 +170,30 @@ class SignatureInvalid(Refused):
 
 class DigestMismatch(Refused):
     pass
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FREE = "Free some space and run the same again: what was finished is kept. See docs/troubles/disk-full.md."
+_OPEN = "Give the user who runs this access to it, or name another folder in onnx-ops.toml."
+
+
+@contextmanager
+def storage_errors(where: str = "") -> Iterator[None]:
+    """Make an error that says what to do of a full disk and of a file or folder that is closed to this user.
+
+    Raises:
+        StorageFailure: in place of such an OSError; any other is no less unexpected than before.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageFailure("the disk is full", where=where, why=str(error), remedy=_FREE) from error
+        if error.errno in _CLOSED:
+            what = "a file or folder cannot be used"
+            raise StorageFailure(what, where=where, why=str(error), remedy=_OPEN) from error
+        raise
 
 
 def from_document(document: dict[str, object]) -> OnnxOpsError:

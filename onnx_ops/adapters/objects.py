@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from onnx_ops.errors import MissingPackage, ServiceUnavailable
+from onnx_ops.errors import MissingPackage, ServiceUnavailable, storage_errors
 
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
-_UNFINISHED_S = 3600.0
+UNFINISHED_S = 3600.0
+"""Age at which such a file counts as left by a killed writer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +101,19 @@ class LocalObjects:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @storage_errors()
     def read(self, name: str) -> bytes | None:
         try:
             return (self.root / name).read_bytes()
         except FileNotFoundError:
             return None
 
+    @storage_errors()
     def write(self, name: str, data: bytes) -> None:
         with durable_file(self.root / name) as temporary:
             temporary.write_bytes(data)
 
+    @storage_errors()
     def create(self, name: str, data: bytes) -> bool:
         # An exclusive open would leave a torn object if the writer is killed; a link appears whole or not at all.
         path = self.root / name
@@ -129,12 +133,14 @@ class LocalObjects:
         finally:
             Path(temporary).unlink(missing_ok=True)
 
+    @storage_errors()
     def names(self, prefix: str) -> list[str]:
         folder = self.root / prefix
         if not folder.is_dir():
             return []
         return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(TEMPORARY))
 
+    @storage_errors()
     def listed(self, prefix: str) -> list[Found]:
         found = []
         for path in sorted((self.root / prefix).rglob("*")):
@@ -145,22 +151,25 @@ class LocalObjects:
                     found.append(Found(name=name, size_bytes=status.st_size, at=status.st_mtime))
         return found
 
+    @storage_errors()
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
 
     def sweep(self, prefix: str) -> None:
         """Remove what killed writers left directly below a prefix. What is younger than an hour may be written now."""
-        before = time.time() - _UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
+        before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
         for path in (self.root / prefix).glob(f"{TEMPORARY}*"):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < before:
                     path.unlink()
 
+    @storage_errors()
     def upload(self, name: str, path: Path) -> None:
         with durable_file(self.root / name) as temporary, path.open("rb") as source, temporary.open("wb") as sink:
             while block := source.read(1 << 20):
                 sink.write(block)
 
+    @storage_errors()
     def download(self, name: str, path: Path) -> bool:
         try:
             with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import json
 import sys
@@ -12,7 +11,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, SpecError, UserError
+from onnx_ops.errors import OnnxOpsError, SpecError, UserError, storage_errors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,10 +25,6 @@ SetValue = Annotated[
 ]
 
 INTERRUPTED = 130
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_OPEN = "Give the user who runs this access to it, or name another folder in onnx-ops.toml."
-_FREE = "Free some space and run the same again: what was finished is kept. See docs/troubles/disk-full.md."
 
 
 def reported(command: Callable[P, R]) -> Callable[P, R]:
@@ -40,20 +35,11 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
         # With --json standard output holds one document; what libraries print goes where the progress goes.
         talk = contextlib.redirect_stdout(sys.stderr) if kwargs.get("as_json") else contextlib.nullcontext()
         try:
-            with talk:
+            with talk, storage_errors():
                 return command(*args, **kwargs)
         except OnnxOpsError as error:
             complain(error, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(error.exit_code) from error
-        except OSError as error:
-            if error.errno in _FULL:
-                failure = EnvironmentFailure("the disk is full", why=str(error), remedy=_FREE)
-            elif error.errno in _CLOSED:
-                failure = EnvironmentFailure("a file or folder cannot be used", why=str(error), remedy=_OPEN)
-            else:
-                raise
-            complain(failure, as_json=bool(kwargs.get("as_json")))
-            raise typer.Exit(failure.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted; what was finished is kept, run again to go on", err=True)
             raise typer.Exit(INTERRUPTED) from None

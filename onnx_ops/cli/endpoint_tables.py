@@ -144,7 +144,7 @@ def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     size = sum(one.size_bytes for one in plan.contents) / 1e6
     out.print(f"{verb} {len(plan.contents)} contents of the store that nothing needs ({size:.1f} MB).")
     orphan_report(plan.orphans)
-    if not removed and (leaving or plan.contents or plan.orphans.orphans):
+    if not removed and (leaving or plan.folders or plan.contents or plan.orphans.orphans):
         out.print("Add --yes to do it.")
     if removed and leaving:
         out.print("`mlflow gc` frees their space in MLflow.")

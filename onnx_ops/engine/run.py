@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.engine.crew import Crew
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, StorageFailure, storage_errors
 from onnx_ops.ports import Clock, Executor, Observer, Work
 
 Ended = tuple[StageOutcome, OnnxOpsError | None]
@@ -105,6 +105,9 @@ def run(
 ) -> RunResult:
     """Run every stage of a plan that can run; a failure stops what depends on it and nothing else.
 
+    A file that cannot be used stops the run: that says nothing about a variant, and a release that leaves out what
+    could not be written would differ from the one that is meant.
+
     Args:
         plan: stages in order.
         handler: knows how stages are done.
@@ -113,6 +116,9 @@ def run(
         clock: measures durations.
         fresh: kinds of stages whose known results are not used.
         jobs: stages that run side by side at most. One: all of them in the caller's thread, in the plan's order.
+
+    Raises:
+        StorageFailure: the disk is full, or a file or folder cannot be used; what was finished is kept.
     """
     observer.planned(plan)
     outcomes: dict[str, StageOutcome] = {}
@@ -182,6 +188,8 @@ def _look(
     """What can be had without work, or None; what is known but cannot be read is a failure."""
     try:
         return _ready(stage, outcomes, handler, fresh), None
+    except StorageFailure:
+        raise
     except OnnxOpsError as unreadable:
         return StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(unreadable)), unreadable
 
@@ -229,7 +237,10 @@ def _execute(
 ) -> Ended:
     begun = clock.monotonic()
     try:
-        manifest = executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)
+        with storage_errors(stage.id):
+            manifest = executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)
+    except StorageFailure:
+        raise
     except OnnxOpsError as error:
         seconds = clock.monotonic() - begun
         failed = StageOutcome(stage=stage.id, status=StageStatus.FAILED, key=key, seconds=seconds, reason=str(error))

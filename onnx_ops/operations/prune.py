@@ -29,21 +29,13 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
-    """A model folder of this machine that no endpoint needs."""
-
-    manifest: Digest
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What would go. `remove` maps a model to its versions, oldest first; `orphans` stand at providers, and `contents`
-    are in the store."""
+    """What would go. `remove` maps a model to its versions, oldest first; `folders` are model folders of this machine,
+    `orphans` stand at providers, and `contents` are in the store."""
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
     kept: tuple[Kept, ...]
-    folders: tuple[Folder, ...]
+    folders: tuple[Stored, ...]
     orphans: Survey
     contents: tuple[Stored, ...] = ()
 
@@ -87,7 +79,7 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
     return PrunePlan(
         remove=remove,
         kept=tuple(kept),
-        folders=_idle_folders(ports, wanted, remove),
+        folders=_idle_folders(ports, wanted, remove, now - older_than_s),
         orphans=survey(ports, endpoints),
         contents=unneeded(ports, older_than_s=older_than_s),
     )
@@ -113,9 +105,12 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
             gone.append(entry)
         removed[model] = tuple(gone)
     left = {e.manifest for m, vs in plan.remove.items() for e in vs if e not in removed[m]}
-    folders = tuple(folder for folder in plan.folders if folder.manifest not in left)
+    states = (ports.ledger.state(name) for name in bound_endpoints(ports))
+    left |= {deployment.manifest for state in states for deployment in needed(ports, state)}
+    folders = tuple(folder for folder in plan.folders if folder.digest not in left)
     for folder in folders:
-        ports.files.forget(folder.manifest)
+        if folder.digest is not None:
+            ports.files.forget(folder.digest)
     cleared = discard(ports, plan.orphans.orphans)
     return PrunePlan(
         remove=removed,
@@ -161,12 +156,13 @@ def _recent(entry: ListedVersion, newest: frozenset[Digest], keep: int, born_bef
 
 
 def _idle_folders(
-    ports: Ports, wanted: set[Digest], remove: Mapping[str, Sequence[ListedVersion]]
-) -> tuple[Folder, ...]:
-    """Folders of versions that leave. One that belongs to no version of these models may be somebody else's."""
+    ports: Ports, wanted: set[Digest], remove: Mapping[str, Sequence[ListedVersion]], before: float
+) -> tuple[Stored, ...]:
+    """Folders of versions that leave; and old ones, whose version may have left in a pruning that was cut short. What
+    another model needs one day is fetched again."""
     leaving = {entry.manifest for versions in remove.values() for entry in versions}
     return tuple(
-        Folder(manifest=manifest, size_bytes=size)
-        for manifest, size in ports.files.kept().items()
-        if manifest in leaving and manifest not in wanted
+        folder
+        for folder in ports.files.kept()
+        if folder.digest not in wanted and (folder.digest in leaving or folder.at < before)
     )

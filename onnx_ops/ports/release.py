@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import Digest, Manifest, Stored
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
 from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
@@ -282,8 +282,8 @@ class ModelFiles(Protocol):
         """
         ...
 
-    def kept(self) -> Mapping[Digest, int]:
-        """Bytes of every folder that stands here, by its manifest's digest."""
+    def kept(self) -> Sequence[Stored]:
+        """Every folder that stands here, by its manifest's digest; `at` is when it was admitted."""
         ...
 
     def forget(self, manifest: Digest) -> None:

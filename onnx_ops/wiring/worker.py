@@ -18,7 +18,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.errors import OnnxOpsError, StageFailure
+from onnx_ops.errors import OnnxOpsError, StageFailure, storage_errors
 from onnx_ops.settings import load_settings
 from onnx_ops.stages import execute
 from onnx_ops.wiring import connect
@@ -55,8 +55,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
     try:
-        ports = replace(connect(load_settings()), tell=_tell)
-        manifest = execute(stage, Digest(request["key"]), inputs, ports)
+        with storage_errors(stage.id):
+            ports = replace(connect(load_settings()), tell=_tell)
+            manifest = execute(stage, Digest(request["key"]), inputs, ports)
     except OnnxOpsError as error:
         return {"error": error.as_document()}
     except MemoryError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +23,11 @@ from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders, manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_bytes, hex_of
-from onnx_ops.errors import DigestMismatch, Refused, StateCorrupt
+from onnx_ops.errors import DigestMismatch, Refused, StateCorrupt, StorageFailure
 from onnx_ops.ports import Store
 from onnx_ops.testing.models import write_external
 from onnx_ops.testing.stores import CONTENT, StoreSuite
+from tests.support.faults import Faults
 
 
 def blob(digest: Digest) -> str:
@@ -275,6 +278,41 @@ def test_model_folders_are_admitted_and_found_again(tmp_path: Path, model: Path)
     assert folders.location(manifest.digest()) == place == folders.admit(model, manifest)
     assert manifest_of(Path(place)) == manifest
     assert [path.name for path in (tmp_path / "models").iterdir()] == [hex_of(manifest.digest())]
+
+
+def test_model_folders_of_killed_processes_are_removed(tmp_path: Path, model: Path) -> None:
+    folders = ModelFolders(tmp_path / "models")
+    left = [tmp_path / "models" / name for name in (".tmp-old", ".tmp-young")]
+    for folder in left:
+        (folder / "weights").mkdir(parents=True)
+        (folder / "weights" / "w.bin").write_bytes(b"half")
+    for path in (left[0], *left[0].rglob("*")):
+        os.utime(path, (0, 0))
+    folders.admit(model, manifest_of(model))
+    assert [folder.exists() for folder in left] == [False, True]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_disk_that_cannot_be_used_is_an_error_with_a_remedy(tmp_path: Path, model: Path, number: int) -> None:
+    folders, store = ModelFolders(tmp_path / "models"), ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
+    acts: list[Callable[[], object]] = [
+        lambda: folders.admit(model, manifest_of(model)),
+        lambda: store.put_bytes(b"content"),
+    ]
+    for act in acts:
+        counted, raised = Faults(), 0
+        with counted.in_folder(tmp_path):
+            act()
+        for at in range(0, counted.moments, 3):
+            for place in ("models", "store"):
+                shutil.rmtree(tmp_path / place, ignore_errors=True)
+            try:
+                with Faults(at=at, error=OSError(number, os.strerror(number))).in_folder(tmp_path):
+                    act()
+            except StorageFailure:
+                raised += 1
+        assert raised > 3
+        act()
 
 
 def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, model: Path) -> None:

@@ -101,7 +101,7 @@ class CountingHandler:
 
     results: dict[Digest, Manifest] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
-    errors: dict[str, list[OnnxOpsError]] = field(default_factory=dict)
+    errors: dict[str, list[OnnxOpsError | OSError]] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     unreadable: dict[str, OnnxOpsError] = field(default_factory=dict)
     elsewhere: dict[str, Manifest] = field(default_factory=dict)

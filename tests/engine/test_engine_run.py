@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -11,7 +13,15 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.gate import SizeGate
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.engine import InlineExecutor, RunResult, Silent, plan, preview, run
-from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError, StageFailure, StateCorrupt, UserError
+from onnx_ops.errors import (
+    Conflict,
+    EnvironmentFailure,
+    OnnxOpsError,
+    StageFailure,
+    StateCorrupt,
+    StorageFailure,
+    UserError,
+)
 from onnx_ops.testing.fakes import FakeClock
 from tests.engine.engine_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, Watching
 
@@ -70,6 +80,23 @@ def test_a_failure_stops_what_needs_it_and_nothing_else() -> None:
     assert result.errors["quantize/int8-static"].where == "here"
     assert result.outcomes["quantize/int8-static"].reason == "here: crashed"
     assert result.outcomes["gate/int8-static@cpu"].reason == "needs benchmark/int8-static@cpu, which was skipped"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_disk_that_cannot_be_used_stops_the_run(number: int) -> None:
+    """The release would leave out a variant that is not to blame."""
+    handler = CountingHandler(errors={"quantize/int8-static": [OSError(number, os.strerror(number))]})
+    with pytest.raises(StorageFailure) as stopped:
+        go(handler)
+    assert stopped.value.where == "quantize/int8-static"
+    assert handler.calls[-1] == "quantize/int8-static"
+    assert "register" in go(handler).executed()
+
+
+def test_result_that_may_not_be_read_stops_the_run() -> None:
+    handler = CountingHandler(unreadable={"quantize/int8-static": StorageFailure("closed")})
+    with pytest.raises(StorageFailure):
+        go(handler)
 
 
 def test_what_was_tolerated_is_an_input_once_it_succeeds() -> None:

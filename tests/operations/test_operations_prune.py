@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnx_ops.domain.artifact import Stored
 from onnx_ops.domain.endpoint import Leftover
 from onnx_ops.domain.rollout import DAY
 from onnx_ops.operations.orphans import Orphan, Survey, survey
@@ -46,14 +49,33 @@ def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
 
 def test_pruning_removes_the_versions_and_their_folders(scene: Scene) -> None:
     before = plan(scene)
-    assert len(before.folders) == 1
-    assert scene.world.registry.version(MODEL, "1").version == "1"
+    gone = scene.record("1").manifest
     removed = prune(scene.ports, before)
     assert removed.remove == before.remove
     assert [entry.version for entry in scene.world.registry.versions(MODEL)] == ["2", "3", "5"]
-    assert scene.world.files.location(before.folders[0].manifest) is None
+    assert [folder.digest for folder in before.folders] == [gone]
+    assert scene.world.files.location(gone) is None
     assert versions(plan(scene)) == []
     assert scene.roll_back().moved_to == "v2"
+
+
+def test_folders_of_versions_that_are_gone_already_go_once_they_are_old(scene: Scene) -> None:
+    """A pruning was killed between a version and its folder."""
+    gone = scene.record("1").manifest
+    scene.world.registry.delete_version(MODEL, "1")
+    assert plan(scene, older_than_s=3 * DAY).folders == ()
+    found = plan(scene)
+    assert [folder.digest for folder in found.folders] == [gone]
+    assert prune(scene.ports, found).folders == found.folders
+    assert plan(scene).folders == ()
+
+
+def test_folders_that_an_endpoint_needs_by_now_stay(scene: Scene) -> None:
+    found = plan(scene)
+    needed = scene.record("3").manifest
+    removed = prune(scene.ports, replace(found, folders=(Stored(name="3", digest=needed, size_bytes=1, at=0.0),)))
+    assert removed.folders == ()
+    assert scene.world.files.location(needed) is not None
 
 
 def test_an_endpoint_that_does_not_answer_keeps_all_it_ever_served(scene: Scene) -> None:

@@ -1,16 +1,27 @@
 """Fault injection: a process that dies at a chosen moment.
 
-Every call of a port has two moments, before it takes effect and after. `Faults(at=n)` lets the process die at the n-th
-moment, or with an `error` lets the call fail; `Faults()` only counts them, so that a test can sweep over all.
+Every call of a port, and every call of the system that changes a file, has two moments, before it takes effect and
+after. `Faults(at=n)` lets the process die at the n-th moment, or with an `error` lets the call fail; `Faults()` only
+counts them, so that a test can sweep over all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import builtins
+import functools
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Notifier, Ports, Registry
+
+_CHANGES = ("open", "fsync", "replace", "rename", "link", "unlink", "remove", "rmdir", "mkdir", "chmod")
+"""Functions of `os` that make, change or remove a file."""
 
 
 class Killed(BaseException):
@@ -45,6 +56,33 @@ class Faults:
             },
         )
 
+    @contextmanager
+    def in_folder(self, root: Path) -> Iterator[None]:
+        """Stand around every call by which this process changes a file below `root`. A file that was opened and not yet
+        written has a moment as well: what is killed there leaves it empty. Nothing waits for the disk."""
+        with ExitStack() as stack:
+            for module, names in ((os, _CHANGES), (io, ("open",)), (builtins, ("open",))):
+                for name in names:
+                    stack.enter_context(patch.object(module, name, self._in_folder(root, name, getattr(module, name))))
+            yield
+
+    def _in_folder(self, root: Path, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def watched(*arguments: Any, **options: Any) -> Any:
+            if not (_changes(name, arguments, options) and _places(arguments, options, root)):
+                return call(*arguments, **options)
+            self.moment()
+            result: Any = None if name == "fsync" else call(*arguments, **options)
+            try:
+                self.moment()
+            except BaseException:
+                if name == "open":  # its caller will never know what to close
+                    os.close(result) if isinstance(result, int) else result.close()
+                raise
+            return result
+
+        return watched
+
     def moment(self) -> None:
         number = self.moments
         self.moments += 1
@@ -71,3 +109,24 @@ class _Watched:
             return result
 
         return call
+
+
+def _changes(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether the call changes anything: an `open` may only read."""
+    if name != "open":
+        return True
+    how = arguments[1] if len(arguments) > 1 else options.get("mode", options.get("flags", "r"))
+    if isinstance(how, int):
+        return bool(how & (os.O_WRONLY | os.O_RDWR))
+    return not {"w", "a", "x", "+"}.isdisjoint(str(how))
+
+
+def _places(arguments: tuple[Any, ...], options: dict[str, Any], root: Path) -> bool:
+    """Whether the call is about a file below `root`, named by its path or by a descriptor."""
+    about, folder = arguments[0], options.get("dir_fd", options.get("src_dir_fd"))
+    try:
+        place = os.readlink(f"/proc/self/fd/{about}") if isinstance(about, int) else os.fsdecode(about)
+        base = os.readlink(f"/proc/self/fd/{folder}") if folder is not None else ""
+    except OSError:
+        return False
+    return Path(base, place).is_relative_to(root)

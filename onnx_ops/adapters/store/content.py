@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from onnx_ops.adapters.objects import TEMPORARY, LocalObjects, Objects
@@ -24,7 +24,7 @@ from onnx_ops.domain.artifact import (
     is_digest,
     short,
 )
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import StateCorrupt, storage_errors
 
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
@@ -162,9 +162,9 @@ class ContentStore:
         if not isinstance(self._objects, LocalObjects):
             yield
             return
-        self._cache.mkdir(parents=True, exist_ok=True)
-        with (self._cache / _LOCK).open("a") as stream:
-            fcntl.flock(stream, kind)
+        with storage_errors(), ExitStack() as stack:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context((self._cache / _LOCK).open("a")), kind)
             yield
 
     def _intact(self, path: Path, digest: Digest) -> bool:
@@ -185,7 +185,7 @@ class ContentStore:
         return True
 
     def _protect(self, digest: Digest) -> None:
-        with suppress(FileNotFoundError):
+        with storage_errors(), suppress(FileNotFoundError):
             os.chmod(self._cache / _blob(digest), READ_ONLY)
 
 

@@ -6,12 +6,13 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from onnx_ops.adapters.objects import fsync_folder
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file, hex_of, is_digest, short
-from onnx_ops.errors import DigestMismatch, UserError
+from onnx_ops.adapters.objects import TEMPORARY, UNFINISHED_S, fsync_folder
+from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_file, hex_of, is_digest, short
+from onnx_ops.errors import DigestMismatch, UserError, storage_errors
 from onnx_ops.graph.files import read_structure
 
 
@@ -27,6 +28,7 @@ class ModelFolders:
             return None
         return str(folder)
 
+    @storage_errors()
     def admit(self, folder: Path, manifest: Manifest) -> str:
         found = manifest_of(folder)
         if dict(found.files) != dict(manifest.files):
@@ -42,34 +44,53 @@ class ModelFolders:
             self._place(folder, place)
         return str(place)
 
-    def kept(self) -> Mapping[Digest, int]:
+    def kept(self) -> Sequence[Stored]:
         if not self._root.is_dir():
-            return {}
+            return ()
         folders = {Digest(f"sha256:{entry.name}"): entry for entry in sorted(self._root.iterdir()) if entry.is_dir()}
-        return {
-            digest: sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return tuple(
+            Stored(
+                name=folder.name,
+                digest=digest,
+                size_bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+                at=folder.stat().st_mtime,
+            )
             for digest, folder in folders.items()
             if is_digest(digest)
-        }
+        )
 
+    @storage_errors()
     def forget(self, manifest: Digest) -> None:
         folder = self._folder(manifest)
         if folder.is_dir():
             # Under another name first, so that a folder that is half gone is never taken for a whole one.
-            leaving = self._root / f".tmp-{folder.name}-{os.getpid()}"
+            leaving = self._root / f"{TEMPORARY}{folder.name}-{os.getpid()}"
             folder.rename(leaving)
             shutil.rmtree(leaving)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left. What was changed within an hour may be written now."""
+        before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
+        for folder in self._root.glob(f"{TEMPORARY}*"):
+            with contextlib.suppress(FileNotFoundError):  # somebody was faster
+                if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
+                    shutil.rmtree(folder)
 
     def _place(self, folder: Path, place: Path) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=".tmp-"))
+        self._sweep()
+        temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=TEMPORARY))
         try:
-            shutil.copytree(folder, temporary, dirs_exist_ok=True)
-            for path in temporary.rglob("*"):
-                if path.is_file():
-                    path.chmod(0o444)
-                    with path.open("rb") as stream:
-                        os.fsync(stream.fileno())
+            for path in sorted(folder.rglob("*")):
+                copy = temporary / path.relative_to(folder)
+                if path.is_dir():
+                    copy.mkdir()
+                    continue
+                shutil.copyfile(path, copy)
+                copy.chmod(0o444)
+                with copy.open("rb") as stream:
+                    os.fsync(stream.fileno())
             temporary.chmod(0o755)
             if place.exists():  # only a damaged folder is ever replaced
                 shutil.rmtree(place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -14,7 +14,7 @@ from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.objects import FsspecObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import manifest_of
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import Digest, Manifest, Stored
 from onnx_ops.domain.notification import Notification
 from onnx_ops.errors import DigestMismatch, MissingPackage, ServiceUnavailable
 from onnx_ops.ports import Ledger, Ports
@@ -43,7 +43,8 @@ class FakeModelFiles:
     """Model folders of which only the names exist."""
 
     def __init__(self) -> None:
-        self._admitted: set[Digest] = set()
+        self.clock = FakeClock()
+        self._admitted: dict[Digest, float] = {}
 
     def location(self, manifest: Digest) -> str | None:
         return f"memory:{manifest}" if manifest in self._admitted else None
@@ -51,14 +52,15 @@ class FakeModelFiles:
     def admit(self, folder: Path, manifest: Manifest) -> str:
         if manifest_of(folder) != manifest:
             raise DigestMismatch("files are not what the manifest says")
-        self._admitted.add(manifest.digest())
+        self._admitted.setdefault(manifest.digest(), self.clock.now())
         return f"memory:{manifest.digest()}"
 
-    def kept(self) -> Mapping[Digest, int]:
-        return dict.fromkeys(sorted(self._admitted), 1000)
+    def kept(self) -> Sequence[Stored]:
+        admitted = sorted(self._admitted.items())
+        return tuple(Stored(name=digest, digest=digest, size_bytes=1000, at=at) for digest, at in admitted)
 
     def forget(self, manifest: Digest) -> None:
-        self._admitted.discard(manifest)
+        self._admitted.pop(manifest, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class FakeWorld:
 
     def __post_init__(self) -> None:
         self.registry.clock = self.clock
+        self.files.clock = self.clock
         self.provider.counted.clock = self.clock
 
     def ports(self, process: str = "process-1", root: Path = Path()) -> Ports:
