@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -59,6 +60,14 @@ def decision_record(
     )
 
 
+new_world: ContextVar[Callable[[], FakeWorld]] = ContextVar("new_world", default=FakeWorld)
+"""What makes the world of a scene: one in memory, where a test does not say otherwise."""
+
+
+def make_world() -> FakeWorld:
+    return new_world.get()()
+
+
 @dataclass
 class Scene:
     """A world with a process in it. `restart` plays that the process was killed and another one started.
@@ -66,7 +75,7 @@ class Scene:
     `faults` stand around everything that the process does.
     """
 
-    world: FakeWorld = field(default_factory=FakeWorld)
+    world: FakeWorld = field(default_factory=make_world)
     processes: int = 1
     faults: Faults | None = None
 

@@ -1,0 +1,62 @@
+"""Does every release operation end as it should, whichever of its effects fails? By counts, over every effect.
+
+    python -m benchmarks.effects [--quick] [--only NAME]
+
+A run that nothing disturbs counts the effects of an operation: every call of the system that changes a file of the
+ledger, of a model folder or of the content store, and for runs, deletions and prunings every call of the registry and
+of an endpoint's provider. A trial is one of them: the process is killed before or after it, the disk is full, the file
+is closed, or the call or its answer is lost. Then follows what an operator and the reconciler do next. Ends 1 if one
+trial ends otherwise than the undisturbed run, leaves a torn record, or ends with an unexpected error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.truth.claims import Claim, summary, table
+from tests.operations.effect_operations import OPERATIONS, synthetic
+from tests.operations.effect_sweep import sweep_effects
+
+QUICK = 29
+"""Of so many effects a quick run tries one."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"one of {QUICK} effects")
+    parser.add_argument("--only", choices=OPERATIONS, action="append", help="an operation (all)")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    rows: list[list[str]] = []
+    trials, inconsistent = Counter[str](), Counter[str]()
+    stride = QUICK if options.quick else 1
+    for name in options.only or OPERATIONS:
+        with tempfile.TemporaryDirectory(prefix="onnx-ops-effects-") as folder, synthetic():
+            tally = sweep_effects(OPERATIONS[name], Path(folder) / "project", lambda points: list(points)[::stride])
+        trials.update(trouble for trouble, _ in tally.tried)
+        inconsistent.update(trouble for trouble, _ in tally.inconsistent)
+        rows.append([name, str(len(tally.tried)), str(len(tally.inconsistent))])
+        print(*rows[-1], flush=True)
+        for (trouble, moment), problems in tally.inconsistent.items():
+            print(f"  {trouble} at moment {moment}: {'; '.join(problems)[:400]}", flush=True)
+    table("Trials of every operation", ["operation", "trials", "inconsistent"], rows)
+    claims = [
+        Claim(
+            gate="effects",
+            what=trouble,
+            bound="0 inconsistent",
+            figure=f"{inconsistent[trouble]} of {count}",
+            held=count > 0 and not inconsistent[trouble],
+        )
+        for trouble, count in trials.items()
+    ]
+    summary(claims)
+    return 0 if claims and all(claim.held for claim in claims) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
