@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,71 @@ def test_a_refresh_that_dies_anywhere_is_completed(mlflow_home: Path, tmp_path: 
         with pytest.raises(Killed):
             registry.publish(judged(f"{at}", Verdict.FAIL))
         _is_whole(survivor, judged(f"{at}", Verdict.FAIL), tmp_path / f"fetched-{at}")
+
+
+def _mirrored(registry: MlflowRegistry, folder: Path, name: str) -> Callable[[MlflowRegistry], None]:
+    intent = dataclasses.replace(_entries()[1], endpoint=name)
+    return lambda registry: registry.mirror(intent, "digits")
+
+
+def _deleted(registry: MlflowRegistry, folder: Path, name: str) -> Callable[[MlflowRegistry], None]:
+    registry.publish(publication(folder, model=name, seed=name))
+    return lambda registry: registry.delete_version(name, "1")
+
+
+def _named(registry: MlflowRegistry, folder: Path, name: str) -> Callable[[MlflowRegistry], None]:
+    registry.publish(publication(folder, model=name, seed=name))
+    registry.set_alias(name, "challenger-cpu-1t", "1")
+
+    def act(registry: MlflowRegistry) -> None:
+        registry.set_alias(name, "champion-cpu-1t", "1")
+        registry.delete_alias(name, "challenger-cpu-1t")
+        registry.annotate(name, "1", {"onnxops.a": "1", "onnxops.b": "2"})
+
+    return act
+
+
+def _shown(registry: MlflowRegistry, name: str) -> object:
+    """All that MLflow shows of a model, or of the endpoint of that name."""
+    client = registry._mlflow._client
+    places = (client.get_experiment_by_name(place) for place in (name, f"releases/{name}"))
+    runs = client.search_runs([place.experiment_id for place in places if place is not None])
+    versions = client.search_model_versions(f"name = '{name}'")
+    return (
+        sorted((run.info.run_name.split()[0], run.info.status, sorted(run.data.metrics.items())) for run in runs),
+        sorted((one.version, {k: v for k, v in one.tags.items() if k.startswith("onnxops.")}) for one in versions),
+        registry.aliases(name),
+    )
+
+
+@pytest.mark.parametrize(
+    "prepare", [_mirrored, *(pytest.param(one, marks=pytest.mark.nightly) for one in (_deleted, _named))]
+)
+@pytest.mark.parametrize(("error", "after"), [(Killed, False), (_lost, True)])
+def test_a_change_that_dies_anywhere_is_completed_by_the_next(
+    prepare: Callable[[MlflowRegistry, Path, str], Callable[[MlflowRegistry], None]],
+    error: Callable[[], BaseException],
+    after: bool,
+    mlflow_home: Path,
+    tmp_path: Path,
+    sweep: Sweep,
+) -> None:
+    kind = f"{prepare.__name__.strip('_')}-{after}".lower()
+    registry, killing = _failing(mlflow_home, at=0)
+    act = prepare(registry, tmp_path, f"{kind}-whole")
+    killing.calls.clear()
+    act(registry)
+    whole = _shown(registry, f"{kind}-whole")
+    assert len(killing.calls) > 1
+    for at in sweep(range(1, len(killing.calls) + 1)):
+        name = f"{kind}-{at}"
+        survivor = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
+        act = prepare(survivor, tmp_path, name)
+        registry, _ = _failing(mlflow_home, at=at, after=after, error=error)
+        with suppress(Killed, ServiceUnavailable):
+            act(registry)
+        act(survivor)
+        assert _shown(survivor, name) == whole, f"{kind}: call {at}"
 
 
 def test_nothing_is_written_when_nothing_changed(mlflow_home: Path, tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ _TAG_LIMIT = 5000
 
 
 def mirror_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
-    """Write the entry unless it is there; its time is the run's time."""
-    if client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1):
+    """Write the entry unless it is there; its time is the run's time. One that was begun is completed."""
+    found = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
+    if found and found[0].info.status != "RUNNING":
         return
     body = entry.body
     at = round(entry.at * 1000)
@@ -46,11 +47,15 @@ def mirror_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, mode
         **_details(entry),
         "entry": codec.dumps(entry).decode(),
     }
-    run = client.create_run(
-        experiment,
-        start_time=at,
-        run_name=f"{entry.sequence:05d} {_title(entry)}",
-        tags={key: value[:_TAG_LIMIT] for key, value in said.items() if value},
+    run = (
+        found[0]
+        if found
+        else client.create_run(
+            experiment,
+            start_time=at,
+            run_name=f"{entry.sequence:05d} {_title(entry)}",
+            tags={key: value[:_TAG_LIMIT] for key, value in said.items() if value},
+        )
     )
     if isinstance(body, Intent):
         from mlflow.entities import Metric
