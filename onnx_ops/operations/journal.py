@@ -231,7 +231,7 @@ def damage(ports: Ports, endpoint: str) -> StateCorrupt | None:
 
 def siblings(ports: Ports, model: str, target: str) -> tuple[ReleaseState, ...]:
     """State of every endpoint that serves this model on this target, as far as it is `readable`."""
-    states = (readable(ports, name) for name in bound_endpoints(ports))
+    states = (readable(ports, name) for name in ports.ledger.endpoints() if "@" not in name)
     return tuple(s for s in states if s.config is not None and (s.config.model, s.config.target) == (model, target))
 
 

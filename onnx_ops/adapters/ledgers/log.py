@@ -72,14 +72,18 @@ class ObjectLedger:
         return self._readable(endpoint)[0]
 
     def append(self, entry: LedgerEntry) -> None:
-        if not self._objects.create(_name(entry.endpoint, entry.sequence), codec.dumps(entry)):
+        data = codec.dumps(entry)
+        if not self._objects.create(_name(entry.endpoint, entry.sequence), data):
             raise Overtaken(
                 f"somebody else wrote entry {entry.sequence} first",
                 where=f"ledger {entry.endpoint}",
                 remedy="Look at `onnx-ops status` and try again.",
             )
+        known = self._states.get(entry.endpoint)
+        if known is not None and known.head == entry.sequence - 1:
+            self._states[entry.endpoint] = follow(known, entry)
         if entry.sequence % SNAPSHOT_EVERY == 0:
-            self._keep(entry.endpoint, entry.sequence)
+            self._keep(entry, digest_bytes(data))
 
     def _following(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
         """The entries after a sequence, found by asking for one after the other.
@@ -112,14 +116,16 @@ class ObjectLedger:
         fits = last is not None and digest_bytes(last) == kept.entry and kept.state.endpoint == endpoint
         return kept.state if fits and kept.program == _program() else None
 
-    def _keep(self, endpoint: str, sequence: int) -> None:
+    def _keep(self, entry: LedgerEntry, digest: Digest) -> None:
         """A snapshot that cannot be written costs reads, and nothing else."""
+        endpoint = entry.endpoint
         try:
-            state, last = self.state(endpoint), self._objects.read(_name(endpoint, sequence))
-            if state.head == sequence and last is not None:
-                kept = Snapshot(program=_program(), entry=digest_bytes(last), state=state)
+            known = self._states.get(endpoint)
+            state = known if known is not None and known.head == entry.sequence else self.state(endpoint)
+            if state.head == entry.sequence:
+                kept = Snapshot(program=_program(), entry=digest, state=state)
                 self._objects.write(f"{endpoint}/{_SNAPSHOT}", codec.dumps(kept))
-            if sequence % _SWEEP_EVERY == 0 and isinstance(self._objects, LocalObjects):
+            if entry.sequence % _SWEEP_EVERY == 0 and isinstance(self._objects, LocalObjects):
                 self._objects.sweep(endpoint)
         except (OnnxOpsError, OSError, ValueError) as error:
             _log.warning("no snapshot of ledger %s: %s", endpoint, error)
