@@ -87,7 +87,7 @@ class ReleaseState:
     `overrides` are what persons said of versions, by manifest; whether they count is for the reader to verify, and
     until then what was rejected is. `overrides_taken` are all that ever were among them: after a rollback the same
     one counts no more.
-    While `deleting`, nothing else may be done to the endpoint. `pending_rollback` comes before anything else as well.
+    While `deleting`, nothing else may be done to the endpoint. `pending_rollback` comes before all but that.
     `rolled_back` is the rollback that took effect last, until another version has come.
     `refusing` is a refusal, written in entry `refused_at`, of which no outcome says yet that the alias was put back.
     `arrived` is the release that was begun last, at `arrived_at` in seconds since the epoch; `mirrored_at` the
@@ -219,9 +219,12 @@ def _request(state: ReleaseState, entry: LedgerEntry, body: RollbackRequested) -
 
 
 def _withdraw(state: ReleaseState) -> ReleaseState:
-    """What an attempt under way does to the endpoint is undone by the next reconciliation."""
+    """What an attempt under way does to the endpoint is undone by the next reconciliation.
+
+    A deletion comes first: a rollback that was owed before it is owed again.
+    """
     pending = state.pending_rollback
-    if pending is None:
+    if state.deleting or pending is None:
         return replace(state, deleting=False)
     return replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
 
@@ -290,7 +293,7 @@ def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, Override]
 
 def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
     if not body.done:
-        return replace(state, deleting=True, open_intent=None, pending_rollback=None, word=None, pending_aliases={})
+        return replace(state, deleting=True, open_intent=None, word=None, pending_aliases={})
     # What is bound under this name later must not bring back what failed here, nor count generations from one again.
     return ReleaseState(
         endpoint=state.endpoint,

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from onnx_ops.errors import OnnxOpsError
 
-PATIENCE_S = 8.0
-"""How long a command waits for endpoints, in seconds: an operator at night needs an answer within ten."""
+PATIENCE_S = 6.0
+"""How long a command waits for endpoints, in seconds. An operator at night needs an answer within ten, in which Python
+starts on a busy machine and the command looks at the endpoint."""
 LONGEST_PAUSE = 60.0
 """Seconds after which something that failed again and again is tried once more, at the latest."""
 

@@ -18,7 +18,9 @@ from onnx_ops.errors import (
     DigestMismatch,
     NotFound,
     OnnxOpsError,
+    Overtaken,
     Refused,
+    ServiceUnavailable,
     StillOwed,
     UserError,
 )
@@ -27,6 +29,9 @@ from onnx_ops.operations.journal import Journal, damage, looking_again, numbered
 from onnx_ops.operations.patience import PATIENCE_S, within
 from onnx_ops.operations.status import Wanted, wanted_endpoints
 from onnx_ops.ports import Ports
+
+LOOK_S = 2.0
+"""How long to look, in seconds, whether a rollback took effect before. An endpoint that does not answer is no proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +72,10 @@ def roll_back(
         StillOwed: it was requested, and could not be carried out yet.
         UserError: no rollout is in progress, and `candidate_only` says that only its candidate may be taken back.
     """
-    rolled = request_rollback(
+    rolled, journal = request_rollback(
         ports, endpoint, to=to, reason=reason, actor=actor, force=force, pin=pin, candidate_only=candidate_only
     )
-    return rolled if rolled.already else _carried_out(ports, rolled, actor)
+    return rolled if rolled.already else _carried_out(journal, rolled)
 
 
 def request_rollback(
@@ -83,16 +88,20 @@ def request_rollback(
     force: bool,
     pin: bool,
     candidate_only: bool,
-) -> Rolled:
-    """Write down that traffic is to go back; from then on it is owed. Arguments and errors as of `roll_back`."""
+) -> tuple[Rolled, Journal]:
+    """Write down that traffic is to go back; from then on it is owed. Arguments and errors as of `roll_back`.
 
-    def request() -> Rolled:
+    Returns:
+        The rollback, and the journal in which it stands.
+    """
+
+    def request() -> tuple[Rolled, Journal]:
         journal = Journal.open(ports, endpoint, actor=actor)
         config, pending = journal.config, journal.state.pending_rollback
         if pending is not None and _is_same(pending.action, to):
-            return _rolled(journal.state, pending.action)
+            return _rolled(journal.state, pending.action), journal
         if (done := _done(journal, to, force)) is not None:
-            return done
+            return done, journal
         if candidate_only and journal.state.roles.candidate is None:
             raise _no_rollout(endpoint)
         action = _plan(journal, to, reason, force)
@@ -100,7 +109,7 @@ def request_rollback(
             action = pinned(ports, config, action)
         rolled = _rolled(journal.state, action)
         journal.append(RollbackRequested(action=action, by_hand=True))
-        return rolled
+        return rolled, journal
 
     return looking_again(request)
 
@@ -142,7 +151,7 @@ def roll_back_each(
 
     All are requested first, then carried out side by side. What takes longer than `patience_s` seconds is `StillOwed`.
     """
-    requested: dict[str, Rolled] = {}
+    requested: dict[str, tuple[Rolled, Journal]] = {}
     errors: dict[str, OnnxOpsError] = {}
     for name in endpoints:
         try:
@@ -151,11 +160,14 @@ def roll_back_each(
             )
         except OnnxOpsError as error:
             errors[name] = error
-    moved = {name: rolled for name, rolled in requested.items() if rolled.already}
-    waiting = {name: rolled for name, rolled in requested.items() if not rolled.already}
-    calls = {name: partial(_carried_out, ports, rolled, actor) for name, rolled in waiting.items()}
+    moved = {name: rolled for name, (rolled, _) in requested.items() if rolled.already}
+    calls = {
+        name: partial(_carried_out, journal, rolled)
+        for name, (rolled, journal) in requested.items()
+        if name not in moved
+    }
     late = f"the endpoint did not get there within {patience_s:g} s"
-    for name, result in within(calls, patience_s, lambda name: _still_owed(waiting[name], late)).items():
+    for name, result in within(calls, patience_s, lambda name: _still_owed(requested[name][0], late)).items():
         if isinstance(result, OnnxOpsError):
             errors[name] = result
         else:
@@ -164,7 +176,7 @@ def roll_back_each(
 
 
 def withdraw(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> str:
-    """Take back what the endpoint owes: a rollback that did not take effect, with what it rejected, or a deletion.
+    """Take back what the endpoint owes: a deletion, or else a rollback that did not take effect, with what it rejected.
 
     Returns:
         What was withdrawn, in words.
@@ -184,7 +196,9 @@ def withdraw(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> st
                 "nothing is owed here", where=journal.config.endpoint, remedy=f"See `onnx-ops history {endpoint}`."
             )
         journal.append(Withdrawn(reason=reason))
-        return "the deletion" if pending is None else f"the rollback to {_name(pending.action.roles.stable)}"
+        if deleting or pending is None:
+            return "the deletion"
+        return f"the rollback to {_name(pending.action.roles.stable)}"
 
     return looking_again(attempt)
 
@@ -258,16 +272,18 @@ def _no_rollout(endpoint: str) -> UserError:
     return UserError("no rollout is in progress", where=endpoint, remedy=f"See `onnx-ops status {endpoint}`.")
 
 
-def _carried_out(ports: Ports, rolled: Rolled, actor: str) -> Rolled:
+def _carried_out(journal: Journal, rolled: Rolled) -> Rolled:
     """Pay what was requested. Raises StillOwed, with the cause."""
 
-    def attempt() -> Journal:
-        journal = Journal.open(ports, rolled.endpoint, actor=actor)
-        pay(journal)
-        return journal
+    def attempt() -> None:
+        try:
+            pay(journal)
+        except Overtaken:
+            journal.state = journal.ports.ledger.state(rolled.endpoint)
+            raise
 
     try:
-        journal = looking_again(attempt)
+        looking_again(attempt)
     except OnnxOpsError as error:
         raise _still_owed(rolled, str(error)) from error
     return replace(rolled, owed=tuple(sorted(journal.state.pending_aliases)))
@@ -324,8 +340,10 @@ def _done(journal: Journal, to: str | None, force: bool) -> Rolled | None:
         return None
     if to is not None and to.removeprefix("v") != stable.version:
         return None
-    actual = journal.ports.provider(config.provider).observe(config)
-    if actual is None or not gives_all_to(actual, stable):
+    look = partial(journal.ports.provider(config.provider).observe, config)
+    late = ServiceUnavailable("the endpoint does not answer", where=config.endpoint)
+    actual = within({config.endpoint: look}, LOOK_S, lambda _: late)[config.endpoint]
+    if actual is None or isinstance(actual, OnnxOpsError) or not gives_all_to(actual, stable):
         return None
     if last is None:
         return Rolled(
@@ -354,7 +372,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     # What a driver has begun may have reached the endpoint already, so it counts as done; but what is being taken
     # out counts as still there, so that it is rejected too.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
-    goal = _goal(state, roles, to)
+    goal = _goal(state, roles, to, force)
     if (bad := state.why_rejected(goal)) is not None and not force:
         raise Refused(
             f"{goal.name} is known to be bad",
@@ -379,14 +397,16 @@ def _name(deployment: Deployment | None) -> str:
     return deployment.name if deployment is not None else "nothing"
 
 
-def _goal(state: ReleaseState, roles: Roles, to: str | None) -> Deployment:
+def _goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Deployment:
+    """Where traffic is to go: without `to`, where the last rollback led if nothing else has come since."""
     if to is not None:
         version = to.removeprefix("v")
         if version not in state.known:
             known = ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
             raise NotFound(f"v{version} never served here", where=state.endpoint, remedy=f"Versions that did: {known}.")
         return state.known[version]
-    goal = roles.stable if roles.candidate is not None else roles.previous
+    again = state.rolled_back is not None and roles.stable == state.roles.stable and not force
+    goal = roles.stable if roles.candidate is not None or again else roles.previous
     if goal is None:
         raise NotFound(
             "no previous version to go back to",

@@ -118,6 +118,18 @@ def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
     assert scene.world.provider.observe(config_of("digits")) is not None
 
 
+def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
+    served = next(name for name, weight in scene.traffic().items() if weight)
+    scene.world.provider.down = True
+    for command in (scene.roll_back, lambda: delete(scene.ports, "digits")):
+        with pytest.raises(StillOwed):
+            command()
+    scene.world.provider.down = False
+    withdraw(scene.ports, "digits", reason="it is needed")
+    assert scene.settle()[0].did == "rollback"
+    assert scene.traffic().get(served, 0) == 0
+
+
 def test_an_endpoint_that_cannot_be_reached_stays_to_be_deleted(scene: Scene) -> None:
     scene.world.provider.down = True
     with pytest.raises(StillOwed):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.ledger import LedgerEntry, Spoken
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
 from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, StillOwed, UserError
+from onnx_ops.operations import rollback
 from onnx_ops.operations.promote import configure
 from onnx_ops.operations.reconcile import settle, step
-from onnx_ops.operations.rollback import withdraw
+from onnx_ops.operations.rollback import roll_back, roll_back_each, withdraw
+from onnx_ops.testing.fakes import FakeWorld
 from tests.operations.release_parts import (
     AT_ONCE,
     CANARY,
@@ -78,6 +85,47 @@ def test_asking_again_for_what_was_done_changes_nothing(scene: Scene, to: str | 
     assert scene.world.ledger.read("digits") == before
     scene.serve(scene.publish("d"))
     assert not scene.roll_back().already
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(scene: Scene, aborted: bool) -> None:
+    if aborted:
+        scene.bind(policy=CANARY)
+        scene.promote(scene.publish("d"))
+        scene.settle()
+    scene.roll_back()
+    goal = "v3" if aborted else "v2"
+    scene.world.provider.down = True
+    for _ in range(2):
+        with pytest.raises(StillOwed):
+            scene.roll_back()
+    scene.world.provider.down = False
+    scene.settle()
+    assert scene.traffic()[goal] == 100
+    assert scene.state().why_rejected(scene.state().known[goal.removeprefix("v")]) is None
+    assert scene.roll_back().already
+
+
+def test_asking_again_beside_a_clean_up_goes_no_further_back(trial: Scene) -> None:
+    trial.roll_back()
+    interrupted(trial, lambda: settle(trial.ports, "digits"), reaches=True)
+    assert trial.state().open_intent is not None
+    assert trial.roll_back().moved_to == "v3"
+
+
+def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.roll_back()
+    answers = threading.Event()
+    observe = scene.world.provider.observe
+    monkeypatch.setattr(rollback, "LOOK_S", 0.01)
+    monkeypatch.setattr(scene.world.provider, "observe", lambda config: answers.wait() and observe(config))
+    try:
+        assert not roll_back_each(scene.ports, ("digits",), patience_s=0.01)[0]
+    finally:
+        answers.set()
+    assert scene.state().pending_rollback is not None
 
 
 def test_asking_again_repairs_an_endpoint_that_somebody_has_changed(scene: Scene) -> None:
@@ -496,3 +544,48 @@ def test_a_challenger_that_a_person_set_meanwhile_is_not_swept_away(scene: Scene
     scene.settle()
     assert scene.traffic()["v4"] == 100
     assert scene.aliases()[CHAMPION] == "4"
+
+
+class CountedObjects(LocalObjects):
+    """Objects in memory that count how often they are read."""
+
+    def __init__(self, data: dict[str, bytes]) -> None:
+        super().__init__(Path("/nowhere"))
+        self.data = data
+        self.reads = 0
+
+    def read(self, name: str) -> bytes | None:
+        self.reads += 1
+        return self.data.get(name)
+
+    def names(self, prefix: str) -> list[str]:
+        self.reads += 1
+        below = f"{prefix}/" if prefix else ""
+        return sorted({name.removeprefix(below).partition("/")[0] for name in self.data if name.startswith(below)})
+
+    def write(self, name: str, data: bytes) -> None:
+        self.data[name] = data
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self.data.setdefault(name, data) is data
+
+
+def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
+    """The first 9,995 entries are not even there: a snapshot is taken of every fourth one."""
+    objects = CountedObjects({})
+    writer = ObjectLedger(objects)
+    scene = Scene(world=FakeWorld(ledger=writer))
+    scene.bind()
+    for seed in "ab":
+        scene.serve(scene.publish(seed))
+    writer._states["digits"] = replace(scene.state(), head=9_995)
+    objects.data.clear()
+    for sequence in range(9_996, 10_005):
+        writer.append(
+            LedgerEntry(endpoint="digits", sequence=sequence, at=0.0, actor="a", body=Spoken(word=Word.PAUSE))
+        )
+        if sequence >= 10_000:
+            counted = CountedObjects(dict(objects.data))
+            roll_back(replace(scene.ports, ledger=ObjectLedger(counted)), "digits")
+            assert counted.reads <= 10, sequence
+            assert ObjectLedger(counted).state("digits").head == sequence + 3
