@@ -127,7 +127,7 @@ def turns(number: int) -> Iterator[str]:
 def command(root: Path, to: str) -> float:
     """Seconds of `onnx-ops rollback`."""
     options = [ENDPOINT, "--to", to, "--force", "--reason", "timed"]
-    program = [sys.executable, "-P", "-m", "onnx_ops.cli.main", "rollback", *options]
+    program = [sys.executable, "-P", "-m", "onnx_ops", "rollback", *options]
     seconds = timed(lambda: subprocess.run(program, cwd=root, check=True, capture_output=True))
     time.sleep(BOOKKEEPING_S)
     return seconds

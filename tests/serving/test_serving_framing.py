@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,26 @@ OFFERS = {
     "websocket": "connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
     "twice": "upgrade: h2c\r\nconnection: keep-alive\r\nconnection: upgrade\r\nupgrade: TLS/1.0\r\n",
 }
+JAVA = """
+import java.net.URI;
+import java.net.http.*;
+
+public class Post {
+    public static void main(String[] arguments) throws Exception {
+        HttpClient client = HttpClient.newHttpClient();
+        for (int i = 0; i < 4; i++) {
+            HttpRequest request = HttpRequest.newBuilder(URI.create(arguments[0]))
+                .header("Content-Type", "application/json")
+                .expectContinue(i == 1)
+                .POST(HttpRequest.BodyPublishers.ofString(arguments[1]))
+                .build();
+            HttpResponse<String> answer = client.send(request, HttpResponse.BodyHandlers.ofString());
+            System.out.println(answer.statusCode() + " " + answer.body());
+        }
+    }
+}
+"""
+"""Java's client with its defaults, which offers h2c with every request."""
 DELIVERIES = ("one packet", "head and body apart", "byte by byte")
 Request = tuple[bytes, bytes]
 """A head and a body."""
@@ -185,6 +208,23 @@ def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Serve
         client.send("one packet", infer(endpoint, 4))
         assert product(client.answer()) == 8.0
         assert client.rest() == b""
+
+
+@pytest.mark.nightly
+def test_javas_client_is_answered(endpoint: Server, tmp_path: Path) -> None:
+    java = shutil.which("java")
+    if java is None:
+        pytest.skip("NOT TESTED: there is no java here")
+    (tmp_path / "Post.java").write_text(JAVA)
+    url = f"http://127.0.0.1:{endpoint.port}{INFER}"
+    done = subprocess.run(
+        [java, str(tmp_path / "Post.java"), url, infer_body([3, 1]).decode()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answers = [line.partition(" ") for line in done.stdout.splitlines()]
+    assert [product((int(status), body.encode())) for status, _, body in answers] == [6.0] * 4
 
 
 def test_an_expectation_in_http_1_0_is_ignored(endpoint: Server) -> None:

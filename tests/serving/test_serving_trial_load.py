@@ -224,7 +224,10 @@ def test_publishing_bad_models_fails_no_live_request(
     start: Callable[..., Server], tmp_path: Path, rounds: int, least: int
 ) -> None:
     server = start(LIMITED, "--workers=2")
-    bad = [fatal(tmp_path / "abort", "abort"), large(tmp_path / "large", 2 * LIMIT)]
+    bad = {
+        "signal 6 (SIGABRT)": fatal(tmp_path / "abort", "abort"),
+        f"limited to {LIMIT >> 20} MiB": large(tmp_path / "large", 2 * LIMIT),
+    }
     plan = LoadPlan(
         url=f"http://127.0.0.1:{server.port}{INFER}",
         payloads=[Payload(body=infer_body([1, 2]))],
@@ -232,8 +235,10 @@ def test_publishing_bad_models_fails_no_live_request(
         seconds=600,
     )
     with LoadProcess(plan) as load:
-        for deployment in bad * rounds:
-            assert server.publish(state_of(deployment, **{deployment.name: 100}), 2).status == 422
+        for why, deployment in [*bad.items()] * rounds:
+            answer = server.publish(state_of(deployment, **{deployment.name: 100}), 2)
+            assert answer.status == 422
+            assert why in json.loads(answer.body)["why"]
         records = load.stop()
     assert records.failures() == {}
     assert records.by_deployment() == {"blue": len(records)}
