@@ -4,7 +4,7 @@ rolled back begins, finishes or is restored without an override that was signed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import pytest
@@ -32,7 +32,9 @@ from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, SignatureInvalid
 from onnx_ops.operations.delete import delete
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.operations.rollback import withdraw
+from onnx_ops.ports import Ports
 from onnx_ops.testing.fakes import FakeSigner
+from onnx_ops.testing.fakes.process import FakeClock, FakeHost
 from tests.operations.release_parts import AT_ONCE, CANARY, CHALLENGER, CHAMPION, TARGET, Scene
 from tests.support.faults import Faults, Killed
 
@@ -134,6 +136,7 @@ class Histories(RuleBasedStateMachine):
         self.scene = Scene()
         self.judge = Judge(self.scene.world.signer)
         self.wrong: list[str] = []
+        self.ahead_s = 0.0
         self.scene.bind()
         for seed, variant, verdict in (
             ("a", "fp32", Verdict.PASS),
@@ -151,7 +154,7 @@ class Histories(RuleBasedStateMachine):
         scene = self.scene
         if fault is not None:
             kind, moment = fault
-            other = scene.world.ports("another driver")
+            other = self.other_machine()
 
             def drive(at: int) -> None:
                 if at == moment:
@@ -169,6 +172,20 @@ class Histories(RuleBasedStateMachine):
         except Killed:
             scene.restart()
         scene.faults = None
+
+    def other_machine(self) -> Ports:
+        """A driver on another machine, whose clock is wrong and which does not see who has died here."""
+        ports, clock = self.scene.world.ports("another machine"), self.scene.world.clock
+        host = FakeHost("another machine", dead=set())
+        return replace(ports, host=host, clock=FakeClock(clock.now() + self.ahead_s))
+
+    @rule(ahead_s=st.sampled_from([-300.0, 0.0, 300.0]))
+    def adjust_the_other_clock(self, ahead_s: float) -> None:
+        self.ahead_s = ahead_s
+
+    @rule()
+    def reconcile_elsewhere(self) -> None:
+        self.act(lambda: settle(self.other_machine(), "digits"))
 
     @rule(version=versions, override=st.booleans(), fault=faults)
     def promote(self, version: str, override: bool, fault: Fault) -> None:

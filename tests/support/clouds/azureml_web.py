@@ -19,9 +19,9 @@ from onnx_ops.adapters.host import SystemClock
 
 _DAY = datetime.timedelta(days=1)
 
-Fault = Literal["throttle", "error", "drop", "hang", "conflict"]
-"""429, 500, a connection that is closed without an answer, an answer that never comes until the client gives up, or
-409: somebody else changes the same thing."""
+Fault = Literal["throttle", "error", "drop", "hang", "conflict", "expired"]
+"""429, 500, a connection that is closed without an answer, an answer that never comes until the client gives up, 409
+(somebody else changes the same thing), or 401 (the credentials have expired)."""
 _MOST_PATIENT_S = 600.0
 """No client waits longer for an answer that never comes."""
 
@@ -55,6 +55,10 @@ FAULTS: Mapping[Fault, Reply | None] = {
     "conflict": Reply(
         status=409,
         body=b'{"error":{"code":"Conflict","message":"It cannot be changed while in Updating provisioning state"}}',
+    ),
+    "expired": Reply(
+        status=401,
+        body=b'{"error":{"code":"ExpiredAuthenticationToken","message":"The access token expiry is in the past."}}',
     ),
 }
 

@@ -23,8 +23,8 @@ _CREATES = {"CreateModel": "model", "CreateEndpointConfig": "endpoint configurat
 class Fault:
     """What happens at moment `at` (counted from 0, two a request) and the `times - 1` further ones of its kind.
 
-    `kind`: throttle, error, drop (the connection ends without an answer), hang (no answer ever comes), conflict (what
-    the service says where somebody else was faster) or kill (SIGKILL to `pid`, then drop).
+    `kind`: throttle, error, expired (credentials), drop (the connection ends without an answer), hang (no answer ever
+    comes), conflict (what the service says where somebody else was faster) or kill (SIGKILL to `pid`, then drop).
     `only` limits it to requests whose name contains that text, and then `at` counts these alone.
     """
 
@@ -99,6 +99,9 @@ def _said(kind: str, name: str, *, s3: bool) -> tuple[str, str, str]:
             return "503 Slow Down", "SlowDown", "Please reduce your request rate."
         case "throttle", False:
             return "400 Said", "ThrottlingException", "Rate exceeded"
+        case "expired", _:
+            code = "ExpiredToken" if s3 else "ExpiredTokenException"
+            return "400 Bad Request", code, "The security token included in the request is expired"
         case "conflict", True:
             return "409 Conflict", "ConditionalRequestConflict", "The conditional request cannot succeed now."
         case "conflict", False:

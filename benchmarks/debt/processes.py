@@ -1,0 +1,84 @@
+"""Processes that are killed, on purpose or because they do not end; and waits that end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+from onnx_ops.errors import MeasurementFailure
+from tests.support.forks import fork_context
+
+KILLED_S = 20.0
+"""A process that has not ended by itself after this time is killed."""
+MODULES = (
+    "benchmarks.debt.sites",
+    "benchmarks.truth.claims",
+    "azure.ai.ml",
+    "azure.identity",
+    "azure.storage.blob",
+    "boto3",
+)
+
+
+def run_bounded(
+    function: Callable[..., None], *arguments: object, limit_s: float = KILLED_S, killed_s: float | None = None
+) -> float:
+    """Run a function in a process of its own, and kill it after `killed_s` on purpose or after `limit_s` because it
+    does not end. Return its seconds; 0 if it was killed on purpose.
+
+    Raises:
+        MeasurementFailure: it ended with an error.
+    """
+    process = start_process(function, *arguments)
+    began = time.monotonic()
+    process.join(limit_s if killed_s is None else killed_s)
+    seconds = time.monotonic() - began
+    in_time = end_process(process)
+    if killed_s is not None:
+        return 0.0
+    if in_time and process.exitcode:
+        raise MeasurementFailure(f"{function.__name__} ended with {process.exitcode}")
+    return seconds
+
+
+def start_process(function: Callable[..., None], *arguments: object) -> BaseProcess:
+    process: BaseProcess = fork_context(*MODULES).Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def end_process(process: BaseProcess) -> bool:
+    """Kill what has not ended; return whether it had."""
+    ended = process.exitcode is not None
+    process.kill()
+    process.join(KILLED_S)
+    return ended
+
+
+def comes_true(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@contextmanager
+def given_up_after(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside once the time is over."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"not over after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

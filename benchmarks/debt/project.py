@@ -1,0 +1,255 @@
+"""A project that several processes open: one endpoint that serves version 2 and served version 1 before."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
+from onnx_ops.adapters.endpoints.azureml_client import Pace
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
+from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested
+from onnx_ops.domain.release import Publication
+from onnx_ops.domain.rollout import DAY, RolloutPolicy
+from onnx_ops.errors import ServiceUnavailable, StillOwed
+from onnx_ops.operations.bell import Bell
+from onnx_ops.operations.promote import configure, promote
+from onnx_ops.operations.reconcile import settle, settle_each
+from onnx_ops.operations.rollback import roll_back_each
+from onnx_ops.operations.watch import Watcher
+from onnx_ops.ports import Ports, Registry, Signer
+from onnx_ops.testing.fakes import FakeRegistry
+from onnx_ops.testing.registries import publication
+from onnx_ops.wiring.project import open_project
+
+MODEL, TARGET = "linear", "cpu-1t"
+PACE = Pace(patience=20, answers=1, lag=1, pause=0.01, longest=0.1)
+"""Azure's fake needs no minutes."""
+_WRITES = frozenset({"annotate", "delete_alias", "mirror", "publish", "set_alias"})
+
+
+class FileRegistry:
+    """A registry in a file, which several processes share. While a file `down` lies beside it, it does not answer."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._down = file.with_name("down")
+
+    def create(self, registry: FakeRegistry) -> None:
+        self._file.write_bytes(pickle.dumps(registry))
+        self.answers(True)
+
+    def answers(self, answers: bool) -> None:
+        if answers:
+            self._down.unlink(missing_ok=True)
+        else:
+            self._down.touch()
+
+    def opened(self) -> Registry:
+        return cast("Registry", self)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self._down.exists():
+                raise ServiceUnavailable("the registry does not answer")
+            with self._alone():
+                registry: FakeRegistry = pickle.loads(self._file.read_bytes())  # noqa: S301 (our own)
+                result = getattr(registry, name)(*arguments, **options)
+                if name in _WRITES:
+                    aside = self._file.with_suffix(".new")
+                    aside.write_bytes(pickle.dumps(registry))
+                    aside.replace(self._file)
+            return result
+
+        return call
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._file.with_suffix(".lock").open("a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+
+class WrongClock(SystemClock):
+    """A machine's clock that is ahead by some seconds; `file` holds seconds by which all clocks were put forward."""
+
+    def __init__(self, ahead_s: float, file: Path) -> None:
+        self._ahead_s = ahead_s
+        self._file = file
+
+    def now(self) -> float:
+        return super().now() + self._ahead_s + float(self._file.read_text() if self._file.exists() else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """How a process opens an endpoint of the project in `root`; `environment` leads it to the cloud.
+
+    `shared` is the folder of the registry and the ledgers. `machine` is another name for this one, whose clock is ahead
+    by `ahead_s` seconds.
+    """
+
+    root: Path
+    shared: Path
+    config: EndpointConfig
+    environment: Mapping[str, str]
+    machine: str = ""
+    ahead_s: float = 0.0
+
+    @property
+    def registry(self) -> FileRegistry:
+        return FileRegistry(self.shared / "registry.pickle")
+
+    @property
+    def time_file(self) -> Path:
+        return self.shared / "time"
+
+    def ports(self) -> Ports:
+        os.environ.update(self.environment)
+        project = open_project(self.root)
+        clock = WrongClock(self.ahead_s, self.time_file)
+        ports = replace(project.ports, registry=self.registry.opened, ledger=self.ledger(), clock=clock)
+        if self.config.provider == "azureml":
+            azure = AzureEndpoints(project.settings.endpoints, project.settings.trusted_keys, pace=PACE)
+            ports = replace(ports, provider=lambda _: azure)
+        return ports
+
+    def ledger(self) -> ObjectLedger:
+        """A ledger of its own for each endpoint, so that no two have anything to do with each other."""
+        return ObjectLedger(LocalObjects(self.shared / "ledgers" / self.config.endpoint))
+
+    def state(self) -> ReleaseState:
+        return self.ledger().state(self.config.endpoint)
+
+    def version(self, number: str) -> Deployment:
+        return self.state().known[number]
+
+    def is_requested(self) -> bool:
+        return any(isinstance(entry.body, RollbackRequested) for entry in self.ledger().read(self.config.endpoint))
+
+    def is_paid(self) -> bool:
+        """Whether the ledger says that the rollback took effect, and that version 2 may not come back."""
+        state = self.state()
+        return state.pending_rollback is None and state.why_rejected(state.known["2"]) is not None
+
+    def is_observed(self) -> bool:
+        """Whether the endpoint gives all its traffic to version 1."""
+        actual = self.ports().provider(self.config.provider).observe(self.config)
+        return actual is not None and gives_all_to(actual, self.version("1"))
+
+    def intents_for_the_rolled_back(self) -> int:
+        """How many effects after the request, as the ledger shows them, were to give traffic to version 2."""
+        bodies = [entry.body for entry in self.ledger().read(self.config.endpoint)]
+        requests = [number for number, body in enumerate(bodies) if isinstance(body, RollbackRequested)]
+        after = bodies[requests[0] :] if requests else []
+        return sum(isinstance(body, Intent) and bool(body.action.state.split.weights.get("v2")) for body in after)
+
+
+def create_project(root: Path) -> FakeRegistry:
+    """Make a project with a key. Return a registry with two versions that it has approved."""
+    (root / "onnx-ops.toml").touch()
+    signer = open_project(root).ports.signer()
+    assert signer is not None
+    registry = FakeRegistry()
+    for seed in ("a", "b"):
+        registry.publish(_signed(publication(root / "files", model=MODEL, seed=seed, target=TARGET), signer))
+    return registry
+
+
+def _signed(made: Publication, signer: Signer) -> Publication:
+    """The publication with decisions that the project's own key has signed."""
+    variants = (
+        replace(v, signed={target: sign(decision.record, signer) for target, decision in v.signed.items()})
+        for v in made.variants
+    )
+    return replace(made, variants=tuple(variants))
+
+
+def config_of(endpoint: str, provider: str, settings: Mapping[str, str | int | float | bool]) -> EndpointConfig:
+    return EndpointConfig(
+        endpoint=endpoint,
+        provider=provider,
+        model=MODEL,
+        target=TARGET,
+        target_digest=digest_bytes(TARGET.encode()),
+        pipeline="p",
+        settings=settings,
+    )
+
+
+def serve_first(place: Place, *, keep_previous: float = DAY) -> Ports:
+    ports = place.ports()
+    configure(ports, place.config, RolloutPolicy(keep_previous=keep_previous))
+    promote(ports, MODEL, "1", TARGET)
+    settle(ports, place.config.endpoint)
+    return ports
+
+
+def serve_both(place: Place, *, keep_first: bool) -> None:
+    """Let version 1 serve, then version 2; version 1 stays loaded, or is let go."""
+    ports = serve_first(place, keep_previous=DAY if keep_first else 0.0)
+    promote(ports, MODEL, "2", TARGET)
+    settle(ports, place.config.endpoint)
+    actual = ports.provider(place.config.provider).observe(place.config)
+    assert actual is not None
+    assert gives_all_to(actual, place.version("2"))
+    assert len(actual.deployments) == 1 + keep_first
+
+
+# What follows runs in processes of its own, which may be killed.
+
+
+def request(place: Place, patience_s: float) -> None:
+    """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is owed."""
+    _, errors = roll_back_each(place.ports(), (place.config.endpoint,), reason="a trial", patience_s=patience_s)
+    if not all(isinstance(error, StillOwed) for error in errors.values()):
+        raise SystemExit(f"{errors}")
+
+
+def repeat_command(place: Place, told: Connection) -> None:
+    """Ask for the rollback again and again; report when each command began and ended."""
+    while True:
+        told.send(("began", time.monotonic()))
+        roll_back_each(place.ports(), (place.config.endpoint,), reason="a trial")
+        told.send(("ended", time.monotonic()))
+        time.sleep(0.1)
+
+
+def repeat_reconcile(place: Place, told: Connection) -> None:
+    del told
+    while True:
+        settle_each(place.ports(), (place.config.endpoint,))
+        time.sleep(0.1)
+
+
+def watch(place: Place, told: Connection | None = None) -> None:
+    del told
+    if place.machine:
+        socket.gethostname = lambda: place.machine  # by which leases name their holder
+    Watcher(place.ports(), Bell(), every=0.5, endpoints=(place.config.endpoint,), told=lambda _: None).run()
+
+
+def reconcile_thrice(place: Place) -> None:
+    """What has arrived stays, however often the endpoint is looked at."""
+    for _ in range(3):
+        settle(place.ports(), place.config.endpoint)
+
+
+FOLLOWERS = {"command": repeat_command, "reconcile": repeat_reconcile, "watch": watch}
