@@ -146,7 +146,9 @@ def heard() -> Iterator[Heard]:
     def wake(model: str) -> None:
         bells[-1].wake(model)
 
-    receiver = WebhookReceiver("127.0.0.1", 0, secret=SECRET, clock=clock, wake=wake, refused=lambda why: None)
+    receiver = WebhookReceiver(
+        "127.0.0.1", 0, secret=SECRET, clock=clock, wake=wake, refused=lambda why: None, metrics=str
+    )
     with receiver, httpx.Client() as client:
         yield Heard(
             bells, clock, lambda body, headers: client.post(receiver.address, content=body, headers=headers).status_code
