@@ -84,7 +84,8 @@ def test_nothing_that_people_type_becomes_part_of_a_script(file: Path) -> None:
     used = set()
     for step in steps_of(workflow):
         assert "${{" not in step.get("run", "")
-        assert all("${{" not in str(value) for value in step.get("with", {}).values())
+        for value in map(str, step.get("with", {}).values()):
+            assert "${{" not in value or re.fullmatch(r"\$\{\{ vars\.ONNX_OPS_\w+ \}\}", value), value
         used |= set(re.findall(r"inputs\.(\w+)", json.dumps(step.get("env", {}))))
     assert used == set(inputs_of(workflow))
 

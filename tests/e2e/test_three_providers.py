@@ -174,6 +174,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             clock=clock,
         )
         yield World(Project(root, dict(given)), ports, clock, sites)
+        assert (amazon.denied(), azure.denied) == ([], []), "infra/ permits all that it takes"
 
 
 @pytest.mark.nightly

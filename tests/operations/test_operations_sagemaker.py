@@ -116,6 +116,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SageMaker
         scene.begin(fake, tmp_path)
         scene.alarm("OK")
         yield scene
+        assert fake.denied() == []
 
 
 def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_the_alarm(scene: SageMaker) -> None:
