@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from onnx_ops.domain.pipeline import Deploy
@@ -19,8 +20,6 @@ Unservable = Callable[[Deploy, Target], str]
 """Why the endpoint plugin of an entry cannot run models as they were measured on a target; empty if it can."""
 
 _WHOLE = 1e-9
-_COUNTED = ("shadow", "outcomes")
-"""What may fail for the source of metrics."""
 _LACKS = {
     "split": "divide traffic",
     "sticky": "keep a user on one version",
@@ -44,8 +43,8 @@ def capability_findings(draft: Draft, providers: Sequence[str], capabilities: Ca
         able = capabilities(entry)
         for need, key in entry.rollout.needs().items():
             if need not in able:
-                counted = "source" in entry.metrics and need in _COUNTED
-                who = f"source '{entry.metrics['source']}'" if counted else f"provider '{entry.provider}'"
+                alone = capabilities(replace(entry, metrics={}))
+                who = f"source '{entry.metrics['source']}'" if need in alone else f"provider '{entry.provider}'"
                 message = f"{who} cannot {_LACKS[need]}; it can: {listing(sorted(able)) or 'nothing'}"
                 yield Finding(loc=(*loc, "rollout", *key), message=message)
 

@@ -139,6 +139,21 @@ def test_an_endpoint_that_would_not_run_what_was_measured_is_refused(project: Pa
     assert asked == [("toy", Target(name="cpu-1t"))]
 
 
+@pytest.mark.parametrize(("alone", "blamed"), [("split shadow", "source 'foreign'"), ("split", "provider 'local'")])
+def test_who_cannot_do_it_is_named(project: Path, pipeline_text: str, alone: str, blamed: str) -> None:
+    path = project / "toy.yaml"
+    text = pipeline_text.replace(PLAIN, "{shadow: {}}, metrics: {source: foreign}")
+    path.write_text(text)
+    with pytest.raises(SpecError, match=f"{blamed} cannot compare answers"):
+        check_pipeline(
+            path,
+            root=project,
+            plugins={"endpoints": ("local",), "metrics": ("foreign",)},
+            capabilities=lambda entry: frozenset(["split"] if entry.metrics else alone.split()),
+            environ={},
+        )
+
+
 def test_what_a_policy_takes_is_told(golden: Golden) -> None:
     policy = RolloutPolicy(
         steps=(0.1, 0.5, 1.0),
