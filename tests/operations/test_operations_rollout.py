@@ -9,17 +9,18 @@ import pytest
 
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import RefusedVersion
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import DAY, Word, split_state
-from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
+from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word, split_state
+from onnx_ops.errors import NotFound, Refused, RolledBackByAlarm, ServiceUnavailable, UserError
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import settle, step
 from onnx_ops.operations.status import Wanted, history, status
 from onnx_ops.testing.fakes import FakeSigner
 from tests.operations.release_parts import (
+    AT_ONCE,
     CANARY,
     CHALLENGER,
     CHAMPION,
@@ -408,3 +409,55 @@ def test_a_strangers_state_with_the_right_generation_is_replaced(trial: Scene) -
     )
     trial.world.provider.interfere("digits", foreign)
     assert trial.settle()[0].did == "restore"
+
+
+@pytest.mark.parametrize("policy", [AT_ONCE, CANARY], ids=["at once", "canary"])
+@pytest.mark.parametrize("left_open", [False, True], ids=["now", "by a driver that died"])
+def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
+    policy: RolloutPolicy, left_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene()
+    scene.bind(policy=policy)
+    scene.serve(scene.publish("a"))
+    bad = scene.publish("b")
+    scene.promote(bad)
+    provider, applied = scene.world.provider, 0
+    plain = provider.apply
+
+    def apply(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        nonlocal applied
+        if not state.split.weights.get("v2"):
+            return plain(config, state, generation=generation)
+        applied += 1
+        if left_open and applied == 1:
+            raise KeyboardInterrupt
+        raise RolledBackByAlarm("the alarm fired", where=config.endpoint)
+
+    monkeypatch.setattr(provider, "apply", apply)
+    if left_open:
+        with pytest.raises(KeyboardInterrupt):
+            scene.settle()
+        scene.restart()
+    assert scene.settle()[0].did in ("rollback", "abort")
+    assert applied == 1 + left_open
+    state = scene.state()
+    assert (state.pending_rollback, state.open_intent, state.roles.candidate) == (None, None, None)
+    assert "the alarm fired" in str(state.why_rejected(scene.record(bad)))
+    assert (scene.traffic()["v1"], CHALLENGER in scene.aliases()) == (100, False)
+    with pytest.raises(Refused):
+        scene.promote(bad)
+    scene.settle()
+    assert applied == 1 + left_open
+
+
+def test_an_alarm_that_fires_at_a_repair_rejects_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.serve(scene.publish("a"))
+    scene.world.provider.interfere("digits", None)
+
+    def apply(*_: object, **__: object) -> None:
+        raise RolledBackByAlarm("the alarm fired")
+
+    monkeypatch.setattr(scene.world.provider, "apply", apply)
+    with pytest.raises(RolledBackByAlarm):
+        scene.settle()
+    assert scene.state().rejected == {}
