@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from onnx_ops.domain.ledger import Mirrored, Notified, Observed, Outcome, RefusedVersion, ReleaseState, Renewed
@@ -73,7 +74,7 @@ def write_owed_aliases(journal: Journal) -> str:
                 registry.set_alias(config.model, name, version)
             except NotFound:  # somebody deleted that version: the registry can say no more than it does
                 owed[name] = found.get(name)
-    journal.append(Mirrored(aliases=owed))
+    note_mirrored(journal, owed)
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())
 
 
@@ -101,20 +102,25 @@ def take_note(journal: Journal, champion: str | None) -> bool:
         return False
     if name in state.pending_aliases or state.aliases.get(name) == champion:
         return False
-    journal.append(Mirrored(aliases={name: champion}))
+    note_mirrored(journal, {name: champion})
     return True
 
 
-def show_entries(journal: Journal, after: int) -> None:
-    """Mirror the ledger's entries after a sequence into the registry, for people to read.
+def note_mirrored(journal: Journal, aliases: Mapping[str, str | None]) -> None:
+    """Write down that the registry shows these aliases, and show it the ledger's entries, for people to read.
 
+    What came after the last such note is shown before the next one is written: killed in between, it is shown again.
     Readings and renewals stay out, as there may be one a minute, and so does who was told.
     """
-    config = journal.config
-    registry = journal.ports.registry()
-    for entry in journal.ports.ledger.read(config.endpoint, after=after):
-        if not isinstance(entry.body, Observed | Notified | Renewed):
-            registry.mirror(entry, config.model)
+    config, shown = journal.config, max(journal.state.mirrored_at - 1, 0)
+
+    def show(after: int) -> None:
+        for entry in journal.ports.ledger.read(config.endpoint, after=after):
+            if not isinstance(entry.body, Observed | Notified | Renewed):
+                journal.ports.registry().mirror(entry, config.model)
+
+    show(shown)
+    show(journal.append(Mirrored(aliases=aliases)) - 1)
 
 
 def _agreed(journal: Journal, champion: str | None) -> bool:

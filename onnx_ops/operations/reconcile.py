@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.ledger import Mirrored, RefusedVersion
+from onnx_ops.domain.ledger import RefusedVersion
 from onnx_ops.domain.rollout import Action, ActionKind, take_back
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, RolledBackByAlarm
 from onnx_ops.operations.delete import finish_deletion
@@ -18,8 +18,8 @@ from onnx_ops.operations.desired import Desired, desired
 from onnx_ops.operations.journal import Journal, looking_again, pinned, readable
 from onnx_ops.operations.mirror import (
     conclude_refusal,
+    note_mirrored,
     put_back,
-    show_entries,
     take_note,
     tell_rejected,
     write_owed_aliases,
@@ -173,13 +173,12 @@ def _told_registry(journal: Journal, wish: Desired) -> StepReport | None:
     """Make the registry say what the ledger says, and the ledger what somebody else has made the registry say."""
     if wish.unreachable:
         return None
-    endpoint, shown = journal.state.endpoint, journal.state.mirrored_at
+    endpoint = journal.state.endpoint
     told = tell_rejected(journal)
     if written := write_owed_aliases(journal):
-        show_entries(journal, after=shown)
         return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
     if told:
-        journal.append(Mirrored(aliases={}))
+        note_mirrored(journal, {})
     if take_note(journal, wish.champion):
         why = f"the champion in the registry is v{wish.champion}, which serves here"
         return StepReport(endpoint=endpoint, did="took note", why=why, settled=False)

@@ -21,9 +21,9 @@ from onnx_ops.operations.prune import plan_pruning, prune
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.wiring.project import Project, execute, open_project, prepare
 from onnx_ops.wiring.summary import summarise
-from tests.operations.effect_sweep import OF_CALLS, OF_FILES, Operation, timeless
+from tests.operations.effect_sweep import OF_CALLS, OF_FILES, Operation, comparable_end
 from tests.operations.release_parts import MODEL, Scene
-from tests.operations.release_scenes import end_of, serving
+from tests.operations.release_scenes import serving
 from tests.operations.test_operations_faults import SCENARIOS
 
 PLUGINS = Path(__file__).resolve().parents[2] / "benchmarks" / "synthetic"
@@ -96,7 +96,7 @@ def judged() -> Scene:
 def end_of_run(scene: Scene) -> Mapping[str, Any]:
     """With what the registry holds, and what a further run does."""
     versions = [(one.version, one.variant, one.manifest) for one in scene.world.registry.versions(MODEL)]
-    return {**timeless(end_of(scene)), "versions": sorted(versions), "executed": run(scene)}
+    return {**comparable_end(scene), "versions": sorted(versions), "executed": run(scene)}
 
 
 def settle_bound(scene: Scene) -> None:
@@ -145,7 +145,7 @@ def end_of_pruning(scene: Scene) -> Mapping[str, Any]:
     }
     scene.roll_back()
     scene.settle()
-    return {**kept, **timeless(end_of(scene))}
+    return {**kept, **comparable_end(scene)}
 
 
 OPERATIONS: Mapping[str, Operation] = {

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from onnx_ops.domain.ledger import LedgerEntry, Mirrored, Notified, Observed, Renewed
+from onnx_ops.domain.rollout import Roles
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, StillOwed
 from onnx_ops.operations.lease import LEASE_SECONDS
 from tests.operations.disk_scenes import damage, disk_copies_of
@@ -30,6 +32,27 @@ OF_CALLS: tuple[Trouble, ...] = ("kill -9 at a call", "lost")
 Point = tuple[Trouble, int]
 
 
+def comparable_end(scene: Scene) -> dict[str, Any]:
+    """Return the end of a scene, whose roles are reduced to the bytes that are served in them: when a rollout ended and
+    when an override was given differ. `unshown` are entries that the registry should show to people, and does not."""
+    end, shown = end_of(scene), scene.world.registry.mirrored
+    roles = {
+        name: {role: one.manifest for role in ("stable", "previous", "candidate") if (one := getattr(found, role))}
+        for name, found in cast("Mapping[str, Roles]", end["roles"]).items()
+    }
+    return {**end, "roles": roles, "unshown": [entry for entry in _to_show(scene) if entry not in shown]}
+
+
+def _to_show(scene: Scene) -> Iterator[LedgerEntry]:
+    """The entries before the last note of each endpoint that the registry says what the ledger says."""
+    for name in scene.world.ledger.endpoints():
+        entries = scene.world.ledger.read(name)
+        last = max((entry.sequence for entry in entries if isinstance(entry.body, Mirrored)), default=0)
+        for entry in entries[: last - 1] if last else ():
+            if not isinstance(entry.body, Observed | Notified | Renewed):
+                yield entry
+
+
 @dataclass(frozen=True)
 class Operation:
     """`act` is disturbed; then again, if a person sees that it is not `done`. `follow` is what comes afterwards, and
@@ -39,7 +62,7 @@ class Operation:
     act: Callable[[Scene], object]
     done: Callable[[Scene], bool] = lambda scene: False
     follow: Callable[[Scene], object] = Scene.settle_all
-    end: Callable[[Scene], Mapping[str, Any]] = lambda scene: timeless(end_of(scene))
+    end: Callable[[Scene], Mapping[str, Any]] = comparable_end
     troubles: tuple[Trouble, ...] = OF_FILES
 
 
@@ -49,15 +72,6 @@ class Tally:
 
     tried: list[Point] = field(default_factory=list)
     inconsistent: dict[Point, list[str]] = field(default_factory=dict)
-
-
-def timeless(end: dict[str, Any]) -> dict[str, Any]:
-    """Reduce roles to the bytes that are served in them: leave out when a rollout ended, or an override was given."""
-    roles = {
-        name: {role: one.manifest for role in ("stable", "previous", "candidate") if (one := getattr(found, role))}
-        for name, found in end["roles"].items()
-    }
-    return {**end, "roles": roles}
 
 
 def sweep_effects(

@@ -86,7 +86,8 @@ class FakeRegistry:
     def mirror(self, entry: LedgerEntry, model: str) -> None:
         del model
         self._answer()
-        self.mirrored.append(entry)
+        if entry not in self.mirrored:
+            self.mirrored.append(entry)
 
     def where(self, model: str) -> str:
         return f"memory:{model}"
