@@ -150,7 +150,7 @@ def test_a_ledger_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -
     for name in ("digits-a", "digits-b"):
         scene.bind(name)
     (tmp_path / "digits-a" / "00000001.json").write_text("{")
-    watch = Watch(scene)
+    watch = Watch(Scene(world=replace(scene.world, ledger=ObjectLedger(open_objects(str(tmp_path))))))
     watch.look()
     assert [(r.endpoint, r.kind) for r in watch.told] == [("digits-a", Kind.TROUBLE), ("digits-b", Kind.WAITING)]
 
