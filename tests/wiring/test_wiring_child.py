@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,11 +23,11 @@ from onnx_ops.adapters.isolation.output import LAST_LINES
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFound, Refused, StageFailure, UserError
+from onnx_ops.errors import NotFound, Refused, StageFailure, StorageFailure, UserError, from_document
 from onnx_ops.ports import Ports
 from onnx_ops.settings import Settings, load_settings, to_environ
 from onnx_ops.stages import execute
-from onnx_ops.wiring import connect
+from onnx_ops.wiring import connect, worker
 from onnx_ops.wiring.child import Performer, in_child
 from onnx_ops.wiring.turns import machine_lock
 
@@ -144,6 +146,18 @@ def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
     assert (said.what, said.where, said.why, said.remedy) == ("not today", "the moon", "it is full", "Wait.")
     with pytest.raises(UserError):
         in_child(project, train_stage("nothing"), KEY, {})
+
+
+def test_full_disk_in_a_child_stops_the_run(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(project.root)
+    monkeypatch.setattr(worker, "execute", write)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    answer = worker._answer({"stage": codec.to_json(data_stage()), "key": KEY, "inputs": {}})
+    error = from_document(answer["error"])
+    assert (type(error), error.where) == (StorageFailure, data_stage().id)
 
 
 def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings) -> None:
