@@ -29,9 +29,9 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
         if asked and not journal.state.deleting:
             return  # somebody else has completed it
         config, intent = journal.config, journal.state.open_intent
-        if intent is not None and ports.clock.now() < intent.expires_at and ports.host.alive(intent.holder):
+        if intent is not None and (holder := journal.at_work()) is not None:
             raise Conflict(
-                f"{intent.holder} is changing this endpoint",
+                f"{holder} is changing this endpoint",
                 where=config.endpoint,
                 why=intent.action.why,
                 remedy="Try again when that is done.",

@@ -74,6 +74,13 @@ class Journal:
         self.state = follow(self.state, entry)
         return entry.sequence
 
+    def at_work(self) -> str | None:
+        """Who holds the lease of what is open; None if nothing is, or its driver died."""
+        intent = self.state.open_intent
+        if intent is None or self.ports.clock.now() >= intent.expires_at or not self.ports.host.alive(intent.holder):
+            return None
+        return intent.holder
+
     def perform(self, action: Action, effect: Effect | None = None) -> None:
         """Intent, effect, outcome. The lease is kept meanwhile.
 

@@ -205,10 +205,10 @@ def _same(begun: RefusedVersion, refused: RefusedVersion | None) -> bool:
 
 def _at_work(journal: Journal) -> StepReport | None:
     """An open intent is the lease of whoever wrote it, unless that driver died."""
-    intent, ports = journal.state.open_intent, journal.ports
-    if intent is None or ports.clock.now() >= intent.expires_at or not ports.host.alive(intent.holder):
+    holder, intent = journal.at_work(), journal.state.open_intent
+    if holder is None or intent is None:
         return None
-    why = f"{intent.holder} is at work: {intent.action.why}"
+    why = f"{holder} is at work: {intent.action.why}"
     return StepReport(endpoint=journal.state.endpoint, did="", why=why, settled=True)
 
 

@@ -6,6 +6,7 @@ reconciliation tries again, until the endpoint was observed where the request le
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ from onnx_ops.operations.patience import PATIENCE_S, within
 from onnx_ops.operations.status import Wanted, wanted_endpoints
 from onnx_ops.ports import Ports
 
+_PAUSE_S = 0.1
 LOOK_S = 2.0
 """How long to look, in seconds, whether a rollback took effect before. An endpoint that does not answer is no proof."""
 
@@ -277,6 +279,7 @@ def _carried_out(journal: Journal, rolled: Rolled) -> Rolled:
 
     def attempt() -> None:
         try:
+            _wait_for_another(journal)
             pay(journal)
         except Overtaken:
             journal.state = journal.ports.ledger.state(rolled.endpoint)
@@ -287,6 +290,21 @@ def _carried_out(journal: Journal, rolled: Rolled) -> Rolled:
     except OnnxOpsError as error:
         raise _still_owed(rolled, str(error)) from error
     return replace(rolled, owed=tuple(sorted(journal.state.pending_aliases)))
+
+
+def _wait_for_another(journal: Journal) -> None:
+    """Let whoever carries the same rollback out already get on with it. Commands that are repeated faster than a slow
+    endpoint moves would else all begin anew, and none would ever end.
+
+    Raises:
+        ServiceUnavailable: it takes long.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while (holder := journal.at_work()) is not None:
+        if time.monotonic() > deadline:
+            raise ServiceUnavailable(f"{holder} is at work on it", where=journal.state.endpoint)
+        time.sleep(_PAUSE_S)
+        journal.state = journal.ports.ledger.state(journal.state.endpoint)
 
 
 def _still_owed(rolled: Rolled, why: str) -> StillOwed:

@@ -12,10 +12,11 @@ import pytest
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
-from onnx_ops.domain.ledger import LedgerEntry, Spoken
+from onnx_ops.domain.ledger import Intent, LedgerEntry, Spoken
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
 from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, StillOwed, UserError
 from onnx_ops.operations import rollback
+from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.promote import configure
 from onnx_ops.operations.reconcile import settle, step
 from onnx_ops.operations.rollback import roll_back, roll_back_each, withdraw
@@ -104,6 +105,27 @@ def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(sc
     assert scene.traffic()[goal] == 100
     assert scene.state().why_rejected(scene.state().known[goal.removeprefix("v")]) is None
     assert scene.roll_back().already
+
+
+def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow endpoint would else never get there, however often it is asked."""
+    monkeypatch.setattr(rollback, "PATIENCE_S", 0.01)
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        scene.roll_back()
+    scene.world.provider.down = False
+    pending = scene.state().pending_rollback
+    assert pending is not None
+    other = Journal.open(scene.world.ports("other"), "digits")
+    expires = scene.world.clock.now() + 120
+    other.append(Intent(action=pending.action, holder="other", expires_at=expires))
+    with pytest.raises(StillOwed) as caught:
+        scene.roll_back()
+    assert "other is at work" in caught.value.why
+    assert scene.state().head == other.state.head
+    scene.world.clock.advance(121.0)
+    assert scene.roll_back().moved_to == "v2"
+    assert scene.traffic()["v2"] == 100
 
 
 def test_asking_again_beside_a_clean_up_goes_no_further_back(trial: Scene) -> None:
