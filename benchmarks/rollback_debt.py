@@ -22,39 +22,42 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.debt.clients import Client
 from benchmarks.debt.processes import (
-    KILLED_S,
-    MODULES,
     comes_true,
+    context_of,
     end_process,
     given_up_after,
     run_bounded,
     start_process,
 )
-from benchmarks.debt.project import FOLLOWERS, Place, create_project, reconcile_thrice, request, serve_both
+from benchmarks.debt.project import FOLLOWERS, Place, confirm, create_project, request, serve_both
 from benchmarks.debt.sites import PROVIDERS, Site, opened
 from benchmarks.truth.claims import Claim, at_most, summary, table
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.operations.patience import PATIENCE_S
 from onnx_ops.testing.fakes import FakeRegistry
-from tests.support.forks import fork_context
 
 ANSWER_S = 10.0
 """An operator gets an answer within this time."""
 BROKEN_S = 1.5
 """So long the followers try before anything is repaired."""
+SET_UP_S = 100.0
+"""So long an endpoint may take to serve both versions, one after the other."""
 REPAIRED_S = 60.0
 """What follows a repair has this long until traffic is where it belongs."""
 TRIAL_S = 240.0
 """A trial that takes longer is given up, and counts as one that showed nothing."""
 ENDINGS = ("error", "kill -9", "time-out")
+WAYS = list(itertools.product(ENDINGS, FOLLOWERS))
 QUICK = {
     "sagemaker": ("429", "response lost", "capacity missing"),
     "azureml": ("409", "response lost", "image cannot start"),
@@ -79,7 +82,7 @@ def try_fault(site: Site, fault_name: str, ending: str, follower: str, *, number
     place = site.place(f"debt-{number}-{draw.randrange(1 << 24):06x}")
     with site.endpoint(place, fault_name):
         keep_first = not (variant if fault.unloaded is None else fault.unloaded)
-        serve_both(place, keep_first=keep_first)
+        run_bounded(serve_both, place, keep_first, limit_s=SET_UP_S)
         route = site.route(place)
         repair = fault.apply(place, variant)
         client = Client(route, timeout_s=0.5)
@@ -96,8 +99,8 @@ def try_fault(site: Site, fault_name: str, ending: str, follower: str, *, number
                 forgotten = not comes_true(place.is_paid, REPAIRED_S)
                 seconds.append(slowest())
             if not forgotten:
-                run_bounded(reconcile_thrice, place, limit_s=REPAIRED_S)
-                forgotten = not (place.is_paid() and comes_true(place.is_observed, KILLED_S))
+                run_bounded(confirm, place, limit_s=REPAIRED_S)
+                forgotten = not place.is_paid()
             if not forgotten:
                 client.wait_for(3, "v1")
         finally:
@@ -116,7 +119,7 @@ def send_request(place: Place, ending: str, draw: random.Random) -> float:
 @contextmanager
 def following(place: Place, follower: str) -> Iterator[Callable[[], float]]:
     """Let a process try again and again; give a function that returns the seconds of its slowest command so far."""
-    mine, its = fork_context(*MODULES).Pipe()
+    mine, its = context_of(place).Pipe()
     process = start_process(FOLLOWERS[follower], place, its)
     began: list[float] = []
     seconds = [0.0]
@@ -138,36 +141,46 @@ def following(place: Place, follower: str) -> Iterator[Callable[[], float]]:
         end_process(process)
 
 
-def try_provider(
-    site: Site, registry: FakeRegistry, faults: Sequence[str], *, quick: bool, draw: random.Random
-) -> list[Trial | None]:
+def try_provider(name: str, *, only: Sequence[str] | None, quick: bool, seed: int) -> list[Trial | None]:
     """Make all trials of a provider and print them; None stands for one that showed nothing."""
-    ways = list(itertools.product(ENDINGS, FOLLOWERS))
+    draw = random.Random(seed)  # noqa: S311 (moments, no secrets)
     trials: list[Trial | None] = []
     rows: list[tuple[str, ...]] = []
-    for number, name in enumerate(faults):
-        chosen = [(4 * number) % len(ways)] if quick else range(len(ways))
-        of_fault: list[Trial | None] = []
-        for way in chosen:
-            site.place("").registry.create(registry)
-            began = time.monotonic()
-            try:
-                with given_up_after(TRIAL_S):
-                    of_fault.append(try_fault(site, name, *ways[way], number=number + way, draw=draw))
-            except Exception:
-                of_fault.append(None)
-                print(f"{site.name}, {name}, {ways[way]}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            took = time.monotonic() - began
-            slow = "" if of_fault[-1] is None else f", slowest command {of_fault[-1].seconds:.1f} s"
-            print(f"{site.name}, {name}, {', '.join(ways[way])}: {took:.1f} s{slow}", file=sys.stderr, flush=True)
-        trials += of_fault
-        seen = [trial for trial in of_fault if trial is not None]
-        counts = [sum(bool(getattr(trial, what)) for trial in seen) for what in ("owed", "again", "forgotten")]
-        slowest = f"{max((trial.seconds for trial in seen), default=0.0):.1f} s"
-        rows.append((name, str(len(of_fault)), *map(str, counts), slowest, str(of_fault.count(None))))
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-debt-") as folder, opened(name, Path(folder)) as site:
+        registry = create_project(Path(folder))
+        few = QUICK.get(name) if quick else None
+        faults = [fault for fault in site.faults if fault in (only or few or site.faults)]
+        for number, fault in enumerate(faults):
+            chosen = [WAYS[(4 * number) % len(WAYS)]] if quick else WAYS
+            of_fault = [
+                run_trial(site, registry, fault, way, number=number + index, draw=draw)
+                for index, way in enumerate(chosen)
+            ]
+            seen = [trial for trial in of_fault if trial is not None]
+            counts = [sum(bool(getattr(trial, what)) for trial in seen) for what in ("owed", "again", "forgotten")]
+            slowest = f"{max((trial.seconds for trial in seen), default=0.0):.1f} s"
+            rows.append((fault, str(len(of_fault)), *map(str, counts), slowest, str(of_fault.count(None))))
+            trials += of_fault
     head = ("fault", "trials", "owed at first", "served again", "forgotten", "slowest command", "showed nothing")
-    table(site.name, head, rows)
+    table(name, head, rows)
     return trials
+
+
+def run_trial(
+    site: Site, registry: FakeRegistry, fault: str, way: tuple[str, str], *, number: int, draw: random.Random
+) -> Trial | None:
+    """Make one trial within bounds; None if it showed nothing."""
+    site.place("").registry.create(registry)
+    trial, began = None, time.monotonic()
+    try:
+        with given_up_after(TRIAL_S):
+            trial = try_fault(site, fault, *way, number=number, draw=draw)
+    except Exception:
+        print(traceback.format_exc(), file=sys.stderr)
+    what = "showed nothing" if trial is None else f"slowest command {trial.seconds:.1f} s"
+    took = time.monotonic() - began
+    print(f"{site.name}, {fault}, {', '.join(way)}: {took:.1f} s, {what}", file=sys.stderr, flush=True)
+    return trial
 
 
 def main() -> int:
@@ -177,22 +190,18 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="only this fault")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (0)")
     options = parser.parse_args()
-    draw = random.Random(options.seed)  # noqa: S311 (moments, no secrets)
-    warnings.simplefilter("ignore")  # marshmallow, about the schemas of Azure's SDK
-    os.environ["PYTHONWARNINGS"] = "ignore"
-    trials: list[Trial | None] = []
-    for name in options.provider or PROVIDERS:
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-debt-") as folder, opened(name, Path(folder)) as site:
-            faults = [fault for fault in site.faults if not options.only or fault in options.only]
-            if options.quick and name in QUICK and not options.only:
-                faults = [fault for fault in faults if fault in QUICK[name]]
-            trials += try_provider(site, create_project(Path(folder)), faults, quick=options.quick, draw=draw)
-    claims = claims_of(trials, quick=options.quick)
+    os.environ["PYTHONWARNINGS"] = "ignore"  # marshmallow, about the schemas of Azure's SDK
+    names = options.provider or PROVIDERS
+    # A quick run has few trials, which mostly wait: the providers are tried side by side.
+    with ProcessPoolExecutor(len(names) if options.quick else 1, mp_context=get_context("spawn")) as pool:
+        asked = partial(try_provider, only=options.only, quick=options.quick, seed=options.seed)
+        trials = [trial for of_one in pool.map(asked, names) for trial in of_one]
+    claims = claims_of(trials)
     summary(claims)
     return 0 if all(claim.held for claim in claims) else 1
 
 
-def claims_of(trials: Sequence[Trial | None], *, quick: bool) -> list[Claim]:
+def claims_of(trials: Sequence[Trial | None]) -> list[Claim]:
     seen = [trial for trial in trials if trial is not None]
     slowest = max((trial.seconds for trial in seen), default=0.0)
     nothing = len(trials) - len(seen)

@@ -13,6 +13,7 @@ ledger, registry and endpoint do not agree in the end.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import random
 import shutil
@@ -216,6 +217,7 @@ def main() -> int:
     draw = random.Random(options.seed)  # noqa: S311 (events, no secrets)
     warnings.simplefilter("ignore")  # marshmallow, about the schemas of Azure's SDK
     os.environ["PYTHONWARNINGS"] = "ignore"
+    importlib.import_module("azure.ai.ml")  # takes longer than a trial where much else is going on
     trials: list[Trial | None] = []
     for name in options.provider or ("sagemaker", "azureml"):
         with tempfile.TemporaryDirectory(prefix="onnx-ops-two-") as folder, opened(name, Path(folder)) as site:

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
+from benchmarks.debt.project import Place
 from onnx_ops.errors import MeasurementFailure
 from tests.support.forks import fork_context
 
 KILLED_S = 20.0
 """A process that has not ended by itself after this time is killed."""
-MODULES = (
-    "benchmarks.debt.sites",
-    "benchmarks.truth.claims",
-    "azure.ai.ml",
-    "azure.identity",
-    "azure.storage.blob",
-    "boto3",
-)
+MODULES: Mapping[str, tuple[str, ...]] = {
+    "local": (),
+    "sagemaker": ("boto3",),
+    "azureml": ("azure.ai.ml", "azure.identity", "azure.storage.blob"),
+}
+"""What the processes of a provider have imported before they start."""
+_ALWAYS = ("benchmarks.debt.sites", "benchmarks.truth.claims")
 
 
 def run_bounded(
-    function: Callable[..., None], *arguments: object, limit_s: float = KILLED_S, killed_s: float | None = None
+    function: Callable[..., None],
+    place: Place,
+    *arguments: object,
+    limit_s: float = KILLED_S,
+    killed_s: float | None = None,
 ) -> float:
     """Run a function in a process of its own, and kill it after `killed_s` on purpose or after `limit_s` because it
     does not end. Return its seconds; 0 if it was killed on purpose.
@@ -33,7 +38,7 @@ def run_bounded(
     Raises:
         MeasurementFailure: it ended with an error.
     """
-    process = start_process(function, *arguments)
+    process = start_process(function, place, *arguments)
     began = time.monotonic()
     process.join(limit_s if killed_s is None else killed_s)
     seconds = time.monotonic() - began
@@ -45,8 +50,12 @@ def run_bounded(
     return seconds
 
 
-def start_process(function: Callable[..., None], *arguments: object) -> BaseProcess:
-    process: BaseProcess = fork_context(*MODULES).Process(target=function, args=arguments)
+def context_of(place: Place) -> ForkServerContext:
+    return fork_context(*_ALWAYS, *MODULES[place.config.provider])
+
+
+def start_process(function: Callable[..., None], place: Place, *arguments: object) -> BaseProcess:
+    process: BaseProcess = context_of(place).Process(target=function, args=(place, *arguments))
     process.start()
     return process
 

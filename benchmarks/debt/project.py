@@ -149,11 +149,6 @@ class Place:
         state = self.state()
         return state.pending_rollback is None and state.why_rejected(state.known["2"]) is not None
 
-    def is_observed(self) -> bool:
-        """Whether the endpoint gives all its traffic to version 1."""
-        actual = self.ports().provider(self.config.provider).observe(self.config)
-        return actual is not None and gives_all_to(actual, self.version("1"))
-
     def intents_for_the_rolled_back(self) -> int:
         """How many effects after the request, as the ledger shows them, were to give traffic to version 2."""
         bodies = [entry.body for entry in self.ledger().read(self.config.endpoint)]
@@ -194,7 +189,7 @@ def config_of(endpoint: str, provider: str, settings: Mapping[str, str | int | f
     )
 
 
-def serve_first(place: Place, *, keep_previous: float = DAY) -> Ports:
+def serve_first(place: Place, keep_previous: float = DAY) -> Ports:
     ports = place.ports()
     configure(ports, place.config, RolloutPolicy(keep_previous=keep_previous))
     promote(ports, MODEL, "1", TARGET)
@@ -202,15 +197,14 @@ def serve_first(place: Place, *, keep_previous: float = DAY) -> Ports:
     return ports
 
 
-def serve_both(place: Place, *, keep_first: bool) -> None:
+def serve_both(place: Place, keep_first: bool) -> None:
     """Let version 1 serve, then version 2; version 1 stays loaded, or is let go."""
-    ports = serve_first(place, keep_previous=DAY if keep_first else 0.0)
+    ports = serve_first(place, DAY if keep_first else 0.0)
     promote(ports, MODEL, "2", TARGET)
     settle(ports, place.config.endpoint)
     actual = ports.provider(place.config.provider).observe(place.config)
-    assert actual is not None
-    assert gives_all_to(actual, place.version("2"))
-    assert len(actual.deployments) == 1 + keep_first
+    if actual is None or not gives_all_to(actual, place.version("2")) or len(actual.deployments) != 1 + keep_first:
+        raise SystemExit(f"version 2 does not serve: {actual}")
 
 
 # What follows runs in processes of its own, which may be killed.
@@ -246,10 +240,14 @@ def watch(place: Place, told: Connection | None = None) -> None:
     Watcher(place.ports(), Bell(), every=0.5, endpoints=(place.config.endpoint,), told=lambda _: None).run()
 
 
-def reconcile_thrice(place: Place) -> None:
-    """What has arrived stays, however often the endpoint is looked at."""
+def confirm(place: Place) -> None:
+    """What has arrived stays, however often the endpoint is looked at. Raises SystemExit if it does not."""
+    ports, provider = place.ports(), place.config.provider
     for _ in range(3):
-        settle(place.ports(), place.config.endpoint)
+        settle(ports, place.config.endpoint)
+    actual = ports.provider(provider).observe(place.config)
+    if actual is None or not gives_all_to(actual, place.version("1")):
+        raise SystemExit(f"version 1 does not serve: {actual}")
 
 
 FOLLOWERS = {"command": repeat_command, "reconcile": repeat_reconcile, "watch": watch}

@@ -11,15 +11,14 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks.debt.project import Place, config_of
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_layout import archive_key
@@ -121,6 +120,32 @@ def without_files(damage: Callable[[Place], None], *also: Callable[[Place], obje
     return apply
 
 
+def mount_command(probe: Path) -> tuple[str, ...]:
+    """Return how a disk can be mounted here; empty if it cannot, so that a full disk is not tried."""
+    probe.mkdir()
+    why = ""
+    for command in (("mount",), ("sudo", "-n", "mount")):
+        try:
+            with small_disk(probe, command):
+                return command
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = str(getattr(error, "stderr", "") or error).strip()
+    print(f"NOT TRIED: a full disk, as none can be mounted here: {why}", file=sys.stderr, flush=True)
+    return ()
+
+
+@contextmanager
+def small_disk(folder: Path, mount: Sequence[str]) -> Iterator[None]:
+    """Mount a disk of a mebibyte over the folder."""
+    options = f"size={_DISK_BYTES},mode=0700,uid={os.getuid()},gid={os.getgid()}"
+    call = [*mount, "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    subprocess.run(call, check=True, capture_output=True, text=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*mount[:-1], "umount", "--lazy", str(folder)], check=True)
+
+
 class Local(Site):
     """Servers on this machine. After each fault but one no server answers, so every answer of version 2 comes from a
     server that was started again."""
@@ -131,11 +156,12 @@ class Local(Site):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        self._mount = mount_command(root / "probe")
         self.faults = {
             "port taken": Fault(apply=self._port_taken, down=True),
             "server hung": Fault(apply=self._server_hung, down=True),
             "token unreadable": Fault(apply=self._token_unreadable, down=True),
-            "disk full": Fault(apply=self._disk_full),
+            **({"disk full": Fault(apply=self._disk_full)} if self._mount else {}),
             "previous files gone": Fault(apply=without_files(files_gone, self._kill), down=True),
             "previous files damaged": Fault(apply=without_files(files_damaged, self._kill), down=True),
         }
@@ -147,20 +173,11 @@ class Local(Site):
     def endpoint(self, place: Place, fault: str) -> Iterator[None]:
         folder = self._folder(place)
         folder.mkdir(mode=0o700, parents=True)
-        mounted = fault == "disk full"
-        if mounted:
-            size = f"size={_DISK_BYTES},mode=0700"
-            done = subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise MeasurementFailure("no disk can be mounted here", why=done.stderr.strip())
-        try:
-            yield
-        finally:
-            self._kill(place)
-            if mounted:
-                subprocess.run(["umount", "--lazy", folder], check=True)
+        with small_disk(folder, self._mount) if fault == "disk full" else nullcontext():
+            try:
+                yield
+            finally:
+                self._kill(place)
 
     def _folder(self, place: Place) -> Path:
         return open_project(self.root).settings.endpoints / place.config.endpoint
@@ -313,11 +330,9 @@ class AzureMl(Site):
         }
 
     def route(self, place: Place) -> Route:
-        provider = place.ports().provider("azureml")
-        assert isinstance(provider, AzureEndpoints)
-        url = provider.address(place.config)
-        assert url is not None
-        headers = {"authorization": provider.authorization(place.config)}
+        name = place.config.endpoint
+        url = f"{str(self.settings['blob_url']).removesuffix('/blobs')}/score/{name}/invocations"
+        headers = {"authorization": f"Bearer {self._cloud.control.keys[name]}"}
         tls = ssl.create_default_context(cafile=self.environment["SSL_CERT_FILE"])
         return Route(url=url, headers=headers, named_by="azureml-model-deployment", tls=tls)
 
