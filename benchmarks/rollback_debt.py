@@ -177,7 +177,10 @@ def run_trial(
             trial = try_fault(site, fault, *way, number=number, draw=draw)
     except Exception:
         print(traceback.format_exc(), file=sys.stderr)
-    what = "showed nothing" if trial is None else f"slowest command {trial.seconds:.1f} s"
+    what = "showed nothing"
+    if trial is not None:
+        bad = f"{trial.again} times again, {'forgotten' if trial.forgotten else 'not forgotten'}"
+        what = f"{bad}, slowest command {trial.seconds:.1f} s"
     took = time.monotonic() - began
     print(f"{site.name}, {fault}, {', '.join(way)}: {took:.1f} s, {what}", file=sys.stderr, flush=True)
     return trial
