@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from onnx_ops.errors import OnnxOpsError
 
-PATIENCE_S = 5.0
+PATIENCE_S = 4.0
 """How long a command waits for endpoints, in seconds. An operator at night needs an answer within ten, in which Python
 starts on a busy machine and the command looks at the endpoint."""
 LONGEST_PAUSE = 60.0
