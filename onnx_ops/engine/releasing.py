@@ -64,7 +64,8 @@ def release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
                 "target_digest": targets[entry.target].digest(),
                 "auto": section.promote == "auto",
             },
-            needs=["register", *(p.id for p in promotes if p.target == entry.target)],
+            needs=["register"],
+            tolerates=[p.id for p in promotes if p.target == entry.target],
             target=entry.target,
         )
         for entry in pipeline.deploy

@@ -71,7 +71,7 @@ class StageHandler:
             return ""
         registration, choice = _chosen(self.ports, stage, inputs)
         if choice.variant is not None:
-            return ""
+            return _unpromoted(self.ports, stage, inputs)
         return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
@@ -131,6 +131,16 @@ def _vacant(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
     settings: Mapping[str, Any] = stage.settings
     record = codec.loads(ports.store.read(inputs[settings["search"]][SEARCH_FILE]), SearchRecord)
     return next((slot.reason for slot in record.slots if slot.role == settings["role"] and slot.trial is None), "")
+
+
+def _unpromoted(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
+    """Why a deploy stage has nothing to do: the promotion before it failed, and the endpoint is not bound yet. One
+    that is bound gets its settings and its policy whatever is promoted."""
+    promotions = [name for name in stage.tolerates if name not in inputs]
+    if stage.kind is not StageKind.DEPLOY or not promotions:
+        return ""
+    bound = ports.ledger.state(codec.from_json(stage.settings["section"], Deploy, where=stage.id).endpoint).config
+    return "" if bound is not None else f"needs {promotions[0]}, which did not take place"
 
 
 def _is_current(ports: Ports, registration: Registration) -> bool:

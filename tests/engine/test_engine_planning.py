@@ -79,7 +79,8 @@ def test_needs_and_tolerances() -> None:
     assert stages["benchmark/fp32@cpu"].own_process
     assert stages["register"].needs == ("train", "export")
     assert {"gate/int8-static@edge", "quantize/int8-dynamic"} <= set(stages["register"].tolerates)
-    assert stages["deploy/digits"].needs == ("register", "promote@cpu")
+    assert stages["deploy/digits"].needs == ("register",)
+    assert stages["deploy/digits"].tolerates == ("promote@cpu",)
 
 
 def test_a_model_that_is_brought_needs_no_data_to_train() -> None:

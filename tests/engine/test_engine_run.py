@@ -17,6 +17,7 @@ from onnx_ops.errors import (
     Conflict,
     EnvironmentFailure,
     OnnxOpsError,
+    Refused,
     StageFailure,
     StateCorrupt,
     StorageFailure,
@@ -115,10 +116,14 @@ def test_a_failed_source_skips_everything_behind_it() -> None:
 
 
 def test_a_stage_with_nothing_to_do_is_skipped_with_its_reason() -> None:
-    result = go(CountingHandler(refusals={"promote@cpu": "no variant passed"}))
-    assert result.outcomes["promote@cpu"].reason == "no variant passed"
-    assert result.outcomes["deploy/digits"].reason == "needs promote@cpu, which was skipped"
-    assert result.outcomes["deploy/digits-edge"].status is StageStatus.DONE
+    result = go(CountingHandler(refusals={"gate/fp32@cpu": "no variant passed"}))
+    assert result.outcomes["gate/fp32@cpu"].reason == "no variant passed"
+
+
+def test_an_endpoint_is_bound_whatever_becomes_of_a_promotion() -> None:
+    result = go(CountingHandler(errors={"promote@cpu": [Refused("was rolled back")]}))
+    assert result.outcomes["promote@cpu"].status is StageStatus.FAILED
+    assert result.outcomes["deploy/digits"].status is StageStatus.DONE
 
 
 def test_a_known_result_that_cannot_be_read_fails_its_stage_only() -> None:

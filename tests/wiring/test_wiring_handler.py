@@ -60,6 +60,25 @@ def handler_of(ports: Ports) -> StageHandler:
     return StageHandler(ports=ports, perform=perform)
 
 
+def deploy(*, auto: bool = False, **section: object) -> Stage:
+    entry = Deploy(endpoint="e", provider="fake", target="cpu", **section)  # type: ignore[arg-type]
+    told = {"model": "m", "target_digest": KEY, "pipeline": "p", "auto": auto, "section": codec.to_json(entry)}
+    tolerates = ("promote@cpu",) if auto else ()
+    return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=told, target="cpu", tolerates=tolerates)
+
+
+def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bound(tmp_path: Path) -> None:
+    ports = FakeWorld().ports(root=tmp_path)
+    handler, inputs = handler_of(ports), {"register": registered(ports, KEY)}
+    assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not take place"
+    assert handler.refusal(deploy(auto=True), {**inputs, "promote@cpu": Manifest(files={})}) == ""
+    handler.execute(deploy(), KEY, inputs)
+    patient = RolloutPolicy(keep_previous=7200.0)
+    assert handler.refusal(deploy(auto=True, rollout=patient), inputs) == ""
+    handler.execute(deploy(auto=True, rollout=patient), KEY, inputs)
+    assert ports.ledger.state("e").policy == patient
+
+
 def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_path: Path) -> None:
     """The gates are changed, and changed back."""
     handler = handler_of(FakeWorld().ports(root=tmp_path))
@@ -107,13 +126,8 @@ def test_a_deployment_is_known_until_its_settings_or_its_policy_change(tmp_path:
     ports = FakeWorld().ports(root=tmp_path)
     handler, inputs = handler_of(ports), {"register": registered(ports, KEY)}
 
-    def stage(**section: object) -> Stage:
-        deploy = Deploy(endpoint="e", provider="fake", target="cpu", **section)  # type: ignore[arg-type]
-        told = {"model": "m", "target_digest": KEY, "pipeline": "p", "auto": False, "section": codec.to_json(deploy)}
-        return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=told, target="cpu")
-
     steps = RolloutPolicy(steps=(0.1, 1.0))
-    for changed in (stage(), stage(rollout=steps), stage(rollout=steps, settings={"port": 8000})):
+    for changed in (deploy(), deploy(rollout=steps), deploy(rollout=steps, settings={"port": 8000})):
         assert handler.cached(changed, KEY, inputs) is None
         handler.execute(changed, KEY, inputs)
         assert handler.cached(changed, KEY, inputs) is not None
