@@ -60,11 +60,16 @@ class TrafficSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointState:
-    """What an endpoint is doing: the deployments it holds and the traffic each receives."""
+    """What an endpoint is doing: the deployments it holds and the traffic each receives.
+
+    `drift` says, in words, how what was observed differs from the endpoint's settings: its instances, its image, its
+    autoscaling. Applying any state brings it to the settings. A state that is wanted has none.
+    """
 
     deployments: tuple[Deployment, ...]
     split: TrafficSplit
     generation: int = 0
+    drift: tuple[str, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
         names = [d.name for d in self.deployments]
@@ -74,7 +79,7 @@ class EndpointState:
             raise ValueError(f"traffic goes to deployments that do not exist: {sorted(missing)}")
 
     def same_as(self, other: EndpointState) -> bool:
-        """Equal but for the generation."""
+        """Equal but for the generation and the drift."""
         return _effect(self) == _effect(other)
 
     def leader(self) -> Deployment:

@@ -49,6 +49,7 @@ class ActionKind(StrEnum):
     RETIRE = "retire-previous"
     RESTORE = "restore"
     CLEAN_UP = "clean-up"
+    RECONFIGURE = "reconfigure"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,9 @@ def next_action(
         return Wait(why="paused by an operator", settled=True)
     if candidate is not None:
         return _continue(roles, stable, candidate, policy, target, word, now, judged)
+    if actual.drift:  # before a rollout begins, so that both of its versions run alike
+        why = f"it does not run by its settings: {'; '.join(actual.drift)}"
+        return Action(kind=ActionKind.RECONFIGURE, state=believed, roles=roles, why=why)
     if wanted is not None and wanted.manifest != stable.manifest:
         return _start(roles, stable, wanted, policy, target, now)
     return _tidy(roles, stable, actual, believed, policy, now)

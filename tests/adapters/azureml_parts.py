@@ -15,6 +15,8 @@ from pathlib import Path
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import Pace, _ml_client
+from onnx_ops.adapters.endpoints.azureml_plan import azure_name
+from onnx_ops.adapters.endpoints.azureml_settings import read_settings
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from tests.support.clouds.azureml import AzureCloud, Trouble
@@ -80,6 +82,11 @@ class World:
     @property
     def provider(self) -> AzureEndpoints:
         return AzureEndpoints(self.folder, pace=PACE)
+
+    def name(self, deployment: Deployment, **settings: str | float) -> str:
+        """What the deployment is called in Azure."""
+        config = config_of(self.cloud, **settings)
+        return azure_name(deployment, read_settings(config.settings).made_with)
 
     def scale(self, deployment: str | None = None) -> float:
         answer = self.provider.invoke(self.config, {"inputs": {"x": [[1.0, 1.0]]}}, deployment=deployment)

@@ -89,7 +89,7 @@ def test_an_instance_gets_as_many_requests_at_a_time_as_it_queues(
 ) -> None:
     config = config_of(world.cloud, **settings)
     world.provider.apply(config, state_of(world.blue, blue=100), generation=1)
-    assert world.cloud.control.concurrency("scaling", azure_name(world.blue)) == limit
+    assert world.cloud.control.concurrency("scaling", world.name(world.blue, **settings)) == limit
 
 
 def test_concurrent_clients_are_not_refused(world: World) -> None:
@@ -151,7 +151,7 @@ def test_no_quota_is_explained_and_changes_nothing(world: World) -> None:
 
 
 def test_a_container_that_crashes_takes_no_traffic_and_is_made_again(world: World) -> None:
-    name = azure_name(world.green)
+    name = world.name(world.green)
     world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
     world.cloud.conditions.broken.add(name)
     state = state_of(world.blue, world.green, blue=0, green=100)
@@ -197,7 +197,7 @@ def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: Worl
     state = state_of(world.blue, world.green, blue=100, green=0)
     world.provider.apply(world.config, state, generation=1)
     endpoint = world.cloud.control.resources["onlineEndpoints/scaling"]
-    by_hand = {azure_name(world.green): 50}
+    by_hand = {world.name(world.green): 50}
     endpoint.body["properties"]["mirrorTraffic"] = world.cloud.control.mirrors["scaling"] = by_hand
     assert world.provider.observe(world.config) is None
     world.provider.apply(world.config, state, generation=1)
@@ -230,6 +230,95 @@ def test_files_that_were_changed_are_not_uploaded(world: World, tmp_path: Path) 
     assert world.cloud.blobs.data == {}
 
 
+def drift(world: World, config: EndpointConfig) -> list[str]:
+    observed = world.provider.observe(config)
+    assert observed is not None
+    return list(observed.drift)
+
+
+def test_changed_settings_make_another_deployment_and_no_request_waits_for_it(world: World) -> None:
+    state, name = state_of(world.blue, blue=100), world.name(world.blue)
+    world.provider.apply(world.config, state, generation=1)
+    assert drift(world, world.config) == []
+    changes: dict[str, str | float] = {
+        "image": "registry.example/onnx-ops:2",
+        "instance_type": "Standard_F4s_v2",
+        "request_timeout": 5.0,
+    }
+    changed = config_of(world.cloud, **changes)
+    assert drift(world, changed) == [
+        f"image of {name}: another one, not registry.example/onnx-ops:2",
+        f"instance_type of {name}: Standard_DS3_v2, not Standard_F4s_v2",
+        f"request_timeout of {name}: 60.0, not 5.0",
+    ]
+    world.provider.apply(changed, state, generation=2)
+    assert drift(world, changed) == []
+    assert world.cloud.routes("scaling")[-2:] == [{name: 100}, {world.name(world.blue, **changes): 100}]
+    assert list(world.cloud.control.nodes) == [("scaling", world.name(world.blue, **changes))]
+    assert world.provider.leftovers(changed, frozenset({world.blue.manifest})) == ()
+    assert world.provider.leftovers(changed, frozenset()) == ()
+
+
+def test_a_rollback_takes_the_deployment_that_runs_whatever_the_settings_say_now(world: World) -> None:
+    world.provider.apply(world.config, state_of(world.blue, world.green, blue=50, green=50), generation=1)
+    changed = config_of(world.cloud, image="registry.example/broken:1")
+    first = len(world.cloud.calls)
+    world.provider.roll_back(changed, state_of(world.blue, world.green, blue=100, green=0), generation=2)
+    assert world.cloud.routes("scaling")[-1] == {world.name(world.blue): 100}
+    assert not [path for method, path in world.cloud.calls[first:] if method == "PUT" and "/deployments/" in path]
+
+
+def test_the_number_of_instances_is_changed_in_place(world: World) -> None:
+    state, name = state_of(world.blue, blue=100), world.name(world.blue)
+    world.provider.apply(world.config, state, generation=1)
+    more = config_of(world.cloud, instances=3)
+    assert drift(world, more) == [f"instances of {name}: 1, not 3"]
+    world.provider.apply(more, state, generation=2)
+    assert drift(world, more) == []
+    deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
+    assert deployment["sku"]["capacity"] == 3
+    assert len(world.cloud.routes("scaling")) == 3  # made, routed, and tagged with the second generation
+    deployment["sku"]["capacity"] = 2  # by hand
+    assert drift(world, more) == [f"instances of {name}: 2, not 3"]
+    world.cloud.control.autoscale.settings["somebody's"] = {
+        "properties": {"targetResourceUri": deployment["id"].upper(), "profiles": []}
+    }
+    assert drift(world, more) == []
+
+
+def test_autoscaling_is_sent_compared_and_removed(world: World) -> None:
+    state, name, settings = (
+        state_of(world.blue, blue=100),
+        world.name(world.blue),
+        world.cloud.control.autoscale.settings,
+    )
+    scaled = config_of(world.cloud, min_instances=1, max_instances=4, cpu_percent=60)
+    world.provider.apply(scaled, state, generation=1)
+    assert drift(world, scaled) == []
+    (profile,) = settings[f"workspace--scaling--{name}"]["properties"]["profiles"]
+    assert profile["capacity"] == {"minimum": "1", "maximum": "4", "default": "1"}
+    assert [rule["metricTrigger"]["threshold"] for rule in profile["rules"]] == [60, 30]
+    deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
+    deployment["sku"]["capacity"] = 3  # as Azure Monitor does
+    assert drift(world, scaled) == []
+    profile["capacity"]["maximum"] = "9"  # by hand
+    assert drift(world, scaled) == [
+        f"autoscaling of {name}: 1 to 9 instances by other rules, not 1 to 4 instances at 60% CPU"
+    ]
+    world.provider.apply(scaled, state, generation=2)
+    assert drift(world, scaled) == []
+    assert deployment["sku"]["capacity"] == 3
+    assert drift(world, world.config) == [f"autoscaling of {name}: 1 to 4 instances at 60% CPU, not none"]
+    world.provider.apply(world.config, state, generation=3)
+    assert drift(world, world.config) == []
+    assert settings == {}
+    world.provider.apply(scaled, state_of(world.blue, world.green, blue=50, green=50), generation=4)
+    world.provider.apply(scaled, state_of(world.green, green=100), generation=5)
+    assert list(settings) == [f"workspace--scaling--{world.name(world.green)}"]
+    world.provider.remove(scaled)
+    assert settings == {}
+
+
 def test_leftovers_are_listed_and_discarded(world: World) -> None:
     provider, config = world.provider, world.config
     provider.apply(config, state_of(world.blue, world.green, blue=50, green=50), generation=1)
@@ -240,7 +329,7 @@ def test_leftovers_are_listed_and_discarded(world: World) -> None:
     for one in (*left, *left):
         provider.discard(config, one)
     assert provider.leftovers(config, frozenset()) == ()
-    used = replace(left[0], kind="deployment", name=azure_name(world.green))
+    used = replace(left[0], kind="deployment", name=world.name(world.green))
     with pytest.raises(Conflict, match="traffic"):
         provider.discard(config, used)
     assert world.scale() == 3.0
@@ -261,6 +350,9 @@ def test_what_is_missing_is_said(world: World) -> None:
         ({"image": ""}, "image"),
         ({"instance_type": 3}, "instance_type"),
         ({"instances": 0}, "instances"),
+        ({"max_instances": 3}, "belong together"),
+        ({"cpu_percent": 50}, "belong together"),
+        ({"min_instances": 2, "max_instances": 3}, "from min_instances to max_instances"),
         ({"max_concurrent_requests_per_instance": 0}, "max_concurrent_requests_per_instance"),
         ({"name": "UPPER"}, "name"),
         ({"name": "ab"}, "name"),

@@ -17,7 +17,6 @@ import pytest
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import _ml_client
-from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import Conflict, EnvironmentFailure, ServiceUnavailable
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
@@ -110,7 +109,7 @@ def finished(world: World, stage: int) -> None:
     assert observed is not None
     assert observed.same_as(state)
     assert observed.generation == stage + 1
-    names = {azure_name(d) for d in state.deployments}
+    names = {world.name(d) for d in state.deployments}
     assert {name for _, name in world.cloud.control.nodes} == names
     holds(world, 1)
     needed = frozenset(d.manifest for d in state.deployments)

@@ -67,7 +67,7 @@ def test_a_deployment_names_the_model_in_the_registry(world: World) -> None:
     name = azure_name(world.blue)
     (asset,) = world.cloud.control.registries.models
     assert asset == f"models/onnx-ops--{name}/versions/1"
-    made = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"]
+    made = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{world.name(world.blue)}"]
     assert made.body["properties"]["model"] == f"azureml://registries/{REGISTRY}/{asset}"
     posts = [path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")]
     world.provider.apply(config(world), first(world), generation=2)

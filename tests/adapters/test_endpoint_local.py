@@ -215,9 +215,15 @@ def test_a_taken_port_is_named_with_a_remedy(provider: LocalEndpoints, blue: Dep
 
 def test_a_new_port_in_the_settings_moves_the_server(provider: LocalEndpoints, blue: Deployment) -> None:
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    port = free_port()
-    moved = replace(CONFIG, settings={"port": port})
+    first, port = str(provider.address(CONFIG)), free_port()
+    moved = replace(CONFIG, settings={"port": port, "workers": 1, "queue": 7})
+    observed = provider.observe(moved)
+    assert observed is not None
+    assert observed.drift == (f"port: {first.rpartition(':')[2]}, not {port}", "queue: 128, not 7")
     provider.apply(moved, state_of(blue, blue=100), generation=1)
+    observed = provider.observe(moved)
+    assert observed is not None
+    assert observed.drift == ()
     assert EndpointProviderSuite().scale(f"http://127.0.0.1:{port}") == 2.0
 
 

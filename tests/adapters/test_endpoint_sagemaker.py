@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, NotFound, Refused, UserError
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke, pair
-from tests.support.clouds.sagemaker import BUCKET, FakeSageMaker, client
+from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client
 
 __all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services
@@ -81,7 +82,7 @@ def test_the_config_before_stays_and_counts_that_autoscaling_has_set_stay(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
 ) -> None:
     blue, green = pair
-    config, sagemaker = config_of("keeps"), client(fake, "sagemaker")
+    config, sagemaker = config_of("keeps", min_instances=1, max_instances=8), client(fake, "sagemaker")
     provider.apply(config, state_of(blue, blue=100), generation=1)
     first = sagemaker.describe_endpoint(EndpointName="keeps")["EndpointConfigName"]
     fake.scale("keeps", "blue", 7)
@@ -89,7 +90,90 @@ def test_the_config_before_stays_and_counts_that_autoscaling_has_set_stay(
     found = sagemaker.describe_endpoint(EndpointName="keeps")
     assert {v["VariantName"]: v["CurrentInstanceCount"] for v in found["ProductionVariants"]} == {"blue": 7, "green": 1}
     assert {v["VariantName"]: v["CurrentWeight"] for v in found["ProductionVariants"]} == {"blue": 90, "green": 10}
+    assert drift(provider, config) == []
     assert sagemaker.describe_endpoint_config(EndpointConfigName=first)["EndpointConfigName"] == first
+
+
+@pytest.mark.parametrize(
+    ("changed", "differs"),
+    [
+        (
+            {"instance_count": 3, "instance_type": "ml.c6i.xlarge", "image": "registry/other:2"},
+            [
+                "blue.InstanceType: ml.c6i.large, not ml.c6i.xlarge",
+                f"blue.Image: {SETTINGS['image']}, not registry/other:2",
+                "instances of blue: 1, not 3",
+            ],
+        ),
+        pytest.param({"workers": 2}, ["blue.ONNX_OPS_SERVE_WORKERS: none, not 2"], marks=pytest.mark.nightly),
+        pytest.param({"volume_gb": 40}, ["blue.VolumeSizeInGB: none, not 40"], marks=pytest.mark.nightly),
+        pytest.param({"strategy": "guarded"}, ["variants: blue, not main"], marks=pytest.mark.nightly),
+        pytest.param(
+            {"min_instances": 1, "max_instances": 4},
+            ["autoscaling of blue: none, not 1 to 4 instances by 1000 invocations a minute"],
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=lambda value: next(iter(value)).split(".")[-1],
+)
+def test_changed_settings_are_observed_as_drift_and_applied(
+    provider: SageMakerEndpoints,
+    fake: FakeSageMaker,
+    pair: tuple[Deployment, Deployment],
+    changed: dict[str, str | int],
+    differs: list[str],
+) -> None:
+    name, state = f"changed-{next(iter(changed)).replace('_', '-')}", state_of(pair[0], blue=100)
+    before, after = config_of(name), config_of(name, **changed)
+    provider.apply(before, state, generation=1)
+    assert drift(provider, before) == []
+    assert drift(provider, after) == differs
+    provider.apply(after, state, generation=2)
+    assert drift(provider, after) == []
+    assert invoke(fake, name)[1] == 2.0
+    assert drift(provider, before) != []
+    provider.apply(before, state, generation=3)
+    assert drift(provider, before) == []
+
+
+def test_counts_that_a_hand_has_changed_are_drift_and_those_of_others_autoscaling_are_theirs(
+    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
+) -> None:
+    config, state = config_of("counted"), state_of(pair[0], blue=100)
+    provider.apply(config, state, generation=1)
+    fake.scale("counted", "blue", 7)
+    assert drift(provider, config) == ["instances of blue: 7, not 1"]
+    fake.fault()
+    provider.apply(config, state, generation=2)
+    assert drift(provider, config) == []
+    assert "SageMaker.UpdateEndpoint" not in fake.calls()
+    client(fake, "application-autoscaling").register_scalable_target(
+        ServiceNamespace="sagemaker",
+        ScalableDimension="sagemaker:variant:DesiredInstanceCount",
+        ResourceId="endpoint/counted/variant/blue",
+        MinCapacity=1,
+        MaxCapacity=9,
+    )
+    fake.scale("counted", "blue", 5)
+    assert drift(provider, config) == []
+    provider.apply(config, state_of(*pair, blue=90, green=10), generation=3)
+    found = client(fake, "sagemaker").describe_endpoint(EndpointName="counted")["ProductionVariants"]
+    assert {one["VariantName"]: one["CurrentInstanceCount"] for one in found} == {"blue": 5, "green": 1}
+
+
+def test_other_trusted_keys_are_no_drift(
+    fake: FakeSageMaker, pair: tuple[Deployment, Deployment], tmp_path: Path
+) -> None:
+    create_key(tmp_path / "signing.pem")
+    config, state = config_of("keyed"), state_of(pair[0], blue=100)
+    SageMakerEndpoints().apply(config, state, generation=1)
+    assert drift(SageMakerEndpoints(trusted=tmp_path), config) == []
+
+
+def drift(provider: SageMakerEndpoints, config: EndpointConfig) -> list[str]:
+    observed = provider.observe(config)
+    assert observed is not None
+    return list(observed.drift)
 
 
 def test_everything_is_tagged_and_the_archive_has_its_checksum(

@@ -53,6 +53,8 @@ ENDPOINT = "arn:aws:sagemaker:us-east-1:123456789012:endpoint"
 OURS = "aws:ResourceTag/onnx-ops.endpoint"
 PASSED = {"iam:PassedToService": "sagemaker.amazonaws.com"}
 ANYWHERE = {
+    "application-autoscaling:DescribeScalableTargets",
+    "application-autoscaling:DescribeScalingPolicies",
     "cloudwatch:DescribeAlarms",
     "cloudwatch:GetMetricData",
     "sagemaker:ListEndpointConfigs",

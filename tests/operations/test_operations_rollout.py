@@ -347,6 +347,22 @@ def test_a_new_endpoint_starts_with_the_champion() -> None:
     assert scene.aliases() == {CHAMPION: "1"}
 
 
+def test_changed_settings_are_applied_before_a_rollout_begins_and_not_in_the_middle_of_one(scene: Scene) -> None:
+    scene.bind(policy=CANARY)
+    scene.serve(scene.publish("a"))
+    scene.promote(scene.publish("b"))
+    changed = replace(config_of("digits"), settings={"instance_count": 2})
+    configure(scene.ports, changed, CANARY)
+    reports = scene.settle()
+    assert [report.did for report in reports] == ["reconfigure", "start", ""]
+    assert reports[0].why == "it does not run by its settings: instance_count: None, not 2"
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+    configure(scene.ports, replace(changed, settings={"instance_count": 3}), CANARY)
+    assert [report.did for report in scene.settle()] == [""]
+    scene.roll_back()
+    assert [report.did for report in scene.settle()][-2:] == ["reconfigure", ""]
+
+
 def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
     assert configure(scene.ports, config_of("digits"), CANARY)
     assert not configure(scene.ports, config_of("digits"), CANARY)

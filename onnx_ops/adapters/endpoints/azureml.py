@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import ssl
 import urllib.error
@@ -17,7 +18,15 @@ from onnx_ops.adapters.endpoints.azureml_client import AzureClient, Pace, succee
 from onnx_ops.adapters.endpoints.azureml_doctor import diagnose
 from onnx_ops.adapters.endpoints.azureml_memory import Memory
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
-from onnx_ops.adapters.endpoints.azureml_plan import OWNER, azure_name, manifest_of, planned, record_of, state_of
+from onnx_ops.adapters.endpoints.azureml_plan import (
+    OWNER,
+    azure_name,
+    listed_in,
+    manifest_of,
+    planned,
+    record_of,
+    state_of,
+)
 from onnx_ops.adapters.endpoints.azureml_settings import read_settings
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Digest
@@ -68,7 +77,7 @@ class AzureEndpoints:
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """None also where a deployment is lost, traffic is not what any state says, or Azure does not answer."""
         try:
-            return self._observed(config)
+            return self._observed(config)[0]
         except ServiceUnavailable:
             return None
 
@@ -84,17 +93,19 @@ class AzureEndpoints:
             EnvironmentFailure: a deployment does not start, or there is no quota for it.
             ServiceUnavailable: Azure does not answer.
         """
-        plan = planned(state, generation=generation, where=config.endpoint)
         change, _, _ = self._parts(config)
-        change.to(plan)
+        change.to(planned(state, generation=generation, name=change.deployments.name, where=config.endpoint))
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """One change of traffic where the endpoint holds the deployment that gets all of it; else as `apply`."""
-        held = self.observe(config)
+        try:
+            held, names = self._observed(config)
+        except ServiceUnavailable:
+            held, names = None, {}
         if held is not None and held.held(state.leader()) is not None:
-            plan = planned(rolled_back(held, state), generation=generation, where=config.endpoint)
+            goal = rolled_back(held, state)
             change, _, _ = self._parts(config)
-            change.routed(plan)
+            change.routed(planned(goal, generation=generation, name=lambda d: names[d.name], where=config.endpoint))
             return
         self.apply(config, without_spare(state), generation=generation)
 
@@ -115,8 +126,8 @@ class AzureEndpoints:
             ServiceUnavailable: Azure does not answer.
         """
         change, client, name = self._parts(config)
-        state = self._observed(config)
-        listed = {azure_name(d) for d in state.deployments} if state is not None else set()
+        _, names = self._observed(config)
+        listed = set(names.values())
         endpoint = change.present()
         used = {n for n, percent in (endpoint.traffic or {}).items() if percent} if endpoint is not None else set()
         there = {n: d for n, d in client.deployments(name).items() if (d.tags or {}).get(OWNER) == config.endpoint}
@@ -127,8 +138,10 @@ class AzureEndpoints:
             Leftover(kind="deployment", name=n, why="it has no traffic, and no state needs it", paid=True)
             for n in spare
         ]
+        records = (record_of(d.tags or {}) for d in there.values())
+        served = {azure_name(record) for record in records if record is not None}
         for model in self._models(config).kept():
-            if model.manifest not in needed and model.name not in there:
+            if model.manifest not in needed and model.name not in served:
                 why = "no deployment serves it" if model.manifest else "its upload was cut off"
                 found.append(Leftover(kind="model", name=model.name, why=why, paid=True))
         return tuple(found)
@@ -182,21 +195,26 @@ class AzureEndpoints:
                 "the endpoint does not answer", where=config.endpoint, why=first_line(error)
             ) from error
 
-    def _observed(self, config: EndpointConfig) -> EndpointState | None:
+    def _observed(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
+        """What the endpoint does, and the names in Azure of its deployments by theirs here."""
         change, client, name = self._parts(config)
         found = change.present()
         if found is None or is_mirrored(found):
-            return None
-        there = client.deployments(name).values()
-        records = {d.name: record for d in there if succeeded(d) and (record := record_of(d.tags or {})) is not None}
-        return state_of(found.tags or {}, found.traffic or {}, records)
+            return None, {}
+        there = client.deployments(name)
+        records = {n: r for n, d in there.items() if succeeded(d) and (r := record_of(d.tags or {})) is not None}
+        state = state_of(found.tags or {}, found.traffic or {}, records)
+        if state is None:
+            return None, {}
+        names = {records[n].name: n for n in listed_in(found.tags or {})}
+        drift = [change.deployments.drift(there[names[d.name]], d) for d in state.deployments]
+        return replace(state, drift=tuple(itertools.chain(*drift))), names
 
     def _azure_name(self, config: EndpointConfig, deployment: str) -> str:
-        state = self.observe(config)
-        for found in state.deployments if state is not None else ():
-            if found.name == deployment:
-                return azure_name(found)
-        raise NotFound(f"there is no deployment {deployment}", where=config.endpoint)
+        _, names = self._observed(config)
+        if deployment not in names:
+            raise NotFound(f"there is no deployment {deployment}", where=config.endpoint)
+        return names[deployment]
 
     def _parts(self, config: EndpointConfig) -> tuple[Change, AzureClient, str]:
         settings = read_settings(config.settings, where=config.endpoint)

@@ -96,6 +96,7 @@ class Change:
                 break
             try:
                 self._client.settled_endpoint(self._name)
+                self.deployments.let_go()
                 self._client.write(
                     f"endpoint {self._name}", lambda: self._client.ml.online_endpoints.begin_delete(self._name)
                 )

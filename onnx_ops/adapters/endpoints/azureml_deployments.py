@@ -1,17 +1,24 @@
-"""The deployments of one endpoint in Azure: made once, never changed, deleted when they have no traffic."""
+"""The deployments of one endpoint in Azure: made once, deleted when they have no traffic.
+
+What a deployment was made with is a part of its name and never changed; of a running one only the number of its
+instances is. So other settings make another deployment, and traffic moves there once it runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, succeeded
 from onnx_ops.adapters.endpoints.azureml_errors import Busy, Gone
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
-from onnx_ops.adapters.endpoints.azureml_plan import OWNER, record_of, record_tags
+from onnx_ops.adapters.endpoints.azureml_plan import OWNER, SCALING, azure_name, record_of, record_tags
+from onnx_ops.adapters.endpoints.azureml_scaling import Scaling
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable
+from onnx_ops.protocol.container import OPTION_VARIABLE, TRUSTED_KEYS_VARIABLE
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
@@ -35,19 +42,48 @@ class Deployments:
         self._models = models
         self._name = name
         self._owner = owner
+        self._scaling = Scaling(client, settings, name, owner)
+
+    def name(self, deployment: Deployment) -> str:
+        """What a deployment is called in Azure that these settings make."""
+        return azure_name(deployment, self._settings.made_with)
+
+    def drift(self, found: ManagedOnlineDeployment, deployment: Deployment) -> Iterator[str]:
+        """How a deployment that runs differs from the settings."""
+        if found.name == self.name(deployment):
+            yield from self._scaling.drift(found)
+            return
+        requests, variables = found.request_settings, found.environment_variables or {}
+        there = {
+            "instance_type": found.instance_type,
+            "max_concurrent_requests_per_instance": getattr(requests, "max_concurrent_requests_per_instance", None),
+            "request_timeout": (getattr(requests, "request_timeout_ms", None) or 0) / 1e3,
+        }
+        wanted = dict(self._settings.made_with)
+        if not str(found.environment).endswith(f"/{_environment_name(self._settings)}/versions/1"):
+            yield f"image of {found.name}: another one, not {wanted['image']}"
+        wanted.pop("image")
+        options = {name: value for name, value in variables.items() if name.startswith(OPTION_VARIABLE)}
+        options.pop(TRUSTED_KEYS_VARIABLE, None)
+        for key in sorted({*wanted, *options}):
+            value = there.get(key, options.get(key))
+            if value != wanted.get(key):
+                yield f"{key} of {found.name}: {value}, not {wanted.get(key)}"
 
     def runs(self, name: str, deployment: Deployment) -> None:
-        """Make the deployment if it is not there. What a deployment was made with it keeps: it is never changed."""
+        """Make the deployment if it is not there, with as many instances as the settings say."""
         last: OnnxOpsError = ServiceUnavailable("it could not be made", where=f"deployment {name}")
         for _ in self._client.pace.tries(self._client.pace.patience):
             try:
                 found = self._client.settled_deployment(self._name, name)
                 if found is not None and succeeded(found):
                     self._check_ours(found)
-                    return
+                    if self._scaling.follow(found):
+                        return
+                    continue
                 if found is not None:
                     self.deleted(name)
-                asset = self._models.asset(name, deployment)
+                asset = self._models.asset(azure_name(deployment), deployment)
                 environment = self._environment()
                 self._client.write(
                     f"deployment {name}",
@@ -80,13 +116,13 @@ class Deployments:
                     max_concurrent_requests_per_instance=self._settings.concurrency,
                     request_timeout_ms=round(self._settings.request_timeout * 1e3),
                 ),
-                tags={OWNER: self._owner, **record_tags(deployment)},
+                tags={OWNER: self._owner, **record_tags(deployment), SCALING: self._scaling.tag},
             )
         )
 
     def _environment(self) -> str:
         """Resource id of the environment that is our image, with its routes."""
-        name = f"onnx-ops-{short(digest_bytes(self._settings.image.encode()))}"
+        name = _environment_name(self._settings)
         ml, where = self._client.ml, f"environment {name}"
         if self._client.read(where, lambda: ml.environments.get(name, "1")) is None:
             self._client.write(where, lambda: _Done(ml.environments.create_or_update(_container(name, self._settings))))
@@ -101,11 +137,13 @@ class Deployments:
         last: OnnxOpsError = ServiceUnavailable("it could not be deleted", where=f"deployment {name}")
         for _ in self._client.pace.tries(self._client.pace.patience):
             endpoint = self._client.endpoint(self._name)
-            if endpoint is None or self._client.settled_deployment(self._name, name) is None:
+            found = self._client.settled_deployment(self._name, name)
+            if endpoint is None or found is None:
                 return
             if _used(endpoint, name):
                 raise Conflict("it has traffic", where=f"deployment {name}", remedy="Move the traffic first.")
             try:
+                self._scaling.let_go(found)
                 self._client.write(
                     f"deployment {name}", lambda: self._client.ml.online_deployments.begin_delete(name, self._name)
                 )
@@ -114,6 +152,12 @@ class Deployments:
             except Gone:
                 return
         raise last
+
+    def let_go(self) -> None:
+        """No longer scale the deployments of an endpoint that ends."""
+        for found in self._client.deployments(self._name).values():
+            if (found.tags or {}).get(OWNER) == self._owner:
+                self._scaling.let_go(found)
 
     def _check_ours(self, found: ManagedOnlineDeployment) -> None:
         if (found.tags or {}).get(OWNER) != self._owner or record_of(found.tags or {}) is None:
@@ -138,6 +182,10 @@ class _Done:
 
     def result(self) -> object:
         return self._found
+
+
+def _environment_name(settings: AzureSettings) -> str:
+    return f"onnx-ops-{short(digest_bytes(settings.image.encode()))}"
 
 
 def _container(name: str, settings: AzureSettings) -> Any:

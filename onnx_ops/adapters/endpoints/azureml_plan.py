@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from onnx_ops import codec
@@ -22,6 +22,9 @@ STATE = "onnx-ops-state"
 _NAMES = "onnx-ops-deployments"
 _RECORD = "onnx-ops-record"
 MANIFEST = "onnx-ops-manifest"
+SCALING = "onnx-ops-scaling"
+"""How a deployment is scaled automatically, or `NOT_SCALED`."""
+NOT_SCALED = "none"
 
 _TAG_CHARACTERS = 250
 """A tag's value has at most 256."""
@@ -42,11 +45,17 @@ class Plan:
         return self.tags[STATE]
 
 
-def planned(state: EndpointState, *, generation: int, where: str = "") -> Plan:
-    """Raises UserError if the state asks for copies of requests."""
+def planned(
+    state: EndpointState, *, generation: int, name: Callable[[Deployment], str] | None = None, where: str = ""
+) -> Plan:
+    """What an endpoint shall be for a state. `name` tells what a deployment is called in Azure.
+
+    Raises:
+        UserError: the state asks for copies of requests.
+    """
     if any(state.split.shadow.values()):
         raise UserError("Azure mirrors requests, but nobody would compare the answers", where=where)
-    names = {d.name: azure_name(d) for d in state.deployments}
+    names = {d.name: (name or azure_name)(d) for d in state.deployments}
     traffic = {names[name]: weight for name, weight in state.split.weights.items() if weight}
     deployments = {names[d.name]: d for d in state.deployments}
     tags = {
@@ -57,12 +66,18 @@ def planned(state: EndpointState, *, generation: int, where: str = "") -> Plan:
     return Plan(generation=generation, deployments=deployments, traffic=traffic, tags=tags)
 
 
-def azure_name(deployment: Deployment) -> str:
-    """One name for one content: what stands under it never changes. Lower case, at most 32 characters."""
+def azure_name(deployment: Deployment, made_with: Mapping[str, str | int | float | bool] | None = None) -> str:
+    """One name for one content: what stands under it never changes. Lower case, at most 32 characters.
+
+    Args:
+        deployment: what it serves. By that alone its model is named.
+        made_with: settings that a deployment in Azure was made with.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG].strip("-")
     slug = slug if slug[:1].isalpha() and slug[:1].isascii() else f"d{slug}"
     what = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
-    return f"{slug}-{short(digest_json([*what, *deployment.custom_ops]))}"
+    how = [dict(made_with)] if made_with is not None else []
+    return f"{slug}-{short(digest_json([*what, *deployment.custom_ops, *how]))}"
 
 
 def record_tags(deployment: Deployment) -> dict[str, str]:
@@ -105,7 +120,7 @@ def state_of(
         records: what every deployment that can answer holds, by its name in Azure.
     """
     try:
-        listed: list[str] = json.loads(_joined(_NAMES, tags))
+        listed = listed_in(tags)
         ours = {name: records[name] for name in listed}
         weights = {ours[name].name: traffic.get(name, 0) for name in listed}
         if {name for name, weight in traffic.items() if weight} - set(listed):
@@ -114,6 +129,16 @@ def state_of(
         return EndpointState(deployments=tuple(ours.values()), split=split, generation=generation_of(tags))
     except (KeyError, ValueError, TypeError):
         return None
+
+
+def listed_in(tags: Mapping[str, str]) -> list[str]:
+    """Names in Azure of the deployments that an endpoint's tags name.
+
+    Raises:
+        ValueError: they name none.
+    """
+    listed: list[str] = json.loads(_joined(_NAMES, tags))
+    return listed
 
 
 def _cut(name: str, text: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from onnx_ops.adapters.azure import ANSWER_S, ENDPOINT_NAME, Scalar, Workspace, workspace_of
 from onnx_ops.errors import UserError
+from onnx_ops.protocol.container import TRUSTED_KEYS_VARIABLE, option_variables, server_options
 from onnx_ops.protocol.options import options_of
 
 _DATASTORE = re.compile(r"azureml://datastores/(?P<datastore>\w+)/paths/(?P<folder>[\w./-]+?)/?", re.ASCII)
@@ -15,8 +16,6 @@ _IMAGE = re.compile(r"[\w.-]+(:\d+)?(/[\w.-]+)+(:[\w.-]+)?(@sha256:[0-9a-f]{64})
 _SIZE = re.compile(r"[A-Z][A-Za-z]+_\w+", re.ASCII)
 _REGISTRY = re.compile(r"[A-Za-z0-9][\w-]{2,32}", re.ASCII)
 _AUTH = ("key", "aml_token", "aad_token")
-_UNUSED = frozenset({"access_log", "admin_socket", "endpoint", "trusted_keys"})
-"""Options of the server that a container decides itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,9 @@ class AzureSettings:
     """What an endpoint's settings say.
 
     `image` is the serving image in a registry that the endpoint's identity may pull from, best with its digest.
-    `instance_type` and `instances` are what every deployment runs on. `models` is the folder of a datastore that
+    `instance_type` and `instances` are what every deployment runs on. With `max_instances` Azure Monitor keeps each
+    deployment's instances between that and `min_instances`, by their mean load of the processor: it adds one above
+    `cpu_percent`, and takes one away below half of it. `models` is the folder of a datastore that
     gets the models, `registry` the Azure ML registry that they are copied into and read from. `auth` is how clients
     show who they are, `identity` the resource id of a user-assigned identity (a system-assigned one without it),
     `name` the endpoint's name in Azure, `request_timeout` in seconds. `max_concurrent_requests_per_instance` is how
@@ -38,6 +39,9 @@ class AzureSettings:
     image: str
     instance_type: str
     instances: int = 1
+    min_instances: int = 0
+    max_instances: int = 0
+    cpu_percent: int = 70
     registry: str = ""
     models: str = "azureml://datastores/workspaceblobstore/paths/onnx-ops"
     auth: str = "key"
@@ -62,9 +66,25 @@ class AzureSettings:
         """Requests that an instance gets at a time."""
         return self.max_concurrent_requests_per_instance or options_of(self.server).queue
 
+    @property
+    def scaled(self) -> bool:
+        return self.max_instances > 0
+
+    @property
+    def made_with(self) -> Mapping[str, Scalar]:
+        """What a deployment keeps for as long as it exists, but for the keys that its container trusts."""
+        variables = {name: value for name, value in self.variables().items() if name != TRUSTED_KEYS_VARIABLE}
+        return {
+            "image": self.image,
+            "instance_type": self.instance_type,
+            "max_concurrent_requests_per_instance": self.concurrency,
+            "request_timeout": self.request_timeout,
+            **variables,
+        }
+
     def variables(self) -> dict[str, str]:
         """Environment of the container."""
-        return {f"ONNX_OPS_SERVE_{name.upper()}": _text(value) for name, value in sorted(self.server.items())}
+        return option_variables(self.server)
 
 
 _OWN = ("subscription", "resource_group", "workspace", "name")
@@ -72,6 +92,9 @@ _KNOWN = (
     "image",
     "instance_type",
     "instances",
+    "min_instances",
+    "max_instances",
+    "cpu_percent",
     "registry",
     "models",
     "auth",
@@ -89,17 +112,19 @@ def read_settings(settings: Mapping[str, Scalar], *, where: str = "") -> AzureSe
     name = settings.get("name")
     if name is not None and not (isinstance(name, str) and ENDPOINT_NAME.fullmatch(name)):
         raise _wrong("name", name, "3 to 32 lower-case letters, digits and hyphens, first a letter", where)
-    known = (*_OWN, *_KNOWN)
     given = {key: value for key, value in settings.items() if key in _KNOWN}
-    server = {key: value for key, value in settings.items() if key not in known}
-    options_of(server, where=where, others=known)
-    if refused := sorted(_UNUSED & set(server)):
-        raise UserError(f"{refused[0]} is the container's own business", where=where, remedy="Leave it out.")
+    server = server_options(settings, where=where, others=(*_OWN, *_KNOWN))
     for key in ("image", "instance_type"):
         if key not in given:
             raise UserError(f"azureml needs {key}", where=where, remedy="See docs/azureml.md for an example.")
     _check(given, where)
-    return AzureSettings(place=place, server=server, **given)  # type: ignore[arg-type] # _check has seen to it
+    read = AzureSettings(place=place, server=server, **given)  # type: ignore[arg-type] # _check has seen to it
+    if bool(read.min_instances) != read.scaled or ("cpu_percent" in given and not read.scaled):
+        remedy = "Set min_instances and max_instances for autoscaling, or neither, and cpu_percent with them only."
+        raise UserError("min_instances, max_instances and cpu_percent belong together", where=where, remedy=remedy)
+    if read.scaled and not read.min_instances <= read.instances <= read.max_instances:
+        raise _wrong("instances", read.instances, "a number from min_instances to max_instances", where)
+    return read
 
 
 def _check(given: Mapping[str, Scalar], where: str) -> None:
@@ -107,7 +132,8 @@ def _check(given: Mapping[str, Scalar], where: str) -> None:
     for key, (pattern, told) in texts.items():
         if not (isinstance(given[key], str) and pattern.fullmatch(str(given[key]))):
             raise _wrong(key, given[key], told, where)
-    for key, most in {"instances": 500, "max_concurrent_requests_per_instance": 10_000}.items():
+    most_of = {"instances": 500, "max_concurrent_requests_per_instance": 10_000, "cpu_percent": 100}
+    for key, most in {**most_of, "min_instances": 500, "max_instances": 500}.items():
         if type(number := given.get(key, 1)) is not int or not 1 <= number <= most:
             raise _wrong(key, number, f"a number from 1 to {most}", where)
     for key, (low, high) in {"request_timeout": (0.001, 180.0), "answer_s": (0.1, 600.0)}.items():
@@ -136,7 +162,3 @@ def _parts(models: str) -> re.Match[str]:
 
 def _wrong(key: str, value: object, wanted: str, where: str) -> UserError:
     return UserError(f"{key} is {value!r}", where=where, remedy=f"It must be {wanted}.")
-
-
-def _text(value: Scalar) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

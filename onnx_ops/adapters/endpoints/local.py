@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from onnx_ops.protocol.admin import (
     read_message,
 )
 from onnx_ops.protocol.execution import unservable
-from onnx_ops.protocol.options import ServerOptions, options_of
+from onnx_ops.protocol.options import ServerOptions, described, options_of
 from onnx_ops.protocol.table import follow
 from onnx_ops.protocol.table_file import TableFile
 
@@ -107,7 +107,19 @@ class LocalEndpoints:
             found = read_message(body, AdminState) if status == 200 else AdminState(state=None)
         except (ServiceUnavailable, StateCorrupt):
             return None
-        return None if found.failed else found.state
+        if found.failed or found.state is None:
+            return None
+        return replace(found.state, drift=tuple(self._drift(config, record)))
+
+    def _drift(self, config: EndpointConfig, record: ServerRecord) -> Iterator[str]:
+        """How the running server differs from the settings. Whom it trusts is the business of who started it."""
+        port = _port_of(config.settings, where=config.endpoint)
+        if port is not None and port != record.port:
+            yield f"port: {record.port}, not {port}"
+        wanted = _options(config.settings, where=config.endpoint)
+        for name, *_ in described():
+            if name != "trusted_keys" and (there := getattr(record.options, name)) != (asked := getattr(wanted, name)):
+                yield f"{name}: {there}, not {asked}"
 
     def unsupervised(self, config: EndpointConfig) -> bool:
         server = self._server(config)

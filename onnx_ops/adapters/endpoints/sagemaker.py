@@ -19,6 +19,7 @@ from onnx_ops.adapters.aws import Clients, clients, says, translated, variant_of
 from onnx_ops.adapters.endpoints.sagemaker_archive import PART_BYTES, Archives
 from onnx_ops.adapters.endpoints.sagemaker_claims import Claims
 from onnx_ops.adapters.endpoints.sagemaker_diagnosis import findings
+from onnx_ops.adapters.endpoints.sagemaker_drift import config_drift, variants_in
 from onnx_ops.adapters.endpoints.sagemaker_layout import Layout, archive_key, deployment_in, lay_out, stem_of
 from onnx_ops.adapters.endpoints.sagemaker_leftovers import Leftovers
 from onnx_ops.adapters.endpoints.sagemaker_scaling import Scaling
@@ -37,7 +38,7 @@ from onnx_ops.domain.endpoint import (
 )
 from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import EnvironmentFailure, NotFound, ServiceUnavailable
+from onnx_ops.errors import EnvironmentFailure, NotFound, ServiceUnavailable, UserError
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import container
 from onnx_ops.protocol.execution import unservable
@@ -96,11 +97,17 @@ class SageMakerEndpoints:
             if not is_ours(connected("sagemaker"), found, config.endpoint):
                 return None
             claimed = self._claims(config, settings, connected).latest()
-            if claimed is not None and found["EndpointStatus"] == "InService":
+            if found["EndpointStatus"] != "InService":
+                return _read_off(connected("sagemaker"), found, claimed)
+            drift = tuple(Scaling(connected, config.endpoint, settings).drift(found))
+            if claimed is not None:
                 layout = self._layout(config, claimed, settings)
                 if layout.holds(found["EndpointConfigName"]) and has_weights(found, layout.weights):
-                    return claimed
-            return _read_off(connected("sagemaker"), found, claimed)
+                    return replace(claimed, drift=drift)
+            state = _read_off(connected("sagemaker"), found, claimed)
+            if state is None:
+                return None
+            return replace(state, drift=(*self._config_drift(config, found, state), *drift))
         except EnvironmentFailure:
             return None
 
@@ -203,7 +210,7 @@ class SageMakerEndpoints:
                     "the endpoint did not end in time", where=endpoint, why=f"it is {found['EndpointStatus']}"
                 )
             if found["EndpointStatus"] != "Deleting":
-                scaling.let_go([v["VariantName"] for v in found.get("ProductionVariants", ())])
+                scaling.let_go(found)
                 with translated(endpoint):
                     try:
                         sagemaker.delete_endpoint(EndpointName=endpoint)
@@ -211,6 +218,23 @@ class SageMakerEndpoints:
                         if not says(error, "in-progress", "in progress", "could not find"):
                             raise
             time.sleep(settings.poll_s)
+
+    def _config_drift(self, config: EndpointConfig, found: Mapping[str, Any], state: EndpointState) -> tuple[str, ...]:
+        """How the endpoint's config differs from the one that these settings make of the state; nothing where they
+        make none."""
+        settings, connected = self._connect(config)
+        sagemaker = connected("sagemaker")
+        try:
+            layout = self._layout(config, state, settings)
+        except UserError:
+            return ()
+        if layout.holds(found["EndpointConfigName"]):
+            return ()
+        with translated(config.endpoint):
+            there = sagemaker.describe_endpoint_config(EndpointConfigName=found["EndpointConfigName"])
+            names = {v["ModelName"] for v in variants_in(there)}
+            models = {name: sagemaker.describe_model(ModelName=name) for name in names}
+        return tuple(config_drift(there, models, layout))
 
     @staticmethod
     def _define(sagemaker: Any, layout: Layout, endpoint: str) -> None:

@@ -18,6 +18,7 @@ from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, li
 from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import StateCorrupt, UserError
+from onnx_ops.protocol.container import TRUSTED_KEYS_VARIABLE, option_variables
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
 DOCUMENT = "ONNX_OPS_DEPLOYMENT_DOCUMENT"
@@ -157,14 +158,14 @@ def _check(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> 
 def _model(endpoint: str, deployment: Deployment, settings: SageMakerSettings, trusted_keys: str) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError("there are more trusted keys than a container's environment takes", remedy="Retire old ones.")
-    keys = {"ONNX_OPS_SERVE_TRUSTED_KEYS": trusted_keys} if trusted_keys else {}
+    options = option_variables(settings.server) | ({TRUSTED_KEYS_VARIABLE: trusted_keys} if trusted_keys else {})
     subnets, groups = listed(settings.subnets), listed(settings.security_groups)
     request: dict[str, Any] = {
         "ExecutionRoleArn": settings.role,
         "PrimaryContainer": {
             "Image": settings.image,
             "ModelDataUrl": f"s3://{settings.bucket}/{archive_key(settings.prefix, endpoint, deployment)}",
-            "Environment": variables_of(deployment) | keys,
+            "Environment": variables_of(deployment) | options,
         },
         "EnableNetworkIsolation": settings.isolated,
     }

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from onnx_ops.adapters.aws import Clients, code_of, translated
+from onnx_ops.adapters.endpoints.sagemaker_drift import instance_drift
 from onnx_ops.adapters.endpoints.sagemaker_layout import Layout
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
+from onnx_ops.errors import Refused
 
-_DIMENSION = {"ServiceNamespace": "sagemaker", "ScalableDimension": "sagemaker:variant:DesiredInstanceCount"}
+_NAMESPACE = {"ServiceNamespace": "sagemaker"}
+_DIMENSION = {**_NAMESPACE, "ScalableDimension": "sagemaker:variant:DesiredInstanceCount"}
 _POLICY = "onnx-ops-invocations"
 
 
 class Scaling:
-    """Targets and policies of one endpoint's variants. Where the settings say nothing of it, nothing is touched."""
+    """Targets and policies of one endpoint's variants. What others have made is left alone, and so are the instance
+    counts that it sets."""
 
     def __init__(self, clients: Clients, endpoint: str, settings: SageMakerSettings) -> None:
         self._clients = clients
         self._endpoint = endpoint
         self._settings = settings
+
+    def drift(self, found: Mapping[str, Any]) -> Iterator[str]:
+        """How instance counts and autoscaling of an endpoint's production variants differ from the settings. Counts
+        that others scale are theirs."""
+        settings, names = self._settings, _names(found)
+        targets = {} if settings.serverless else self._targets(names)
+        policies = {name: self._policy(name) for name in targets}
+        for name in names if settings.scaled else targets:
+            target, policy = targets.get(name), policies.get(name)
+            wanted = {"MinCapacity": settings.min_instances, "MaxCapacity": settings.max_instances}
+            asked = _told(wanted, self._tracking()) if settings.scaled else "none"
+            if (settings.scaled or policy is not None) and _told(target, policy) != asked:
+                yield f"autoscaling of {name}: {_told(target, policy)}, not {asked}"
+        if not settings.scaled and not any(policies[name] is None for name in targets):
+            yield from instance_drift(found, settings)
+
+    def by_others(self, found: Mapping[str, Any]) -> bool:
+        """Whether something else scales a variant, although the settings do not."""
+        if self._settings.scaled:
+            return False
+        return any(self._policy(name) is None for name in self._targets(_names(found)))
+
+    def release(self, found: Mapping[str, Any]) -> None:
+        """Let go of what the settings had scaled and scale no longer."""
+        for name in () if self._settings.scaled else self._targets(_names(found)):
+            if self._policy(name) is not None:
+                self._deregister(name)
 
     def step_aside(self, found: Mapping[str, Any], layout: Layout) -> None:
         """Let go of variants that go, or get other instances: SageMaker refuses to change those that are scaled."""
@@ -47,19 +78,48 @@ class Scaling:
                     **named,
                     PolicyName=_POLICY,
                     PolicyType="TargetTrackingScaling",
-                    TargetTrackingScalingPolicyConfiguration={
-                        "TargetValue": float(self._settings.invocations_per_instance),
-                        "PredefinedMetricSpecification": {
-                            "PredefinedMetricType": "SageMakerVariantInvocationsPerInstance"
-                        },
-                    },
+                    TargetTrackingScalingPolicyConfiguration=self._tracking(),
                 )
 
-    def let_go(self, variants: list[str]) -> None:
-        """No longer scale these variants."""
+    def let_go(self, found: Mapping[str, Any]) -> None:
+        """No longer scale an endpoint that ends."""
         if self._settings.scaled:
-            for variant in variants:
+            for variant in _names(found):
                 self._deregister(variant)
+        else:
+            self.release(found)
+
+    def _tracking(self) -> dict[str, Any]:
+        metric = {"PredefinedMetricType": "SageMakerVariantInvocationsPerInstance"}
+        target = float(self._settings.invocations_per_instance)
+        return {"TargetValue": target, "PredefinedMetricSpecification": metric}
+
+    def _targets(self, variants: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+        """What is scaled, by variant. Who does not use autoscaling needs no permission to look at it."""
+        resources = {self._resource(name): name for name in variants}
+        if not resources:
+            return {}
+        try:
+            with translated(self._endpoint):
+                scaling = self._clients("application-autoscaling")
+                found = scaling.describe_scalable_targets(**_DIMENSION, ResourceIds=list(resources))
+        except Refused:
+            if self._settings.scaled:
+                raise
+            return {}
+        return {resources[one["ResourceId"]]: one for one in found["ScalableTargets"]}
+
+    def _policy(self, variant: str) -> Mapping[str, Any] | None:
+        """What our policy of a variant tracks."""
+        with translated(self._endpoint):
+            found = self._clients("application-autoscaling").describe_scaling_policies(
+                **_DIMENSION, ResourceId=self._resource(variant), PolicyNames=[_POLICY]
+            )
+        policies = found["ScalingPolicies"]
+        tracking: Mapping[str, Any] | None = (
+            policies[0]["TargetTrackingScalingPolicyConfiguration"] if policies else None
+        )
+        return tracking
 
     def _deregister(self, variant: str) -> None:
         from botocore.exceptions import ClientError
@@ -75,3 +135,14 @@ class Scaling:
 
     def _resource(self, variant: str) -> str:
         return f"endpoint/{self._endpoint}/variant/{variant}"
+
+
+def _names(found: Mapping[str, Any]) -> list[str]:
+    return [variant["VariantName"] for variant in found.get("ProductionVariants", ())]
+
+
+def _told(target: Mapping[str, Any] | None, policy: Mapping[str, Any] | None) -> str:
+    if target is None:
+        return "none"
+    tracked = "nothing" if policy is None else f"{policy['TargetValue']:g} invocations a minute"
+    return f"{target['MinCapacity']} to {target['MaxCapacity']} instances by {tracked}"

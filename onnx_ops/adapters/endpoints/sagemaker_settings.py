@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from onnx_ops.adapters.aws import ANSWER_S
 from onnx_ops.errors import UserError
+from onnx_ops.protocol.container import server_options
 
 Scalar = str | int | float | bool
 
@@ -46,7 +46,10 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SageMakerSettings:
-    """Settings of one endpoint; see docs/sagemaker.md. Lists are written with commas between their items."""
+    """Settings of one endpoint; see docs/sagemaker.md. Lists are written with commas between their items.
+
+    `server` are options of the endpoint server.
+    """
 
     role: str
     image: str
@@ -81,6 +84,7 @@ class SageMakerSettings:
     timeout_s: float = 3600.0
     poll_s: float = 10.0
     answer_s: float = ANSWER_S
+    server: Mapping[str, Scalar] = field(default_factory=dict)
 
     @property
     def serverless(self) -> bool:
@@ -111,18 +115,16 @@ def settings_of(given: Mapping[str, Scalar], *, where: str = "") -> SageMakerSet
         UserError: one is not known, is missing, is not of its type or range, or does not go with the others.
     """
     hints = get_type_hints(SageMakerSettings)
-    known = [f.name for f in fields(SageMakerSettings)]
+    own = tuple(f.name for f in fields(SageMakerSettings) if f.name != "server")
+    server = server_options(given, where=where, others=own)
+    given = {name: value for name, value in given.items() if name in own}
     for name, value in given.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
-            raise UserError(f"sagemaker has no setting {name!r}", where=where, remedy=hint)
         _check(name, hints[name], value, where)
     if missing := [name for name in ("role", "image", "bucket") if not given.get(name)]:
         remedy = "docs/sagemaker.md shows how to make them."
         raise UserError(f"sagemaker needs the settings {', '.join(missing)}", where=where, remedy=remedy)
     values: dict[str, Any] = {name: hints[name](value) for name, value in given.items()}
-    found = SageMakerSettings(**values)
+    found = SageMakerSettings(**values, server=server)
     for problem in _problems(found):
         raise UserError(problem, where=where)
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from onnx_ops.adapters.aws import Clients, code_of, says, translated
 from onnx_ops.adapters.endpoints.sagemaker_claims import Claims
+from onnx_ops.adapters.endpoints.sagemaker_drift import instance_drift
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG, Layout
 from onnx_ops.adapters.endpoints.sagemaker_scaling import Scaling
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
@@ -20,7 +21,9 @@ from onnx_ops.errors import EnvironmentFailure, NotFound, Refused, RolledBackByA
 
 _BUSY = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"})
 _RETAINED_NOT = [{"VariantPropertyType": "DesiredWeight"}, {"VariantPropertyType": "DataCaptureConfig"}]
-"""Instance counts stay as autoscaling has set them; weights and capture are what the new config says."""
+"""Weights and capture are what the new config says."""
+_COUNT_NEITHER = {"VariantPropertyType": "DesiredInstanceCount"}
+"""Nor do instance counts stay, unless autoscaling sets them."""
 _PATIENCE = 12
 """Looks for which an endpoint may seem untouched after a request that was taken: its reads are behind."""
 _SURE = 3
@@ -63,6 +66,7 @@ class Mover:
         self._scaling = Scaling(clients, endpoint, settings)
         self._back = back
         self._alarms = () if back else listed(settings.alarms)
+        self._counts = not (settings.scaled or settings.serverless)
 
     def move(self, layout: Layout) -> None:
         """Return once the endpoint is in service with this layout and these weights.
@@ -75,7 +79,10 @@ class Mover:
             ServiceUnavailable: it did not end in time.
         """
         deadline = time.monotonic() + self._settings.timeout_s
-        course, found = _Course(), None
+        course, found = _Course(), describe(self._sagemaker, self._endpoint)
+        if found is not None and self._counts:
+            self._scaling.release(found)
+            self._counts = not self._scaling.by_others(found)
         while time.monotonic() < deadline:
             found = describe(self._sagemaker, self._endpoint)
             if self._arrived(found, layout):
@@ -141,9 +148,10 @@ class Mover:
                 if not says(error, "in-progress endpoint", "in progress"):
                     raise
 
-    @staticmethod
-    def _arrived(found: Mapping[str, Any] | None, layout: Layout) -> bool:
+    def _arrived(self, found: Mapping[str, Any] | None, layout: Layout) -> bool:
         if found is None or found["EndpointStatus"] != "InService":
+            return False
+        if self._counts and any(instance_drift(found, self._settings)):
             return False
         return layout.holds(found.get("EndpointConfigName", "")) and has_weights(found, layout.weights)
 
@@ -208,6 +216,7 @@ class Mover:
         from botocore.exceptions import ClientError
 
         course.modified = found.get("LastModifiedTime")
+        count = {"DesiredInstanceCount": self._settings.instance_count} if self._counts else {}
         weights_only = layout.holds(found["EndpointConfigName"]) and found["EndpointStatus"] == "InService"
         with translated(self._endpoint):
             try:
@@ -215,27 +224,29 @@ class Mover:
                     self._sagemaker.update_endpoint_weights_and_capacities(
                         EndpointName=self._endpoint,
                         DesiredWeightsAndCapacities=[
-                            {"VariantName": name, "DesiredWeight": weight} for name, weight in layout.weights.items()
+                            {"VariantName": name, "DesiredWeight": weight} | count
+                            for name, weight in layout.weights.items()
                         ],
                     )
                 else:
                     self._scaling.step_aside(found, layout)
-                    self._sagemaker.update_endpoint(**self._request(layout))
+                    self._sagemaker.update_endpoint(**self._request(found, layout))
             except ClientError as error:
                 if not says(error, "in-progress endpoint", "in progress"):
                     raise
                 return
         course.asked, course.began, course.untouched, course.bad = "update", False, 0, 0
 
-    def _request(self, layout: Layout) -> dict[str, Any]:
+    def _request(self, found: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         request: dict[str, Any] = {
             "EndpointName": self._endpoint,
             "EndpointConfigName": layout.config_name,
             "RetainAllVariantProperties": not self._settings.serverless,
         }
         if not self._settings.serverless:
-            request["ExcludeRetainedVariantProperties"] = _RETAINED_NOT
-        if self._settings.guarded:
+            request["ExcludeRetainedVariantProperties"] = _RETAINED_NOT + [_COUNT_NEITHER] * self._counts
+        same = {variant["VariantName"] for variant in found.get("ProductionVariants", ())} == set(layout.weights)
+        if self._settings.guarded and same:  # SageMaker guards no update that brings other variants
             request["DeploymentConfig"] = self._guard(layout)
         return request
 

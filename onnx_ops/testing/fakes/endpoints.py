@@ -27,6 +27,7 @@ class FakeProvider:
         self.left: dict[str, list[Leftover]] = {}
         self._states: dict[str, EndpointState] = {}
         self._generations: dict[str, int] = {}
+        self._settings: dict[str, Mapping[str, str | int | float | bool]] = {}
 
     def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
         return frozenset({"split"})
@@ -40,7 +41,15 @@ class FakeProvider:
         return ""
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        return None if self.down else self._states.get(config.endpoint)
+        state = None if self.down else self._states.get(config.endpoint)
+        made = self._settings.get(config.endpoint, {})
+        if state is None or made == config.settings:
+            return state
+        names = sorted({*made, *config.settings})
+        differs = [
+            f"{n}: {made.get(n)}, not {config.settings.get(n)}" for n in names if made.get(n) != config.settings.get(n)
+        ]
+        return replace(state, drift=tuple(differs))
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         if self.down:
@@ -50,13 +59,14 @@ class FakeProvider:
         current = self._states.get(name)
         if generation < last or (generation == last and current is not None and current != state):
             raise Conflict(f"generation {last} was applied already", where=name)
-        if current is None or not current.same_as(state):
+        if current is None or not current.same_as(state) or self._settings[name] != config.settings:
             self.applied.append((name, state))
-        self._states[name], self._generations[name] = state, generation
+        self._states[name], self._generations[name], self._settings[name] = state, generation, config.settings
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        held = self._states.get(config.endpoint)
-        self.apply(config, state if held is None else rolled_back(held, state), generation=generation)
+        held, made = self._states.get(config.endpoint), self._settings.get(config.endpoint, config.settings)
+        target = state if held is None else rolled_back(held, state)
+        self.apply(replace(config, settings=made), target, generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
         return f"memory:{config.endpoint}" if config.endpoint in self._states else None

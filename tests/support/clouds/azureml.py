@@ -120,6 +120,7 @@ class AzureCloud:
             bodies = {path: copy.deepcopy(resource.body) for path, resource in self.control.resources.items()}
             routes = copy.deepcopy(self.control.routes)
             shared = dict(self.control.registries.models)
+            autoscale = dict(self.control.autoscale.settings)
             blobs = (dict(self.blobs.data), dict(self.blobs.md5))
         try:
             yield
@@ -131,6 +132,7 @@ class AzureCloud:
                     resource.body, resource.left, resource.stale = bodies[path], 0, 0
                 self.control.routes = routes
                 self.control.registries.models = shared
+                self.control.autoscale.settings = autoscale
                 self.blobs.data, self.blobs.md5 = blobs
                 self.control.conditions = Conditions()
                 self.trouble = lambda *_: None

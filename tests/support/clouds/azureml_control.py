@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.clouds.azureml_around import told_around
+from tests.support.clouds.azureml_autoscale import Autoscale
 from tests.support.clouds.azureml_blobs import Blobs
 from tests.support.clouds.azureml_nodes import Node, Nodes
 from tests.support.clouds.azureml_registry import Registries
@@ -64,6 +65,7 @@ class Control:
         self._blobs = blobs
         self._pool = nodes
         self._operations: dict[str, tuple[Resource, Operation]] = {}
+        self.autoscale = Autoscale()
         self.registries = Registries(url, workspace.split("/")[2], self._copied)
 
     def concurrency(self, endpoint: str, deployment: str) -> int:
@@ -84,6 +86,8 @@ class Control:
             return told
         if (told := self._told_about_region(call.path)) is not None:
             return told
+        if self.autoscale.concerns(call.path) and not conditions.forbidden:
+            return self.autoscale.answer(call)
         if not call.path.lower().startswith(self._workspace.lower()) or self.conditions.no_workspace:
             return refuse(404, "ResourceNotFound", f"The Resource '{call.path}' was not found.")
         if self.conditions.forbidden:
@@ -180,6 +184,8 @@ class Control:
             if split.get(name):
                 return refuse(400, "BadRequest", f"Deployment {name} has traffic and cannot be deleted.")
             return self._delete(there, lambda: self._forget_deployment(path, endpoint, name))
+        if call.method == "PATCH":
+            return self._missing(path) if there is None else self._patched(there, path, json.loads(call.body))
         return self._made(path, endpoint, name, json.loads(call.body))
 
     def _made(self, path: str, endpoint: str, name: str, body: Body) -> Reply:
@@ -191,6 +197,21 @@ class Control:
         resource.body["properties"]["scaleSettings"] = {"scaleType": "Default"}
         state = "Creating" if before is None else "Updating"
         return self._begun(resource, state, lambda: self._launched(resource, endpoint, name, before))
+
+    def _patched(self, there: Resource, path: str, changes: Body) -> Reply:
+        """Tags and the number of instances are all that may change of a deployment that runs."""
+        if set(changes) - {"tags", "sku"}:
+            return refuse(400, "BadArgument", "Only tags and sku can be changed.")
+        body = {**copy.deepcopy(there.body), **changes}
+        if (refused := self._over_quota(path, body)) is not None:
+            return refused
+        resource, before = self._written(path, body)
+
+        def effect() -> None:
+            resource.state = "Succeeded"
+            resource.lags(self.conditions.lag, before)
+
+        return self._begun(resource, "Updating", effect)
 
     def _over_quota(self, path: str, body: Body) -> Reply | None:
         others = [r for p, r in self.resources.items() if "/deployments/" in p and p != path]
