@@ -20,6 +20,15 @@ Fresh = Annotated[
     list[StageKind] | None,
     typer.Option("--fresh", help="Do these kinds of stages again, whatever is known; repeat for several."),
 ]
+Abandon = Annotated[
+    str,
+    typer.Option(
+        "--abandon",
+        metavar="REASON",
+        help="Why endpoints may be left behind that the file names no longer, or elsewhere; recorded in the ledger.",
+        show_default=False,
+    ),
+]
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="At most so many side by side.")]
 
 
@@ -99,6 +108,7 @@ def run(
     until: Until = None,
     fresh: Fresh = None,
     jobs: Jobs = 1,
+    abandon: Abandon = "",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -124,13 +134,14 @@ def run(
             overrides=overrides or (),
             until=until,
             fresh=fresh or (),
+            abandon=abandon,
             as_json=as_json,
             quiet=quiet,
         )
         raise typer.Exit(code)
     prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
     observer = None if as_json or quiet else _progress(jobs)
-    result = projects.execute(project, prepared, fresh=fresh or (), observer=observer, jobs=jobs)
+    result = projects.execute(project, prepared, fresh=fresh or (), observer=observer, abandon=abandon, jobs=jobs)
     from onnx_ops.wiring.summary import summarise
 
     summary = summarise(prepared.pipeline, result, project.ports)

@@ -26,6 +26,7 @@ def run_several(
     overrides: Sequence[str],
     until: StageKind | None,
     fresh: Collection[StageKind],
+    abandon: str,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -40,6 +41,7 @@ def run_several(
         overrides=overrides,
         until=until,
         fresh=fresh,
+        abandon=abandon,
         observe=talk or (lambda: None),
     ):
         codes.append(ended.exit_code)

@@ -125,6 +125,15 @@ class Deleted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """The endpoint is bound no longer, and what runs at `place` stays there. The name may be bound again, elsewhere."""
+
+    kind: Literal["abandoned"] = "abandoned"
+    reason: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """How fast the stable version was before `candidate` (its manifest) got any request, and how fast the candidate has
     to be. Written before the rollout starts; None if there were too few requests to tell. In ledgers without `slower`
@@ -174,6 +183,7 @@ Body = (
     | RefusedVersion
     | Override
     | Deleted
+    | Abandoned
     | Frozen
     | Observed
     | Held

@@ -9,6 +9,7 @@ from typing import Any, assert_never
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.entries import (
+    Abandoned,
     Body,
     Configured,
     Deleted,
@@ -32,6 +33,7 @@ from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wo
 from onnx_ops.domain.rollout_observed import Observations, Reading
 
 __all__ = [
+    "Abandoned",
     "Body",
     "Configured",
     "Deleted",
@@ -181,8 +183,8 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             if state.refusing is not None and body.of == state.refused_at:
                 return replace(state, refusing=None)
             return _close(state, body, entry.at)
-        case Override() | Deleted():
-            return _take(state, body) if isinstance(body, Override) else _delete(state, body)
+        case Override() | Deleted() | Abandoned():
+            return _take(state, body) if isinstance(body, Override) else _unbind(state, body)
         case _:
             return _noted(state, entry.sequence, body)
 
@@ -291,14 +293,15 @@ def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, Override]
     return {manifest: given for manifest, given in kept if not {manifest, given.release} & set(action.reject)}
 
 
-def _delete(state: ReleaseState, body: Deleted) -> ReleaseState:
-    if not body.done:
+def _unbind(state: ReleaseState, body: Deleted | Abandoned) -> ReleaseState:
+    if isinstance(body, Deleted) and not body.done:
         return replace(state, deleting=True, open_intent=None, word=None, pending_aliases={})
     # What is bound under this name later must not bring back what failed here, nor count generations from one again.
     return ReleaseState(
         endpoint=state.endpoint,
         generation=state.generation,
         rejected=state.rejected,
+        overrides=state.overrides if isinstance(body, Abandoned) else {},
         overrides_taken=state.overrides_taken,
         notified_at=state.notified_at,
     )

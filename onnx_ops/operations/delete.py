@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from onnx_ops.domain.ledger import Deleted
-from onnx_ops.errors import Conflict, OnnxOpsError, Overtaken, StillOwed
+from onnx_ops.errors import OnnxOpsError, Overtaken, StillOwed
 from onnx_ops.operations.journal import Journal, looking_again
 from onnx_ops.operations.patience import PATIENCE_S, within
 from onnx_ops.ports import Ports
@@ -28,14 +28,8 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
         journal = Journal.open(ports, endpoint, actor=actor)
         if asked and not journal.state.deleting:
             return  # somebody else has completed it
-        config, intent = journal.config, journal.state.open_intent
-        if intent is not None and (holder := journal.at_work()) is not None:
-            raise Conflict(
-                f"{holder} is changing this endpoint",
-                where=config.endpoint,
-                why=intent.action.why,
-                remedy="Try again when that is done.",
-            )
+        config = journal.config
+        journal.refuse_while_changed()
         if not journal.state.deleting:
             journal.append(Deleted(reason=reason))
             asked = True

@@ -57,6 +57,17 @@ class Journal:
             )
         return self.state.config
 
+    def refuse_while_changed(self) -> None:
+        """Raises Conflict while the lease of a driver that lives is open."""
+        if (intent := self.at_work()) is None:
+            return
+        raise Conflict(
+            f"{intent.holder} is changing this endpoint",
+            where=self.state.endpoint,
+            why=intent.action.why,
+            remedy="Try again when that is done.",
+        )
+
     def append(self, body: Body, *, actor: str = "") -> int:
         """Write one entry after the last one known; returns its sequence. `actor` is answerable if it is another.
 
@@ -74,12 +85,12 @@ class Journal:
         self.state = follow(self.state, entry)
         return entry.sequence
 
-    def at_work(self) -> str | None:
-        """Who holds the lease of what is open; None if nothing is, or its driver died."""
+    def at_work(self) -> Intent | None:
+        """What is open, as long as it is a lease; None if nothing is, or its driver died."""
         intent = self.state.open_intent
         if intent is None or self.ports.clock.now() >= intent.expires_at or not self.ports.host.alive(intent.holder):
             return None
-        return intent.holder
+        return intent
 
     def perform(self, action: Action, effect: Effect | None = None) -> None:
         """Intent, effect, outcome. The lease is kept meanwhile.

@@ -13,6 +13,7 @@ from onnx_ops.domain.override import LONGEST_REASON, SignedOverride, reason_tag,
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, alias
 from onnx_ops.errors import Refused, UserError
+from onnx_ops.operations.abandon import leave, moved_from, refusal
 from onnx_ops.operations.approve import approve
 from onnx_ops.operations.decided import override_of, standing_override
 from onnx_ops.operations.delete import finish_deletion
@@ -80,11 +81,22 @@ def promote(
     return Promotion(model=model, version=version, target=target, did="challenger", endpoints=names)
 
 
-def configure(ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, actor: str = "") -> bool:
+def configure(
+    ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, actor: str = "", abandon: str = ""
+) -> bool:
     """Bind an endpoint to what its pipeline says; says whether that changed anything.
 
+    Args:
+        ports: the outside world.
+        config: what it is bound to.
+        policy: of its rollouts.
+        actor: who is answerable.
+        abandon: why what runs elsewhere under this name may be left behind; it is recorded.
+
     Raises:
-        UserError: the endpoint belongs to another pipeline or model.
+        UserError: the endpoint serves another model or target, or cannot be changed so while it exists.
+        Refused: it runs elsewhere, and nothing says that it may be left behind.
+        Conflict: somebody changes right now what is to be left behind.
     """
 
     def bind() -> bool:
@@ -98,6 +110,10 @@ def configure(ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, ac
                 where=f"pipeline {config.pipeline}",
                 remedy="An endpoint binds one model and one target; give this deployment another name.",
             )
+        if (orphan := moved_from(ports, journal.state, config)) is not None:
+            if not abandon:
+                raise refusal(ports, [orphan])
+            leave(journal, reason=abandon)
         if bound == config and journal.state.policy == policy:
             return False
         journal.append(Configured(config=config, policy=policy))

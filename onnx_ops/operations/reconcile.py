@@ -205,10 +205,9 @@ def _same(begun: RefusedVersion, refused: RefusedVersion | None) -> bool:
 
 def _at_work(journal: Journal) -> StepReport | None:
     """An open intent is the lease of whoever wrote it, unless that driver died."""
-    holder, intent = journal.at_work(), journal.state.open_intent
-    if holder is None or intent is None:
+    if (intent := journal.at_work()) is None:
         return None
-    why = f"{holder} is at work: {intent.action.why}"
+    why = f"{intent.holder} is at work: {intent.action.why}"
     return StepReport(endpoint=journal.state.endpoint, did="", why=why, settled=True)
 
 

@@ -300,9 +300,9 @@ def _wait_for_another(journal: Journal) -> None:
         ServiceUnavailable: it takes long.
     """
     deadline = time.monotonic() + PATIENCE_S
-    while (holder := journal.at_work()) is not None:
+    while (intent := journal.at_work()) is not None:
         if time.monotonic() > deadline:
-            raise ServiceUnavailable(f"{holder} is at work on it", where=journal.state.endpoint)
+            raise ServiceUnavailable(f"{intent.holder} is at work on it", where=journal.state.endpoint)
         time.sleep(_PAUSE_S)
         journal.state = journal.ports.ledger.state(journal.state.endpoint)
 

@@ -9,6 +9,7 @@ from typing import assert_never
 
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import (
+    Abandoned,
     Configured,
     Deleted,
     Frozen,
@@ -204,15 +205,18 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
             return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
         case Override():
             return f"override for version {body.version}", body.reason
-        case Deleted() | Frozen() | Observed() | Held() | Notified() | Renewed() | Withdrawn():
+        case Deleted() | Abandoned() | Frozen() | Observed() | Held() | Notified() | Renewed() | Withdrawn():
             return _noted_told(body)
         case _:
             assert_never(body)
 
 
-def _noted_told(body: Deleted | Frozen | Observed | Held | Notified | Renewed | Withdrawn) -> tuple[str, str]:
-    if isinstance(body, Withdrawn):
-        return "withdrew what was owed", body.reason
+def _noted_told(
+    body: Deleted | Abandoned | Frozen | Observed | Held | Notified | Renewed | Withdrawn,
+) -> tuple[str, str]:
+    if isinstance(body, Abandoned | Withdrawn):
+        what = f"left behind: {body.place}" if isinstance(body, Abandoned) else "withdrew what was owed"
+        return what, body.reason
     if isinstance(body, Deleted):
         return "deleted" if body.done else "is to be deleted", body.reason
     if isinstance(body, Held):

@@ -150,12 +150,25 @@ class EndpointProvider(Protocol):
         """Why no endpoint here can run models as they were measured on the target; empty if one can."""
         ...
 
+    def place(self, config: EndpointConfig) -> str:
+        """Where the endpoint stands, for people. Two configs of one place are the same endpoint; nobody is asked."""
+        ...
+
+    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+        """Look at a change of an endpoint's settings that exists, and stays where it is.
+
+        Raises:
+            UserError: what exists cannot be changed so.
+        """
+        ...
+
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """What the endpoint does now; None if it does not exist or does not answer."""
+        """What the endpoint does now, and how it differs from its settings; None if it does not exist or does not
+        answer."""
         ...
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Make it so. Applying the same state twice changes nothing. No request is dropped.
+        """Make it so, by the endpoint's settings. Applying the same state twice changes nothing. No request is dropped.
 
         Raises:
             Conflict: a later generation was applied already.

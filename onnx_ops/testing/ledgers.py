@@ -23,6 +23,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope, Signature
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
+    Abandoned,
     Body,
     Configured,
     Frozen,
@@ -111,6 +112,7 @@ def one_of_each() -> tuple[Body, ...]:
         Renewed(of=2, expires_at=180.5),
         RollbackRequested(action=action, by_hand=True),
         Withdrawn(reason="wrong endpoint"),
+        Abandoned(reason="it moved", place="region a"),
     )
 
 

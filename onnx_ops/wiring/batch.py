@@ -42,6 +42,7 @@ def run_files(
     overrides: Sequence[str] = (),
     until: StageKind | None = None,
     fresh: Collection[StageKind] = (),
+    abandon: str = "",
     observe: Callable[[], Observer | None] = lambda: None,
     actor: str = "",
 ) -> Iterator[Ended]:
@@ -56,6 +57,7 @@ def run_files(
         overrides: values to override in each of them.
         until: stop after this kind of stage.
         fresh: kinds of stages to do again.
+        abandon: why endpoints may be left behind that a file names no longer, or elsewhere.
         observe: a new observer for each pipeline.
         actor: who is answerable for what they release.
     """
@@ -63,7 +65,7 @@ def run_files(
     def led(file: Path) -> Ended:
         try:
             prepared = prepare(project, file, overrides=overrides, until=until)
-            result = execute(project, prepared, fresh=fresh, observer=observe(), actor=actor)
+            result = execute(project, prepared, fresh=fresh, observer=observe(), actor=actor, abandon=abandon)
             summary = summarise(prepared.pipeline, result, project.ports)
         except OnnxOpsError as error:
             return Ended(file=file, refused=error)

@@ -40,6 +40,8 @@ class StageHandler:
     ports: Ports
     perform: Execute
     actor: str = ""
+    abandon: str = ""
+    """Why what runs elsewhere under the name of an endpoint may be left behind; empty: it may not."""
     claims: Path | None = None
     """Folder of those who are at work; without it nobody waits for anybody."""
 
@@ -119,8 +121,8 @@ class StageHandler:
         return Manifest(files={"promotion.json": self.ports.store.put_bytes(codec.dumps(promoted))})
 
     def _deploy(self, stage: Stage) -> Manifest:
-        config, section = _binding(stage)
-        configure(self.ports, config, section.rollout, actor=self.actor)
+        config, section = binding(stage)
+        configure(self.ports, config, section.rollout, actor=self.actor, abandon=self.abandon)
         reports = settle(self.ports, config.endpoint, actor=self.actor)
         at_rest(config.endpoint, reports)
         return Manifest(files={"steps.json": self.ports.store.put_bytes(codec.dumps(reports))})
@@ -194,14 +196,15 @@ def _promoted(ports: Ports, stage: Stage, registration: Registration, choice: Ch
 
 
 def _deployed(ports: Ports, stage: Stage, registration: Registration, choice: Choice) -> bool:
-    config, section = _binding(stage)
+    config, section = binding(stage)
     (state,) = _states(ports, [config.endpoint])
     if (state.config, state.policy) != (config, section.rollout):
         return False
     return not stage.settings["auto"] or _serves(state, _version(registration, choice))
 
 
-def _binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
+def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
+    """What a deploy stage binds its endpoint to, and its section of the file."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Deploy, where=stage.id)
     config = EndpointConfig(

@@ -44,8 +44,9 @@ class Project:
 
         return TargetFiles(self.settings.root, self.settings.shared_targets)
 
-    def handler(self, actor: str = "", observer: Observer | None = None) -> StageHandler:
-        """How stages are done; `actor` is answerable for what they release, `observer` hears how far they are."""
+    def handler(self, actor: str = "", observer: Observer | None = None, abandon: str = "") -> StageHandler:
+        """How stages are done; `actor` is answerable for what they release, `observer` hears how far they are, and
+        `abandon` is why endpoints may be left behind."""
         from onnx_ops.engine import Silent
         from onnx_ops.wiring.child import Performer
         from onnx_ops.wiring.handler import StageHandler
@@ -55,6 +56,7 @@ class Project:
             ports=self.ports,
             perform=Performer(settings=self.settings, ports=self.ports, tell=tell, quiet=self.quiet),
             actor=actor,
+            abandon=abandon,
             claims=self.settings.claims,
             releasing=self.releasing,
         )
@@ -178,18 +180,37 @@ def execute(
     executor: Executor | None = None,
     observer: Observer | None = None,
     actor: str = "",
+    abandon: str = "",
     jobs: int = 1,
 ) -> RunResult:
     """Run a plan, `jobs` stages at once; `actor` is answerable for what it releases, by default whoever runs this
-    process."""
-    from onnx_ops.engine import InlineExecutor, Silent, run
+    process.
 
-    return run(
+    Raises:
+        Refused: an endpoint would be left behind, and `abandon` gives no reason why it may.
+        UserError: an endpoint that exists cannot be changed as the file says.
+    """
+    from onnx_ops.domain.pipeline import StageKind, StageStatus
+    from onnx_ops.engine import InlineExecutor, Silent, run
+    from onnx_ops.operations.abandon import leave_dropped, refuse_orphans
+    from onnx_ops.wiring.handler import binding
+
+    name, stages = prepared.plan.pipeline, prepared.plan.stages
+    releases = any(stage.kind is StageKind.REGISTER for stage in stages)
+    deploys = [stage for stage in stages if stage.kind is StageKind.DEPLOY]
+    configs = [binding(stage)[0] for stage in deploys]
+    if releases:
+        refuse_orphans(project.ports, name, configs, abandon=abandon)
+    result = run(
         prepared.plan,
-        handler=project.handler(actor, observer),
+        handler=project.handler(actor, observer, abandon),
         executor=executor or InlineExecutor(),
         observer=observer or Silent(),
         clock=project.ports.clock,
         fresh=fresh,
         jobs=jobs,
     )
+    served = (StageStatus.DONE, StageStatus.CACHED)
+    if releases and abandon and all(result.outcomes[stage.id].status in served for stage in deploys):
+        leave_dropped(project.ports, name, configs, reason=abandon, actor=actor)
+    return result

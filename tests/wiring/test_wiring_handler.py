@@ -10,14 +10,20 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
+from onnx_ops.domain.ledger import Intent, Outcome
+from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
-from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.errors import Refused, ServiceUnavailable
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.promote import configure
 from onnx_ops.ports import Ports
+from onnx_ops.settings import load_settings
 from onnx_ops.testing.fakes import FakeWorld
-from onnx_ops.wiring.handler import StageHandler
+from onnx_ops.wiring.handler import StageHandler, binding
+from onnx_ops.wiring.project import Prepared, Project, execute
 
 KEY = digest_bytes(b"key")
 REGISTER = Stage(id="register", kind=StageKind.REGISTER, settings={})
@@ -77,6 +83,32 @@ def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bou
     assert handler.refusal(deploy(auto=True, rollout=patient), inputs) == ""
     handler.execute(deploy(auto=True, rollout=patient), KEY, inputs)
     assert ports.ledger.state("e").policy == patient
+
+
+def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(tmp_path: Path) -> None:
+    (tmp_path / "onnx-ops.toml").write_text('signing = "off"\n')
+    world = FakeWorld()
+    ports = world.ports(root=tmp_path)
+    config, section = binding(deploy())
+    configure(ports, config, section.rollout)
+    release, manifest = digest_bytes(b"release"), digest_bytes(b"files")
+    served = Deployment(
+        name="v1", model="m", version="1", variant="fp32", release=release, manifest=manifest, location=str(tmp_path)
+    )
+    action = Action(kind=ActionKind.FIRST, state=split_state(None, served, 100), roles=Roles(stable=served), why="new")
+    for body in (Intent(action=action, holder="h", expires_at=0.0), Outcome(of=2, ok=True)):
+        Journal.open(ports, "e").append(body)
+    register = Stage(id="register", kind=StageKind.REGISTER, settings={}, needs=("train",))
+    pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
+    prepared = Prepared(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))
+    project = Project(settings=load_settings(tmp_path), ports=ports)
+    with pytest.raises(Refused, match="e would be left behind") as told:
+        execute(project, prepared)
+    assert told.value.exit_code == 5
+    assert ports.ledger.state("e").config == config
+    execute(project, replace(prepared, plan=Plan(pipeline="p", stages=())))
+    execute(project, prepared, abandon="renamed")
+    assert ports.ledger.state("e").config is None
 
 
 def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, ServiceUnavailable
+from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
 from onnx_ops.ports.release import MetricsSource
 from onnx_ops.protocol import container
 from onnx_ops.protocol.execution import unservable
@@ -66,6 +66,24 @@ class AzureEndpoints:
 
     def check(self, settings: Mapping[str, Scalar]) -> None:
         read_settings(settings)
+
+    def place(self, config: EndpointConfig) -> str:
+        """Raises UserError if the settings are wrong."""
+        workspace = read_settings(config.settings, where=config.endpoint).place
+        name = endpoint_name(config.endpoint, config.settings)
+        return f"Azure's endpoint {name} in {workspace.path.removeprefix('/')}"
+
+    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+        """Azure fixes how clients show who they are, and the endpoint's identity, when the endpoint is made."""
+        there, wanted = (read_settings(config.settings, where=config.endpoint) for config in (before, after))
+        for name in ("auth", "identity"):
+            if (was := getattr(there, name)) != (asked := getattr(wanted, name)):
+                raise UserError(
+                    f"{name} of an endpoint that exists cannot be changed from {was or 'none'} to {asked or 'none'}",
+                    where=after.endpoint,
+                    remedy=f"Set {name} back, or end the endpoint with `onnx-ops delete {after.endpoint}` and run "
+                    "again, or give it another `name`.",
+                )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Finding]:
         """What stands in the way of endpoints with these settings, each with the remedy."""

@@ -28,6 +28,8 @@ ACTIONS = (
     "Microsoft.Insights/metrics/read",
 )
 """What the provider and its source of metrics do there."""
+SCALING_ACTIONS = tuple(f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete"))
+"""Besides, where the settings ask for autoscaling."""
 _API = "api-version=2024-04-01"
 _AT_ONCE = 2
 """A rollout runs the old and the new version side by side."""
@@ -83,8 +85,9 @@ def _seen(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 def _role(settings: AzureSettings) -> Iterator[Finding]:
     granted = ask(f"{settings.place.path}/providers/Microsoft.Authorization/permissions?api-version=2022-04-01")
-    lacking = [action for action in ACTIONS if not allowed(action, granted.get("value", ()))]
-    found = f"it may not {', '.join(lacking)}" if lacking else f"all {len(ACTIONS)} permissions that are needed"
+    needed = ACTIONS + SCALING_ACTIONS * settings.scaled
+    lacking = [action for action in needed if not allowed(action, granted.get("value", ()))]
+    found = f"it may not {', '.join(lacking)}" if lacking else f"all {len(needed)} permissions that are needed"
     yield Finding(check=f"azure role on {settings.place.workspace}", ok=not lacking, found=found, remedy=ROLE_REMEDY)
 
 
@@ -115,7 +118,8 @@ def _quota(settings: AzureSettings, location: str) -> Iterator[Finding]:
     usages = {usage["name"]["value"].lower(): usage for usage in ask(f"{region}/usages?{_API}")["value"]}
     usage = usages.get(str(size["family"]).lower(), {"limit": 0, "currentValue": 0})
     free = int(usage["limit"]) - int(usage["currentValue"])
-    needed = _AT_ONCE * math.ceil(settings.instances * SPARE) * int(size["vCPUs"])
+    most = settings.max_instances or settings.instances
+    needed = _AT_ONCE * math.ceil(most * SPARE) * int(size["vCPUs"])
     found = f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
     remedy = "Ask for more in the portal (Quotas, Machine learning); Azure keeps 20% of the instances in reserve."
     yield Finding(check=check, ok=free >= needed, found=found, remedy=remedy)

@@ -96,6 +96,12 @@ class LocalEndpoints:
 
         return unservable(target, onnxruntime.get_available_providers())
 
+    def place(self, config: EndpointConfig) -> str:
+        return f"the server of {config.endpoint} on this machine"
+
+    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+        """Every setting can be changed."""
+
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """What the running server serves; None if none runs, or some of its deployments are lost. Starts nothing."""
         server = self._server(config)

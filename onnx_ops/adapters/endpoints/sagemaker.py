@@ -73,6 +73,17 @@ class SageMakerEndpoints:
     def check(self, settings: Mapping[str, Scalar]) -> None:
         settings_of(settings)
 
+    def place(self, config: EndpointConfig) -> str:
+        """Raises UserError if no region is chosen, or the settings are wrong."""
+        settings, connected = self._connect(config)
+        account = f" of profile {settings.profile}" if settings.profile else ""
+        stored = f"s3://{settings.bucket}/{settings.prefix.strip('/')}/{config.endpoint}"
+        region = connected("sagemaker").meta.region_name
+        return f"SageMaker's endpoint {config.endpoint} in {region}{account}, with {stored}"
+
+    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+        """An update of the endpoint changes every setting."""
+
     def metrics(self) -> MetricsSource:
         source: MetricsSource = plugins.load("metrics", "cloudwatch", {})
         return source

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from onnx_ops import codec
 from onnx_ops.domain.ledger import (
+    Abandoned,
     Configured,
     Deleted,
     Frozen,
@@ -78,7 +79,7 @@ def _title(entry: LedgerEntry) -> str:
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
         case Spoken():
             return f"word: {body.word.value}"
-        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted() | Withdrawn():
+        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted() | Abandoned() | Withdrawn():
             return body.kind
         case Frozen() | Observed() | Held() | Notified() | Renewed():
             return body.kind
@@ -104,7 +105,7 @@ def _details(entry: LedgerEntry) -> dict[str, str]:
             return {"alias": body.alias, "version": body.version, "why": body.reason}
         case Override():
             return {"version": body.version, "why": body.reason}
-        case Spoken() | Deleted() | Held() | Withdrawn():
+        case Spoken() | Deleted() | Abandoned() | Held() | Withdrawn():
             return {"why": body.why if isinstance(body, Held) else body.reason}
         case Frozen() | Observed() | Notified() | Renewed():
             return {}

@@ -9,7 +9,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import Conflict, ServiceUnavailable
+from onnx_ops.errors import Conflict, ServiceUnavailable, UserError
 from onnx_ops.testing.fakes.process import FakeClock
 
 
@@ -39,6 +39,15 @@ class FakeProvider:
         """They run nothing, and so as any target does."""
         del target
         return ""
+
+    def place(self, config: EndpointConfig) -> str:
+        """Their setting `region` says where they stand."""
+        return f"{config.endpoint} in {config.settings.get('region', 'memory')}"
+
+    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+        """Everything can be changed but `auth`."""
+        if before.settings.get("auth") != after.settings.get("auth"):
+            raise UserError("auth cannot be changed", where=after.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         state = None if self.down else self._states.get(config.endpoint)
