@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from onnx_ops.adapters.exchange import exchange, host_of
-from onnx_ops.errors import EnvironmentFailure, Refused, UserError
+from onnx_ops.errors import EnvironmentFailure, Refused, ServiceUnavailable, UserError
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -142,18 +142,24 @@ def bearer() -> str:
 
 
 def ask(path: str, *, document: object = None, method: str = "GET") -> Any:
-    """One exchange with Azure Resource Manager.
+    """One exchange with Azure Resource Manager; None if the answer is empty.
 
     Args:
         path: of the resource, with the query.
 
     Raises:
-        ServiceUnavailable: it does not answer, or asks to try again later.
+        ServiceUnavailable: it does not answer, asks to try again later, or answers something else than JSON, as proxies
+            and pages to log in do.
         Refused: it says no.
     """
     base = management_url()
     host = host_of(base, "the address of Azure Resource Manager")
-    return exchange(method, f"{base}{path}", document, host=host, headers={"Authorization": f"Bearer {bearer()}"})
+    found = exchange(method, f"{base}{path}", document, host=host, headers={"Authorization": f"Bearer {bearer()}"})
+    if isinstance(found, str) and found:
+        why = f"it begins with {found[:60]!r}"
+        remedy = f"Look at what stands between this machine and {host}: a proxy, or a page to log in."
+        raise ServiceUnavailable("does not answer in JSON", where=host, why=why, remedy=remedy)
+    return found or None
 
 
 def first_line(error: BaseException) -> str:

@@ -122,9 +122,11 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
         for state in siblings(project.ports, registration.model, target):
             config, stable = state.config, state.roles.stable
             address = None if config is None else project.ports.provider(config.provider).address(config)
-            if address is None or stable is None:
+            if config is None or address is None or stable is None:
                 continue
-            told = f"{stable.name} ({stable.variant}) at {address}/v2/models/{registration.model}"
+            # A cloud passes on what is sent to this one path.
+            path = f"v2/models/{registration.model}" if config.provider == "local" else "invocations"
+            told = f"{stable.name} ({stable.variant}) at {address}/{path}"
             out.print(f"Endpoint [bold]{escape(state.endpoint)}[/bold] serves {escape(told)}", soft_wrap=True)
     out.print(f"Report: {escape(where_to_read(registration))}", soft_wrap=True)
     out.print(f"Evidence: {escape(registration.where)}", soft_wrap=True)

@@ -192,7 +192,7 @@ class EndpointProvider(Protocol):
         ...
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Where clients call it, if it exists."""
+        """Where clients call it, if it exists: they send their requests to `<address>/invocations`."""
         ...
 
     def metrics(self) -> MetricsSource:

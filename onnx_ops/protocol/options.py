@@ -81,7 +81,7 @@ def options_of(settings: Mapping[str, object], *, where: str = "", others: tuple
     for name in settings:
         if name not in known and name not in others:
             close = difflib.get_close_matches(name, [*known, *others], n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"There are: {', '.join(sorted([*known, *others]))}."
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(sorted([*known, *others]))}."
             raise UserError(f"there is no setting {name!r}", where=where, remedy=hint)
     given = {name: _checked(name, kind, settings[name], where) for name, kind in known.items() if name in settings}
     return ServerOptions(**given)

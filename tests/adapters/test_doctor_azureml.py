@@ -14,7 +14,8 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_doctor import ACTIONS, allowed
 from onnx_ops.domain.finding import Finding
 from tests.adapters.azureml_parts import PACE, enter, inside
-from tests.support.clouds.azureml import AzureCloud
+from tests.support.clouds.azureml import AzureCloud, Trouble
+from tests.support.clouds.azureml_web import Fault
 from tests.support.extras import require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
@@ -74,6 +75,22 @@ def test_no_credentials(cloud: AzureCloud, tmp_path: Path) -> None:
     findings = look(cloud, tmp_path)
     assert broken(findings) == ("azure credentials",)
     assert "az login" in findings["azure credentials"].remedy
+
+
+@pytest.mark.parametrize("fault", ["page", "page-error"])
+def test_page_of_html_instead_of_an_answer_is_a_finding(cloud: AzureCloud, tmp_path: Path, fault: Fault) -> None:
+    look(cloud, tmp_path)
+    for passing in range(len(cloud.calls)):
+        failing = len(cloud.calls) + passing
+        cloud.trouble = lambda number, _, failing=failing: Trouble(fault=fault) if number == failing else None
+        (check,) = broken(look(cloud, tmp_path))
+        assert check.startswith("azure workspace")
+
+
+def test_answer_without_what_it_should_hold_is_a_finding(cloud: AzureCloud, tmp_path: Path) -> None:
+    cloud.conditions.roles = ["no role"]  # type: ignore[list-item]
+    findings = look(cloud, tmp_path)
+    assert "not what Azure Resource Manager answers" in findings["azure workspace"].found
 
 
 def test_no_workspace(cloud: AzureCloud, tmp_path: Path) -> None:

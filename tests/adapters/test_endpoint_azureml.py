@@ -19,8 +19,9 @@ from onnx_ops.domain.endpoint import EndpointConfig, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, Refused, UserError
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, World, config_of, inside
-from tests.support.clouds.azureml import AzureCloud
+from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
+from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
@@ -63,11 +64,11 @@ class TestAzureEndpoints(EndpointProviderSuite):
         return config_of(cloud)
 
     def scale(self, address: str, *, user: str | None = None) -> float:
-        """Azure's address is the whole one, and wants a key."""
+        """Azure wants a key."""
         del user
         body = json.dumps({"inputs": {"x": [[1.0, 1.0]]}}).encode()
         headers = {"content-type": "application/json", "authorization": "Bearer key-of-scaling"}
-        request = urllib.request.Request(address, body, headers)
+        request = urllib.request.Request(f"{address}/invocations", body, headers)
         with urllib.request.urlopen(request, timeout=30, context=ssl.create_default_context()) as response:
             return float(json.load(response)["predictions"]["y"][0][0])
 
@@ -183,6 +184,59 @@ def test_traffic_that_somebody_zeroed_is_no_state_and_comes_back(world: World) -
     assert world.provider.observe(world.config) is None
     world.provider.apply(world.config, state, generation=2)
     assert world.scale() == 2.0
+
+
+def test_tags_and_traffic_of_another_tool_lock_nobody_out(world: World) -> None:
+    """Another tool creates the endpoint again, with tags of its own and no traffic."""
+    from azure.ai.ml.entities import ManagedOnlineEndpoint
+
+    from onnx_ops.adapters.azure import workspace_of
+    from onnx_ops.adapters.endpoints.azureml_client import AzureClient
+
+    state = state_of(world.blue, blue=100)
+    world.provider.apply(world.config, state, generation=1)
+    ml = AzureClient(workspace_of(world.config.settings), PACE).ml
+    theirs = ManagedOnlineEndpoint(name="scaling", auth_mode="key", tags={"team": "platform"})
+    ml.online_endpoints.begin_create_or_update(theirs).result()
+    first = len(world.cloud.calls)
+    assert world.provider.observe(world.config) is None
+    assert len(world.cloud.calls) - first <= 4
+    world.provider.apply(world.config, state, generation=2)
+    assert world.scale() == 2.0
+    tags = world.cloud.control.resources["onlineEndpoints/scaling"].body["tags"]
+    assert tags["team"] == "platform"
+    ml.online_endpoints.begin_create_or_update(theirs).result()
+    world.provider.roll_back(world.config, state, generation=3)
+    assert world.scale() == 2.0
+    other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
+    with pytest.raises(Refused, match="not ours"):
+        world.provider.observe(other)
+
+
+@pytest.mark.parametrize("fault", ["conflict", "throttle"])
+def test_a_change_of_traffic_that_was_not_taken_waits_for_no_read_that_shows_it(world: World, fault: Fault) -> None:
+    provider = AzureEndpoints(world.folder, pace=replace(PACE, lag=5))
+
+    def requests(generation: int, blue: int) -> int:
+        first = len(world.cloud.calls)
+        state = state_of(world.blue, world.green, blue=blue, green=100 - blue)
+        provider.apply(world.config, state, generation=generation)
+        return len(world.cloud.calls) - first
+
+    requests(1, 50)
+    plain = requests(2, 60)
+    refused: list[str] = []
+
+    def once(_: int, call: Call) -> Trouble | None:
+        if refused or call.method != "PUT" or not call.path.endswith("/onlineEndpoints/scaling"):
+            return None
+        refused.append(call.path)
+        return Trouble(fault=fault)
+
+    world.cloud.trouble = once
+    assert requests(3, 70) <= plain + 12
+    assert refused
+    assert world.cloud.routes("scaling")[-1][world.name(world.blue)] == 70
 
 
 def test_a_request_to_one_deployment_does_not_pin_the_next(world: World) -> None:

@@ -51,6 +51,22 @@ def test_all_is_well_and_the_role_of_infra_may_look_at_all_of_it(
     assert [finding for finding in findings.values() if not finding.ok] == []
 
 
+@pytest.mark.parametrize("kind", ["page", pytest.param("page-error", marks=pytest.mark.nightly)])
+def test_page_of_html_instead_of_an_answer_is_a_finding(account: FakeSageMaker, kind: str) -> None:
+    account.fault()
+    found()
+    names = list(dict.fromkeys(account.calls()))
+    assert names
+    try:
+        for name in names:
+            account.fault(at=0, kind=kind, times=20, only=name)
+            findings = found()
+            bad = {check for check, finding in findings.items() if not finding.ok}
+            assert bad or name == "HEAD /models", name  # whose answer has no body
+    finally:
+        account.fault()
+
+
 def push(account: FakeSageMaker) -> None:
     """What `docker push` leaves in ECR."""
     ecr = client(account, "ecr")

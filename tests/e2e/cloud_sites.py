@@ -168,7 +168,7 @@ class AzureMl(Site):
         if config.endpoint not in self._known:
             address = self.provider.address(config)
             assert address is not None
-            self._known[config.endpoint] = (address, self._endpoints.authorization(config))
+            self._known[config.endpoint] = (f"{address}/invocations", self._endpoints.authorization(config))
         address, key = self._known[config.endpoint]
         answer, document = post(self.kept, address, urlsplit(address).path, body, {"authorization": key})
         name = answer.headers["azureml-model-deployment"].rpartition("-")[0]

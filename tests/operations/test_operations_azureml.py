@@ -79,7 +79,7 @@ class Azure(Scene):
         assert address is not None
         headers = {"Content-Type": "application/json", "Authorization": key}
         for _ in range(requests):
-            request = urllib.request.Request(address, b'{"inputs": {"x": [[1.0, 1.0]]}}', headers)
+            request = urllib.request.Request(f"{address}/invocations", b'{"inputs": {"x": [[1.0, 1.0]]}}', headers)
             with urllib.request.urlopen(request, timeout=30) as answer:
                 factor = float(json.load(answer)["predictions"]["y"][0][0])
             found[factor] = found.get(factor, 0) + 1

@@ -64,4 +64,4 @@ def test_limits_are_the_last_values_that_are_accepted(name: str, low: float, hig
 def test_a_name_that_is_nearly_right_is_suggested() -> None:
     with pytest.raises(UserError) as caught:
         options_of({"prot": 1}, others=("port",))
-    assert caught.value.remedy == "did you mean 'port'?"
+    assert caught.value.remedy == "Did you mean 'port'?"

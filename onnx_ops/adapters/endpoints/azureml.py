@@ -15,6 +15,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.azure import Scalar, endpoint_name, first_line
 from onnx_ops.adapters.endpoints.azureml_change import Change, is_mirrored
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, Pace, succeeded
+from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
 from onnx_ops.adapters.endpoints.azureml_doctor import diagnose
 from onnx_ops.adapters.endpoints.azureml_memory import Memory
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
@@ -128,10 +129,10 @@ class AzureEndpoints:
         self.apply(config, without_spare(state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """The scoring address; requests need a key or token (see `authorization`)."""
+        """Azure's scoring address without its route; requests need a key or token (see `authorization`)."""
         change, _, _ = self._parts(config)
         found = change.present()
-        return None if found is None else found.scoring_uri
+        return None if found is None else str(found.scoring_uri).removesuffix(SCORING_ROUTE)
 
     def remove(self, config: EndpointConfig) -> None:
         change, _, _ = self._parts(config)
@@ -202,7 +203,7 @@ class AzureEndpoints:
         headers = {"Content-Type": "application/json", "Authorization": self.authorization(config)}
         if deployment is not None:
             headers[_PIN] = self._azure_name(config, deployment)
-        request = urllib.request.Request(address, json.dumps(document).encode(), headers)  # noqa: S310 (Azure's own)
+        request = urllib.request.Request(f"{address}{SCORING_ROUTE}", json.dumps(document).encode(), headers)  # noqa: S310 (Azure's own)
         try:
             with urllib.request.urlopen(  # noqa: S310
                 request, timeout=_INVOKE_S, context=ssl.create_default_context()

@@ -76,17 +76,28 @@ class Change:
             found = self._client.endpoint(self._name)
             if found is not None and (sent is None or generation_of(found.tags or {}) >= sent):
                 break
+            if found is not None and OWNER not in (found.tags or {}):
+                break  # not a read that is behind: ours had this tag from its start
             if found is None and sent is None and count + 1 >= pace.sure:
                 break
         else:
             self._memory.believe(None if found is None else generation_of(found.tags or {}))
-        if found is not None and (found.tags or {}).get(OWNER) != self._owner:
+        if found is not None and not self._is_ours(found):
             raise Refused(
                 f"an endpoint {self._name} stands in the workspace that is not ours",
                 where=self._owner,
-                remedy="Choose another `name` in its settings, or delete that endpoint.",
+                why=f"neither its tag {OWNER} nor that of a deployment in it says {self._owner}",
+                remedy="Choose another `name` in its settings, or delete that endpoint; if it is ours, tag it so.",
             )
         return found
+
+    def _is_ours(self, found: ManagedOnlineEndpoint) -> bool:
+        """Whether its tag says so; or, where another tool has written tags of its own, the tags of its deployments."""
+        tags = found.tags or {}
+        if OWNER in tags:
+            return str(tags[OWNER]) == self._owner
+        owners = {(one.tags or {}).get(OWNER) for one in self._client.deployments(self._name).values()}
+        return self._owner in owners and owners <= {self._owner, None}
 
     def removed(self) -> None:
         """Delete the endpoint with all of its deployments, and their files."""
@@ -182,10 +193,15 @@ class Change:
         endpoint.tags = {**without_ours(endpoint.tags or {}), OWNER: self._owner, **plan.tags}
         endpoint.traffic = dict(plan.traffic)
         endpoint.mirror_traffic = {}  # what a person has set
+        before = self._memory.generation
         self._memory.sending(plan.generation)
-        self._client.write(
-            f"endpoint {self._name}", lambda: self._client.ml.online_endpoints.begin_create_or_update(endpoint)
-        )
+        try:
+            self._client.write(
+                f"endpoint {self._name}", lambda: self._client.ml.online_endpoints.begin_create_or_update(endpoint)
+            )
+        except Busy:  # it was not taken, so no read has to be waited for that shows it
+            self._memory.believe(before)
+            raise
         return True
 
     def _tidy(self, plan: Plan, before: dict[str, ManagedOnlineDeployment]) -> None:

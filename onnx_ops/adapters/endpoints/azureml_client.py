@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_ops.adapters.azure import ANSWER_S, Workspace, credential, timeouts
-from onnx_ops.adapters.endpoints.azureml_errors import Gone, explaining, missing
+from onnx_ops.adapters.endpoints.azureml_errors import Busy, Gone, explaining, missing
 from onnx_ops.errors import EnvironmentFailure, ServiceUnavailable
 
 if TYPE_CHECKING:
@@ -107,13 +108,18 @@ class AzureClient:
         """Begin an operation and wait for its end, as far as Azure tells it: callers look at what came of it.
 
         Raises:
-            Busy: something else changes it; nothing was done.
+            Busy: something else changes it, or there are too many requests; nothing was done.
             Gone: what it needs is not there; nothing was done.
             ServiceUnavailable: Azure does not answer; the operation may be under way.
             EnvironmentFailure: it failed.
         """
-        with explaining(where, instances=instances):
-            poller = begin()
+        try:
+            with explaining(where, instances=instances):
+                poller = begin()
+        except ServiceUnavailable as error:
+            if getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS:
+                raise Busy(error.what, where=where, why=error.why, remedy=error.remedy) from error
+            raise
         # It is under way; a look at it that fails says nothing about it.
         with contextlib.suppress(Gone, ServiceUnavailable), explaining(where, instances=instances):
             poller.wait(self.pace.patience)

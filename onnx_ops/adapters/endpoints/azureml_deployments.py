@@ -23,6 +23,7 @@ from onnx_ops.protocol.container import OPTION_VARIABLE, TRUSTED_KEYS_VARIABLE
 if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
 
+SCORING_ROUTE = "/invocations"
 _PORT = 8080
 
 
@@ -191,7 +192,7 @@ def _environment_name(settings: AzureSettings) -> str:
 def _container(name: str, settings: AzureSettings) -> Any:
     from azure.ai.ml.entities import Environment
 
-    alive, scoring = {"port": _PORT, "path": "/ping"}, {"port": _PORT, "path": "/invocations"}
+    alive, scoring = {"port": _PORT, "path": "/ping"}, {"port": _PORT, "path": SCORING_ROUTE}
     return Environment(
         name=name,
         version="1",

@@ -31,6 +31,8 @@ ACTIONS = (
 SCALING_ACTIONS = tuple(f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete"))
 """Besides, where the settings ask for autoscaling."""
 _API = "api-version=2024-04-01"
+_STRANGE = "an answer is not what Azure Resource Manager answers"
+_PROXY = "Look at what stands between this machine and Azure: a proxy, or a page to log in."
 _AT_ONCE = 2
 """A rollout runs the old and the new version side by side."""
 
@@ -56,7 +58,9 @@ def diagnose(endpoints: Sequence[Mapping[str, Scalar]]) -> Iterator[Finding]:
         try:
             yield from _workspace(read_settings(settings))
         except OnnxOpsError as error:
-            yield Finding(check="azure workspace", ok=False, found=str(error), remedy=error.remedy)
+            yield Finding(check="azure workspace", ok=False, found=str(error), remedy=error.remedy or _PROXY)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            yield Finding(check="azure workspace", ok=False, found=f"{_STRANGE}: {error!r}", remedy=_PROXY)
 
 
 def _workspace(settings: AzureSettings) -> Iterator[Finding]:

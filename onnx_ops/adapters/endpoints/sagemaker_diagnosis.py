@@ -16,6 +16,8 @@ from onnx_ops.plugins import install_hint
 
 _PRINCIPAL = "sagemaker.amazonaws.com"
 _DOCS = "docs/sagemaker.md"
+_STRANGE = "the answer is not what AWS answers"
+_PROXY = "Look at what stands between this machine and AWS: a proxy, or a page to log in."
 
 
 def findings(given: Mapping[str, Scalar]) -> Iterator[Finding]:
@@ -68,6 +70,8 @@ def _looked(check: str, look: Callable[[], Finding]) -> Finding:
         return Finding(check=check, ok=True, found=f"may not be looked at: {error.why}")
     except OnnxOpsError as error:
         return Finding(check=check, ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without what it should hold
+        return Finding(check=check, ok=False, found=f"{_STRANGE}: {error!r}", remedy=_PROXY)
 
 
 def _caller(connected: Clients) -> Finding:

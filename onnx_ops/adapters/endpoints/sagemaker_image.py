@@ -31,7 +31,9 @@ def image_found(connected: Clients, image: str) -> Finding:
         return Finding(check="image", ok=False, found=f"it is in {found['region']}, not in {region}", remedy=remedy)
     named = {"imageDigest": found["digest"]} if found["digest"] else {"imageTag": found["tag"] or "latest"}
     try:
-        ecr.describe_images(registryId=found["account"], repositoryName=found["repository"], imageIds=[named])
+        described = ecr.describe_images(
+            registryId=found["account"], repositoryName=found["repository"], imageIds=[named]
+        )["imageDetails"]
     except ClientError as error:
         if code_of(error) == "RepositoryNotFoundException":
             remedy = f"aws ecr create-repository --repository-name {found['repository']}, then docker push {image}"
@@ -40,7 +42,7 @@ def image_found(connected: Clients, image: str) -> Finding:
             raise
         told = f"{found['repository']} has no {found['digest'] or found['tag'] or 'latest'}"
         return Finding(check="image", ok=False, found=told, remedy=f"docker push {image}")
-    return Finding(check="image", ok=True, found=image)
+    return Finding(check="image", ok=bool(described), found=image if described else f"{image} is not described")
 
 
 def role_pulls(iam: Any, role: str, image: str) -> Finding:

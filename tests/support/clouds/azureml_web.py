@@ -19,9 +19,10 @@ from onnx_ops.adapters.host import SystemClock
 
 _DAY = datetime.timedelta(days=1)
 
-Fault = Literal["throttle", "error", "drop", "hang", "conflict", "expired"]
+Fault = Literal["throttle", "error", "drop", "hang", "conflict", "expired", "page", "page-error"]
 """429, 500, a connection that is closed without an answer, an answer that never comes until the client gives up, 409
-(somebody else changes the same thing), or 401 (the credentials have expired)."""
+(somebody else changes the same thing), 401 (the credentials have expired), or a page of HTML instead of an answer, with
+200 or 500."""
 _MOST_PATIENT_S = 600.0
 """No client waits longer for an answer that never comes."""
 
@@ -47,7 +48,10 @@ class Reply:
     never: bool = False
 
 
+PAGE = b"<!DOCTYPE html><html><body>Please sign in</body></html>"
 FAULTS: Mapping[Fault, Reply | None] = {
+    "page": Reply(status=200, body=PAGE, headers={"Content-Type": "text/html"}),
+    "page-error": Reply(status=500, body=PAGE, headers={"Content-Type": "text/html"}),
     "throttle": Reply(status=429, body=b'{"error":{"code":"TooManyRequests","message":"Rate limit is exceeded"}}'),
     "error": Reply(status=500, body=b'{"error":{"code":"InternalServerError","message":"Something went wrong"}}'),
     "drop": None,

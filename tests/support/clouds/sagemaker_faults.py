@@ -24,7 +24,8 @@ class Fault:
     """What happens at moment `at` (counted from 0, two a request) and the `times - 1` further ones of its kind.
 
     `kind`: throttle, error, expired (credentials), drop (the connection ends without an answer), hang (no answer ever
-    comes), conflict (what the service says where somebody else was faster) or kill (SIGKILL to `pid`, then drop).
+    comes), conflict (what the service says where somebody else was faster), page or page-error (HTML instead of an
+    answer, with 200 or 500) or kill (SIGKILL to `pid`, then drop).
     `only` limits it to requests whose name contains that text, and then `at` counts these alone.
     """
 
@@ -50,6 +51,9 @@ def fail(fault: Fault, name: str, environ: dict[str, Any], start: Start) -> Iter
         else:
             connection.shutdown(socket.SHUT_RDWR)
         raise ConnectionAbortedError
+    if fault.kind.startswith("page"):
+        start("200 OK" if fault.kind == "page" else "500 Error", [("Content-Type", "text/html")])
+        return [b"<!DOCTYPE html><html><body>Please sign in</body></html>"]
     s3 = not environ.get("HTTP_X_AMZ_TARGET")
     status, code, message = _said(fault.kind, name, s3=s3)
     if s3:
