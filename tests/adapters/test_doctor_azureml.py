@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from onnx_ops.adapters.endpoints.azureml_doctor import ACTIONS, allowed
 from onnx_ops.domain.finding import Finding
 from tests.adapters.azureml_parts import PACE, enter, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
-from tests.support.clouds.azureml_web import Fault
+from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
@@ -27,6 +27,11 @@ _ML = "Microsoft.MachineLearningServices/workspaces"
 def cloud(tmp_path: Path) -> Iterator[AzureCloud]:
     with AzureCloud(tmp_path / "cloud") as cloud, inside(cloud):
         yield cloud
+
+
+def failing_once(at: int, fault: Fault) -> Callable[[int, Call], Trouble | None]:
+    """Trouble with the request of that number."""
+    return lambda number, _: Trouble(fault=fault) if number == at else None
 
 
 def look(cloud: AzureCloud, folder: Path, **settings: str | int) -> Mapping[str, Finding]:
@@ -81,8 +86,7 @@ def test_no_credentials(cloud: AzureCloud, tmp_path: Path) -> None:
 def test_page_of_html_instead_of_an_answer_is_a_finding(cloud: AzureCloud, tmp_path: Path, fault: Fault) -> None:
     look(cloud, tmp_path)
     for passing in range(len(cloud.calls)):
-        failing = len(cloud.calls) + passing
-        cloud.trouble = lambda number, _, failing=failing: Trouble(fault=fault) if number == failing else None
+        cloud.trouble = failing_once(len(cloud.calls) + passing, fault)
         (check,) = broken(look(cloud, tmp_path))
         assert check.startswith("azure workspace")
 
