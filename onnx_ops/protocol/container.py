@@ -16,7 +16,7 @@ PROVIDERS = (CPU,)
 """Execution providers of the build of ONNX Runtime that the image installs."""
 OPTION_VARIABLE = "ONNX_OPS_SERVE_"
 """What the name of a server option's variable begins with."""
-TRUSTED_KEYS_VARIABLE = f"{OPTION_VARIABLE}TRUSTED_KEYS"
+TRUSTED_KEYS_VARIABLE = "ONNX_OPS_SERVE_TRUSTED_KEYS"
 _FIXED = frozenset({"access_log", "admin_socket", "endpoint", "trusted_keys"})
 """Options that a container decides itself."""
 

@@ -87,8 +87,10 @@ def test_page_of_html_instead_of_an_answer_is_a_finding(cloud: AzureCloud, tmp_p
     look(cloud, tmp_path)
     for passing in range(len(cloud.calls)):
         cloud.trouble = failing_once(len(cloud.calls) + passing, fault)
-        (check,) = broken(look(cloud, tmp_path))
+        findings = look(cloud, tmp_path)
+        (check,) = broken(findings)
         assert check.startswith("azure workspace")
+        assert ("does not answer in JSON" in findings[check].found) == (fault == "page")
 
 
 def test_answer_without_what_it_should_hold_is_a_finding(cloud: AzureCloud, tmp_path: Path) -> None:
