@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name, planned, record_of, record_tags, state_of
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.execution import Execution, SessionSettings
 
 NAMES = st.text("abcXYZ019-_ .é", min_size=1, max_size=60)
 
@@ -51,6 +53,8 @@ def test_names_are_azures_and_follow_from_the_content(one: str, other: str) -> N
     assert azure_name(deployment(one)) == azure_name(deployment(one, location="/elsewhere"))
     assert azure_name(deployment(one)) != azure_name(deployment(one, b"other"))
     assert azure_name(deployment(one)) != azure_name(deployment(one, batchable=True))
+    threads = Execution(session=SessionSettings(intra_op_threads=2))
+    assert azure_name(deployment(one)) != azure_name(replace(deployment(one), execution=threads))
     assume(one != other)
     assert azure_name(deployment(one)) != azure_name(deployment(other))
 

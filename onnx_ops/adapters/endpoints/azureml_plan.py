@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json, short
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.execution import Execution
 from onnx_ops.errors import OnnxOpsError, UserError
 
 OWNER = "onnx-ops-endpoint"
@@ -77,6 +78,8 @@ def azure_name(deployment: Deployment, made_with: Mapping[str, str | int | float
     slug = slug if slug[:1].isalpha() and slug[:1].isascii() else f"d{slug}"
     what = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
     how = [dict(made_with)] if made_with is not None else []
+    if deployment.execution != Execution():
+        how.append(codec.to_json(deployment.execution))
     return f"{slug}-{short(digest_json([*what, *deployment.custom_ops, *how]))}"
 
 
