@@ -30,6 +30,7 @@ def status_document(one: EndpointStatus) -> dict[str, Any]:
         "config": codec.to_json(state.config),
         "roles": codec.to_json(state.roles),
         "traffic": dict(one.actual.split.weights) if one.actual is not None else None,
+        "drift": list(one.actual.drift) if one.actual is not None else [],
         "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
         "pending_rollback": _pending_document(state.pending_rollback),
         "registry_pending": dict(state.pending_aliases),
@@ -55,6 +56,8 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
         if one.actual is not None:
             split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
             out.print(f"  answers at {escape(one.address or '?')}: {escape(split)}")
+            for drift in one.actual.drift:
+                out.print(f"  [yellow]differs from its settings[/yellow]: {escape(drift)}")
         elif one.unsupervised:
             out.print(
                 f"  answers at {escape(one.address or '?')}, but [red]nobody supervises it[/red]: no change is possible"

@@ -13,11 +13,13 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import StillOwed
 from onnx_ops.operations.delete import delete
 from onnx_ops.operations.metrics import owed_metrics
+from onnx_ops.operations.promote import configure
 from onnx_ops.operations.status import EndpointStatus, Wanted, history, status
 from onnx_ops.ports import EndpointProvider
 from onnx_ops.settings import load_settings
 from onnx_ops.testing.fakes import FakeProvider
 from onnx_ops.wiring.project import Project
+from tests.operations.release_parts import AT_ONCE, config_of
 from tests.operations.release_scenes import serving
 from tests.support.golden import Golden
 
@@ -58,6 +60,18 @@ def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.Captur
     status_report([found], 0.0)
     golden("tables", " ".join(capsys.readouterr().out.split()))
     assert status_document(found)["answers"] is False
+
+
+def test_an_endpoint_that_differs_from_its_settings_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    scene = serving("a")
+    configure(scene.ports, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE)
+    found = status(scene.ports, "digits")
+    status_report([found], 0.0)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "differs from its settings: instance_count: None, not 2" in shown
+    assert status_document(found)["drift"] == ["instance_count: None, not 2"]
+    scene.settle()
+    assert status_document(status(scene.ports, "digits"))["drift"] == []
 
 
 def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
