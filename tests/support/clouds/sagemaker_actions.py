@@ -59,7 +59,9 @@ def _nouns(operation: str) -> list[tuple[str, str]]:
 
 def _other(service: str, operation: str, request: Mapping[str, Any]) -> Iterator[Request]:
     """The services that speak JSON."""
-    if service == "AnyScaleFrontendService":
+    if service == "AnyScaleFrontendService" and operation.startswith("Describe"):
+        yield Request(f"application-autoscaling:{operation}", "*")
+    elif service == "AnyScaleFrontendService":
         arn = f"arn:aws:application-autoscaling:{REGION}:{ACCOUNT}:scalable-target/1"
         yield Request(f"application-autoscaling:{operation}", arn)
         alarm = f"arn:aws:cloudwatch:{REGION}:{ACCOUNT}:alarm:TargetTracking-{request['ResourceId']}-AlarmHigh-1"
