@@ -178,7 +178,7 @@ resource neighbour 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
   name: guid(resourceGroup().id, 'onnx-ops-neighbour')
   properties: {
     roleName: '${prefix} neighbour'
-    description: 'Hand over identities of the group, and see who may pull from its registries.'
+    description: 'Hand over identities of the group, scale deployments, and see who may pull from its registries.'
     type: 'CustomRole'
     assignableScopes: [
       resourceGroup().id
@@ -187,6 +187,9 @@ resource neighbour 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
       {
         actions: [
           'Microsoft.Authorization/roleAssignments/read'
+          'Microsoft.Insights/autoscaleSettings/read'
+          'Microsoft.Insights/autoscaleSettings/write'
+          'Microsoft.Insights/autoscaleSettings/delete'
           'Microsoft.ManagedIdentity/userAssignedIdentities/read'
           'Microsoft.ManagedIdentity/userAssignedIdentities/assign/action'
         ]
