@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # Processes that run tests side by side.
 WORKERS ?= 2
 
-.PHONY: demo demo-stop test test-all lint truth docs clean
+.PHONY: demo demo-stop test test-all lint truth truth-all docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,14 @@ truth: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gate_truth --quick
 	$(BIN)/python -m benchmarks.rollout_truth --quick
 	$(BIN)/python -m benchmarks.rollback_debt --quick
+
+# The same with every trial, and what only has long ones: hours.
+truth-all: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.gate_truth
+	$(BIN)/python -m benchmarks.rollout_truth
+	$(BIN)/python -m benchmarks.rollback_debt
+	$(BIN)/python -m benchmarks.two_machines
+	$(BIN)/python -m benchmarks.effects
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
