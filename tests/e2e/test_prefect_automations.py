@@ -82,6 +82,7 @@ def automations(site: PrefectSite, inbox: Inbox) -> Iterator[dict[str, dict[str,
         site.call("DELETE", f"/automations/{automation['id']}")
 
 
+@pytest.mark.nightly
 def test_they_are_listed_and_enabled(automations: dict[str, dict[str, Any]], site: PrefectSite) -> None:
     assert set(automations) == {GATE, DEAD} == {one["name"] for one in yaml.safe_load(FILE.read_text())["automations"]}
     assert all(automation["enabled"] for automation in automations.values())

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.ledger import Body, Deleted, Frozen, Mirrored, Override, Spoken
+from onnx_ops.domain.ledger import Body, Deleted, Frozen, LedgerEntry, Mirrored, Override, Spoken
 from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import Overtaken
 from onnx_ops.operations.delete import delete
@@ -69,18 +70,22 @@ def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
         assert scene.aliases()[CHAMPION] == ("1" if turn % 2 == 0 else "2")
 
 
-def test_who_never_gets_an_entry_gives_up() -> None:
+def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = rolled_back_alone()
+    ledger = type(scene.world.ledger)
+    append = ledger.append
     asked: list[int] = []
 
-    def overtake(moment: int) -> None:
+    def overtaken(self: Any, entry: LedgerEntry) -> None:
         """Somebody else writes just before each of the command's own entries."""
-        asked.append(moment)
-        other = Journal.open(scene.world.ports("other"), "digits")
-        other.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
+        if not isinstance(entry.body, Frozen):
+            asked.append(entry.sequence)
+            other = Journal.open(scene.world.ports("other"), "digits")
+            other.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
+        append(self, entry)
 
-    scene.faults = Faults(between=overtake)
     before = len(scene.world.ledger.read("digits"))
+    monkeypatch.setattr(ledger, "append", overtaken)
     with pytest.raises(Overtaken, match="somebody else wrote"):
         scene.settle()
     written = scene.world.ledger.read("digits")[before:]
