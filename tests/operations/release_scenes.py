@@ -5,11 +5,25 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
 from onnx_ops.domain.rollout_policy import Guardrail
-from tests.operations.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects
+from onnx_ops.testing.endpoints import scaling_deployment
+from tests.operations.release_parts import (
+    CANARY,
+    CHALLENGER,
+    CHAMPION,
+    MODEL,
+    TARGET,
+    Scene,
+    decision_record,
+    effects,
+)
 
 GUARDED = RolloutPolicy(
     steps=(0.1, 0.5, 1.0),
@@ -161,3 +175,23 @@ def end_of(scene: Scene) -> dict[str, object]:
         "traffic": {name: scene.traffic(name) for name in names},
         "changes": [(name, state.split.weights) for name, state in scene.world.provider.applied],
     }
+
+
+def publish_scaling(scene: Scene, folder: Path, factor: float) -> str:
+    """Register a version that passed and that multiplies by `factor`, for endpoints that really answer."""
+    scaling_deployment(folder, name="v", version="", scale=factor)
+    file = folder / "model.onnx"
+    manifest = Manifest(files={"model.onnx": digest_file(file)})
+    release = digest_bytes(str(factor).encode())
+    record = VariantRecord(
+        variant="fp32",
+        files={"model.onnx": file},
+        manifest=manifest,
+        evidence={},
+        metrics={},
+        decisions={},
+        signed={TARGET: sign(decision_record(release, "fp32", manifest.digest()), scene.world.signer)},
+        description="",
+    )
+    lineage = Lineage(pipeline="p", release=release)
+    return scene.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))["fp32"]

@@ -12,17 +12,15 @@ import pytest
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.store.models import ModelFolders
-from onnx_ops.attestation import sign
-from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import Word
 from onnx_ops.operations.orphans import discard, survey
 from onnx_ops.operations.promote import configure
 from onnx_ops.ports import Ports
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, inside
-from tests.operations.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene, decision_record
+from tests.operations.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene
+from tests.operations.release_scenes import publish_scaling
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.extras import require
 
@@ -54,23 +52,7 @@ class Azure(Scene):
 
     def release(self, factor: float) -> str:
         """A version that multiplies."""
-        folder = self.folder / f"made-{factor}"
-        scaling_deployment(folder, name="v", version="", scale=factor)
-        file = folder / "model.onnx"
-        manifest = Manifest(files={"model.onnx": digest_file(file)})
-        release = digest_bytes(str(factor).encode())
-        record = VariantRecord(
-            variant="fp32",
-            files={"model.onnx": file},
-            manifest=manifest,
-            evidence={},
-            metrics={},
-            decisions={},
-            signed={TARGET: sign(decision_record(release, "fp32", manifest.digest()), self.world.signer)},
-            description="",
-        )
-        lineage = Lineage(pipeline="p", release=release)
-        return self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))["fp32"]
+        return publish_scaling(self, self.folder / f"made-{factor}", factor)
 
     def answers(self, requests: int = 100) -> dict[float, int]:
         """How many of so many requests were multiplied by what."""

@@ -11,18 +11,15 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store.models import ModelFolders
-from onnx_ops.attestation import sign
-from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.errors import EnvironmentFailure, Refused
 from onnx_ops.operations.bell import Bell
 from onnx_ops.operations.promote import configure
 from onnx_ops.operations.reconcile import StepReport
 from onnx_ops.operations.watch import Watcher, WatchReport
 from onnx_ops.ports import Ports
-from onnx_ops.testing.endpoints import scaling_deployment
-from tests.operations.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene, decision_record
+from tests.operations.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene
+from tests.operations.release_scenes import publish_scaling
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
 
 pytestmark = [pytest.mark.services, pytest.mark.nightly]
@@ -57,23 +54,7 @@ class SageMaker(Scene):
 
     def release(self, factor: float) -> str:
         """A version that multiplies."""
-        folder = self.folder / f"made-{factor}"
-        scaling_deployment(folder, name="v", version="", scale=factor)
-        file = folder / "model.onnx"
-        manifest = Manifest(files={"model.onnx": digest_file(file)})
-        release = digest_bytes(str(factor).encode())
-        record = VariantRecord(
-            variant="fp32",
-            files={"model.onnx": file},
-            manifest=manifest,
-            evidence={},
-            metrics={},
-            decisions={},
-            signed={TARGET: sign(decision_record(release, "fp32", manifest.digest()), self.world.signer)},
-            description="",
-        )
-        lineage = Lineage(pipeline="p", release=release)
-        return self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))["fp32"]
+        return publish_scaling(self, self.folder / f"made-{factor}", factor)
 
     def alarm(self, state: str) -> None:
         client(self.fake, "cloudwatch").set_alarm_state(AlarmName="failing", StateValue=state, StateReason="test")
