@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFound, UserError
+from onnx_ops.spec.functions import parse_python
 
 _OURS = __name__.partition(".")[0]
 
@@ -85,7 +86,7 @@ def _with_packages(module: str) -> Iterator[str]:
 
 def _parsed(path: Path) -> ast.Module:
     try:
-        return ast.parse(path.read_bytes())
+        return parse_python(path.read_bytes())
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,18 @@ from onnx_ops.spec.text import MAX_BYTES, shown_path
 from onnx_ops.spec.words import did_you_mean, shorten
 
 _REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
+_PARSING = threading.Lock()
+
+
+def parse_python(source: bytes) -> ast.Module:
+    """Parse one source at a time: Python 3.11 counts the depth of the trees of all threads together (CPython #106905).
+
+    Raises:
+        SyntaxError: it is not Python.
+        ValueError: it has a null byte.
+    """
+    with _PARSING:
+        return ast.parse(source)
 
 
 def function_problem(reference: str, root: Path) -> str | None:
@@ -30,7 +43,7 @@ def function_problem(reference: str, root: Path) -> str | None:
         return f"no module '{module}' in the project or on sys.path{hint}"
     try:
         with path.open("rb") as stream:
-            tree = ast.parse(stream.read(MAX_BYTES))
+            tree = parse_python(stream.read(MAX_BYTES))
     except SyntaxError as error:
         return f"{shown_path(path)}, line {error.lineno}, is not valid Python: {error.msg}"
     except (OSError, ValueError, RecursionError) as error:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import gc
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from onnx_ops.spec.functions import function_problem
+from onnx_ops.spec.functions import function_problem, parse_python
 
 SOURCE = """\
 import json
@@ -77,3 +80,27 @@ def test_a_file_that_is_no_text(root: Path) -> None:
     problem = function_problem("code.binary:f", root)
     assert problem is not None
     assert problem.startswith("code/binary.py")
+
+
+def test_threads_parse_side_by_side() -> None:
+    """Python 3.11 mixes up the trees of threads if the collector of garbage lets another thread go on meanwhile."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            time.sleep(0.0005)
+
+    def parse(_: int) -> int:
+        for _ in range(3):
+            Garbage()
+        return len(parse_python(b"[" + b"f(a, (b, [c, {d: e}])), " * 10 + b"]").body)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(parse, range(40))) == [1] * 40
+    finally:
+        gc.set_threshold(*threshold)
