@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from unittest.mock import patch
 
 import pytest
+import typer.main
+import typer.testing  # it is patched
 
 pytest_plugins = ("tests.support.suite", "tests.support.golden")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_built_once() -> Iterator[None]:
+    """A program builds its command line once; the tests of it would at every call."""
+    built = cache(typer.main.get_command)
+    with patch("typer.main.get_command", built), patch("typer.testing._get_command", built):
+        yield
 
 
 @pytest.fixture(scope="session")

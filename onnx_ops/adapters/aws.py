@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from onnx_ops.domain.artifact import digest_bytes, hex_of
@@ -62,13 +63,14 @@ def clients(settings: Mapping[str, Scalar], *, where: str = "") -> Clients:
         UserError: there is no such profile, or no region is chosen: some services would do without, others not.
     """
     import boto3
+    import botocore.session
     from botocore.config import Config
 
+    core = botocore.session.Session(profile=str(settings["profile"]) if settings.get("profile") else None)
     with translated(where):
-        session = boto3.session.Session(
-            region_name=str(settings["region"]) if settings.get("region") else None,
-            profile_name=str(settings["profile"]) if settings.get("profile") else None,
-        )
+        core.register_component("data_loader", _models(core.get_config_variable("data_path")))
+        region = str(settings["region"]) if settings.get("region") else None
+        session = boto3.session.Session(region_name=region, botocore_session=core)
     if session.region_name is None:
         raise _no_region(where)
     answer_s = float(settings.get("answer_s", ANSWER_S))
@@ -87,6 +89,14 @@ def clients(settings: Mapping[str, Scalar], *, where: str = "") -> Clients:
         return made[service]
 
     return client
+
+
+@cache
+def _models(data_path: str | None) -> Any:
+    """What describes the services, read once for all sessions: for each of them it would take a third of a second."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
 
 
 @contextmanager

@@ -138,6 +138,7 @@ def test_remotes_that_cannot_be_used_are_told(pushed: Repository, reads: DvcSour
         reads.load(section(PATH, remote="far", requirements=list(reads.requirements)), pushed.root)
 
 
+@pytest.mark.nightly
 def test_runs_and_dvc_itself_work_on_one_repository_at_once(pushed: Repository, reads: DvcSource) -> None:
     """DVC's own fetch takes a lock, and refuses whoever comes second."""
     found: list[float] = []

@@ -120,6 +120,7 @@ def finished(world: World, stage: int) -> None:
     assert world.provider.leftovers(world.config, needed) == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep) -> None:

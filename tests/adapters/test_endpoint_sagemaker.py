@@ -48,6 +48,7 @@ class TestSageMakerEndpoints(EndpointProviderSuite):
         return invoke(self.fake, address.rpartition("/")[2])[1]
 
 
+@pytest.mark.sweep
 class TestSlowReads(TestSageMakerEndpoints):
     """The same where reads are behind: the suite must not notice."""
 

@@ -129,6 +129,7 @@ def order(fake: FakeSageMaker, kind: str, requests: list[str], moment: int, *, l
     fake.fault(at=moment, kind=kind, times=times, only=only)
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["passing", "lasting"])

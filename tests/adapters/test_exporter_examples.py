@@ -50,6 +50,7 @@ def test_the_convolution_is_right_on_95_of_100_and_the_same_each_time() -> None:
     np.testing.assert_array_equal(answers[0]["output"], answers[1]["output"])
 
 
+@pytest.mark.nightly
 def test_another_seed_gives_another_model() -> None:
     from examples import digits_mlp
 

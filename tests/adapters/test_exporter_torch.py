@@ -22,6 +22,7 @@ from onnx_ops.testing.models import images
 SECTION = Export(framework="torch", opset=18, ir_version=9, dynamic={"image": {0: "batch"}})
 
 
+@pytest.mark.nightly
 class TestConvolution(ExporterSuite):
     @pytest.fixture
     def exporter(self) -> TorchExporter:

@@ -75,7 +75,7 @@ def test_variables_that_lead_to_another_python_are_not_inherited(monkeypatch: py
     assert found["HTTPS_PROXY"] == "elsewhere"
 
 
-@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.nightly), "uv"])
 def test_it_holds_what_was_asked_for_and_this_installation_stays_as_it_is(
     environments: Environments, tmp_path: Path, installer: str
 ) -> None:
@@ -109,6 +109,7 @@ def test_one_that_was_being_made_when_its_maker_died_is_made_again(environments:
     assert not (place / "leftover").exists()
 
 
+@pytest.mark.nightly
 def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
     path = wheel(tmp_path)
     code = f"""
@@ -154,7 +155,7 @@ def test_other_requirements_or_another_python_are_another_environment(tmp_path: 
     assert all("==" in pin for pin in BASE[:2])
 
 
-@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.nightly), "uv"])
 def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
     environments: Environments, installer: str
 ) -> None:

@@ -25,10 +25,12 @@ def place(bucket: str) -> str:
     return f"{bucket}/{uuid.uuid4().hex}"
 
 
+@pytest.mark.sweep
 class TestStoreOnS3(RemoteStoreSuite):
     pass
 
 
+@pytest.mark.sweep
 class TestLedgerOnS3(RemoteLedgerSuite):
     """Moto answers `If-None-Match: *`, but looks and writes in two steps, so that two who race may both win there. That
     S3 does it in one is S3's promise; it was not tried here."""

@@ -98,6 +98,7 @@ def test_all_aliases_are_read_page_by_page(
     assert {f"paged-{number}" for number in range(3)} <= set(whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.services
 class TestOnAServer(RegistrySuite):
     @pytest.fixture

@@ -26,6 +26,7 @@ def bucket() -> Iterator[str]:
         yield endpoint
 
 
+@pytest.mark.sweep
 @pytest.mark.services
 class TestOnPostgresAndS3(RegistrySuite):
     @pytest.fixture

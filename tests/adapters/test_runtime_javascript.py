@@ -70,7 +70,7 @@ def other_browser(browser: BrowserRuntime) -> Iterator[NodeRuntime]:
     runtime._held.stop()
 
 
-@pytest.fixture(params=["node", "wasm", "browser"])
+@pytest.fixture(params=["node", "wasm", pytest.param("browser", marks=pytest.mark.nightly)])
 def place(request: pytest.FixtureRequest) -> tuple[NodeRuntime, Target]:
     """Each of the three with its target."""
     target = {"node": NODE, "wasm": NODE_WASM, "browser": WASM}[request.param]
@@ -87,6 +87,7 @@ class TestNode(RuntimeSuite):
         return NODE
 
 
+@pytest.mark.sweep
 class TestNodeWasm(RuntimeSuite):
     @pytest.fixture
     def runtime(self, wasm: NodeRuntime) -> NodeRuntime:
@@ -109,6 +110,7 @@ class TestNodeWasm(RuntimeSuite):
         super().test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(runtime, target, file, tmp_path)
 
 
+@pytest.mark.nightly
 class TestBrowser(RuntimeSuite):
     @pytest.fixture
     def runtime(self, browser: BrowserRuntime) -> BrowserRuntime:
@@ -224,6 +226,7 @@ def test_node_shows_the_graph_that_it_runs(
         wasm.rewritten(file, NODE_WASM, tmp_path / "other.onnx")
 
 
+@pytest.mark.nightly
 def test_ort_files_agree_with_their_source(
     node: NodeRuntime, other_node: NodeRuntime, other_browser: NodeRuntime, file: Path
 ) -> None:
@@ -247,6 +250,7 @@ def test_node_killed_in_the_middle_is_told_and_started_again(node: NodeRuntime, 
     assert node.run(file, NODE, (rows(2),))[0]["scores"].shape[0] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("role", ["", "renderer"])
 def test_a_browser_or_page_killed_in_the_middle_is_told_and_started_again(
     browser: BrowserRuntime, file: Path, role: str
@@ -266,6 +270,7 @@ def test_a_hang_in_node_is_stopped(other_node: NodeRuntime, file: Path) -> None:
         other_node.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_browser(tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
     require("node", "npm", "chromium")
     runtime = BrowserRuntime(folder=environments(tmp_path_factory))
@@ -279,6 +284,7 @@ def test_nothing_is_left_of_a_browser(tmp_path_factory: pytest.TempPathFactory, 
     assert not scratch.exists()
 
 
+@pytest.mark.nightly
 def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(other_browser: NodeRuntime, file: Path) -> None:
     facts = other_browser.facts(file, WEBGPU)
     assert facts.nodes["webgpu"] > 0

@@ -79,6 +79,7 @@ def test_threads_that_cannot_be_started_are_a_failure_to_measure() -> None:
             window(lambda: None, pool, 2, 10)
 
 
+@pytest.mark.nightly
 def test_sides_are_kept_apart_sessions_are_fresh_and_orders_follow_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

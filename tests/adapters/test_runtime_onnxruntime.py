@@ -130,6 +130,7 @@ def test_external_weights_are_found_beside_the_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(answer["y"], [[2, 3]])
 
 
+@pytest.mark.nightly
 def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

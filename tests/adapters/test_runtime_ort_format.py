@@ -26,6 +26,7 @@ PHONE = Target(name="phone", ort_format=OrtFormat())
 COMPILED = Target(name="compiled", ort_format=OrtFormat(platform="amd64", style="runtime"))
 
 
+@pytest.mark.nightly
 class TestOrtFormat(RuntimeSuite):
     @pytest.fixture
     def runtime(self) -> OnnxRuntime:

@@ -46,6 +46,7 @@ def test_an_unfinished_request_ends_by_the_time_limit(patient: Patient, part: by
     patient.is_well()
 
 
+@pytest.mark.nightly
 def test_a_slow_reader_costs_bounded_memory(patient: Patient) -> None:
     """Clients that ask, pipelined, and never read: the answers must not pile up."""
     with patient.bounded(64 * MB), ExitStack() as stack:

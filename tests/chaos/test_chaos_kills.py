@@ -110,6 +110,7 @@ def _answered(server: ServerFamily) -> int:
     return sum(sum(counts.statuses.values()) for counts in server.counts().deployments.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("victim", ["supervisor", "worker"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

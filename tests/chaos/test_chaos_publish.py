@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from onnx_ops.domain.endpoint import Deployment
 from tests.chaos.chaos_parts import Make
 from tests.support.load import LoadPlan
@@ -13,6 +15,7 @@ from tests.support.storm import storm
 Plan = Callable[..., LoadPlan]
 
 
+@pytest.mark.nightly
 def test_no_request_fails_and_no_replaced_version_answers(family: Make, blue: Deployment, plan: Plan) -> None:
     server: ServerFamily = family("--workers", "2")
     seen = storm(server, blue, plan(server, connections=16, keys=50), publications=60)

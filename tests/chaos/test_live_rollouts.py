@@ -233,6 +233,7 @@ def rolled_out(
     return why, records
 
 
+@pytest.mark.nightly
 def test_a_healthy_candidate_reaches_all_traffic(site: Site) -> None:
     why, records = rolled_out(site, SHADOW)
     assert site.traffic() == {"v2": 100}, why
@@ -284,6 +285,7 @@ def test_a_candidate_that_fails_on_three_percent_is_rolled_back(site: Site) -> N
     assert 0 < only_by_candidate <= 0.1 * records.by_deployment()["v2"] + 10
 
 
+@pytest.mark.nightly
 def test_a_candidate_that_is_thirty_percent_slower_is_rolled_back(site: Site) -> None:
     why, records = rolled_out(site, CANARY, layers=270)
     assert site.traffic() == {"v1": 100}
@@ -291,6 +293,7 @@ def test_a_candidate_that_is_thirty_percent_slower_is_rolled_back(site: Site) ->
     assert records.failed == 0
 
 
+@pytest.mark.nightly
 def test_a_candidate_that_answers_wrongly_is_found_before_any_user_sees_it(site: Site) -> None:
     why, records = rolled_out(site, SHADOW, scale=1.1)
     assert site.traffic() == {"v1": 100}
@@ -313,6 +316,7 @@ def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
     assert site.traffic() == {"v2": 100}
 
 
+@pytest.mark.nightly
 def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_another(site: Site) -> None:
     """The workers answer all the time; the reconciler brings the supervisor back under load, and nobody is dropped."""
     configure(site.ports, site.config, RolloutPolicy())

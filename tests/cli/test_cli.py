@@ -81,10 +81,15 @@ def test_help_imports_nothing_heavy() -> None:
     ("arguments", "environ", "code"),
     [
         (["check", "configs/pipelines/digits-mlp.yaml"], {}, 0),
-        (["compare", "good.onnx", "wrong.onnx", "--quiet"], {}, 1),
+        pytest.param(["compare", "good.onnx", "wrong.onnx", "--quiet"], {}, 1, marks=pytest.mark.nightly),
         (["rol"], {}, 2),
-        (["run", "nowhere.yaml", "--json"], {}, 2),
-        (["bench", "good.onnx", "good.onnx", "--max-regression", "0.000001%", "--quiet"], {}, 3),
+        pytest.param(["run", "nowhere.yaml", "--json"], {}, 2, marks=pytest.mark.nightly),
+        pytest.param(
+            ["bench", "good.onnx", "good.onnx", "--max-regression", "0.000001%", "--quiet"],
+            {},
+            3,
+            marks=pytest.mark.nightly,
+        ),
         (["notify", "--test", "--json"], {"ONNX_OPS_NOTIFY": "webhook"}, 4),
         (["inspect", "escape.onnx"], {}, 5),
     ],

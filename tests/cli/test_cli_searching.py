@@ -38,6 +38,7 @@ def run(*arguments: str, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
+@pytest.mark.nightly
 def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     budget = ["--budget", "metric_drop=40%", "--budget", "max_builds=9", "--budget", "size=1MB"]
     run("--method", "auto", "--data", "rows.npz", "--tune", "tune.npz", "--keep", "exact", *budget, "--json")

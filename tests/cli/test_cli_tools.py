@@ -175,6 +175,7 @@ class TestBench:
         assert found["ratio"]["limit"] == 1.05
         assert found["reason"]
 
+    @pytest.mark.nightly
     def test_load_and_fresh_processes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in (load, starts):
             monkeypatch.setattr(kind, "HEATS_ALONE", 1)

@@ -93,6 +93,7 @@ def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> N
     assert secret not in json.dumps(watch.reports)
 
 
+@pytest.mark.nightly
 def test_false_deliveries_deploy_nothing(site: Site) -> None:
     """Forged, stale, doubled and reordered ones, and ones that claim what is not so."""
     import httpx
@@ -136,6 +137,7 @@ def test_false_deliveries_deploy_nothing(site: Site) -> None:
     assert watch.kinds().count("delivery-refused") == 3
 
 
+@pytest.mark.nightly
 def test_with_all_webhooks_lost_and_the_reconciler_killed_it_converges_by_polling(site: Site) -> None:
     site.publish("a")
     site.publish("b")

@@ -47,6 +47,7 @@ def test_an_export_with_a_swapped_row_fails_parity_and_moves_nothing(released: P
     assert state_of(released) == before
 
 
+@pytest.mark.nightly
 def test_a_release_slower_than_the_champion_fails_and_moves_nothing(released: Project) -> None:
     before = state_of(released)
     document = released.run(ONLY_FP32, *SLOW, code=1)

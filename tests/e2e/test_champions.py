@@ -47,6 +47,7 @@ def test_nothing_is_changed_by_a_look(released: Project) -> None:
     assert again["executed"] == []
 
 
+@pytest.mark.nightly
 def test_a_runtime_that_computes_otherwise_is_found(released: Project, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OTHERWISE, encoding="utf-8")
     metadata = tmp_path / "onnxruntime-99.0.dist-info" / "METADATA"

@@ -45,6 +45,7 @@ def check_ledger(root: Path) -> None:
     assert kinds.count("first-deployment") == 1
 
 
+@pytest.mark.nightly
 def test_a_run_killed_in_every_stage_in_turn_ends_as_one_that_was_not(fresh_project: Project, sweep: Sweep) -> None:
     names = stages(fresh_project)
     assert names[-1] == "deploy/digits"

@@ -126,6 +126,7 @@ def test_a_tampered_file_in_the_store_is_made_again(first: Any, project: Project
     assert project.run()["executed"] == []
 
 
+@pytest.mark.nightly
 def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first: Any, project: Project) -> None:
     before = project.status()["roles"]["stable"]
     second = project.run(ONLY_FP32, SECOND)

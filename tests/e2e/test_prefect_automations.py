@@ -89,6 +89,7 @@ def test_they_are_listed_and_enabled(automations: dict[str, dict[str, Any]], sit
     assert GATE in site.done("automation", "ls")
 
 
+@pytest.mark.nightly
 def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 

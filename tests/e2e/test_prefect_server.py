@@ -86,6 +86,7 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], sit
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
 
 
+@pytest.mark.nightly
 def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: PrefectSite) -> None:
     del first
     before = site.project.status()

@@ -142,6 +142,7 @@ def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice:
     assert line["at"].startswith("20")
 
 
+@pytest.mark.nightly
 def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Project, mlflow_server: MlflowServer) -> None:
     twice.environ["ONNX_OPS_TRACKING_URI"] = mlflow_server.uri
     old, new = names(twice)

@@ -212,6 +212,7 @@ def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, pro
     audited(world.history(config), first, good, bad)
 
 
+@pytest.mark.nightly
 def test_one_release_over_all_providers_in_order_and_back_with_one_command(world: World) -> None:
     model = "everywhere"
     near, region, far = (world.config(provider, model=model) for provider in PROVIDERS)

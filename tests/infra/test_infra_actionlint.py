@@ -53,6 +53,7 @@ def test_actionlint_has_nothing_to_say_of_the_workflows(tmp_path_factory: pytest
     assert [told for told in findings(tmp_path_factory, *files) if not NEWER.search(told)] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", BROKEN)
 def test_actionlint_does_find_what_is_wrong(tmp_path_factory: pytest.TempPathFactory, fault: str) -> None:
     step, told = BROKEN[fault]

@@ -49,6 +49,7 @@ def test_its_tool_has_nothing_to_say(command: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "broken", "arguments"),
     [

@@ -206,6 +206,7 @@ def test_an_override_is_given_by_who_may_and_signed_by_the_server(
     assert (signed.record.by, signed.record.reason) == ("alice", "the old one is worse")
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("changes", "reason"),

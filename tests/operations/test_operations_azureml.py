@@ -106,6 +106,7 @@ def test_from_an_empty_workspace_to_a_canary_and_back(scene: Azure) -> None:
     assert all(sum(split.values()) == 100 for split in routes[1:])
 
 
+@pytest.mark.nightly
 def test_orphans_of_a_driver_that_died_are_found_and_removed(scene: Azure) -> None:
     first, second = scene.release(2.0), scene.release(3.0)
     scene.promote(first)

@@ -211,6 +211,7 @@ def test_killed_between_any_two_effects(name: str, tmp_path: Path, sweep: Sweep)
         assert entries(scene) == entries(whole), f"killed after effect {at} of {count}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SCENES)
 def test_killed_again_while_it_makes_good(name: str, tmp_path: Path, sweep: Sweep) -> None:
     file, copies = tmp_path / "world", copies_of(SCENES[name])

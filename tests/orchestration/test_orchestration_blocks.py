@@ -246,6 +246,7 @@ def test_the_server_keeps_secrets_sealed_unless_asked(saved: None) -> None:
     assert set(password) == {"*"}
 
 
+@pytest.mark.nightly
 def test_a_server_and_a_worker_that_load_the_collection_load_nothing_heavy() -> None:
     from onnx_ops.orchestration.blocks import ModelRegistry
 

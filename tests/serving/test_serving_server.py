@@ -276,6 +276,7 @@ def test_a_wrong_publication_changes_nothing(serving: Server, blue: Deployment, 
     assert state == replace(state_of(blue, green, blue=70, green=30), generation=2)
 
 
+@pytest.mark.nightly
 def test_publishing_under_load_fails_no_request_and_leaves_no_stale_answer(serving: Server, blue: Deployment) -> None:
     published = 2
     answered: Counter[int] = Counter()

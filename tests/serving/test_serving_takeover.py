@@ -8,6 +8,8 @@ import socket
 import subprocess
 from collections import Counter
 
+import pytest
+
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.admin import HANDOVER_SOCKET
 from onnx_ops.testing.endpoints import state_of
@@ -66,6 +68,7 @@ def test_workers_go_on_when_their_supervisor_is_killed_and_the_next_one_takes_ov
     assert crew.workers() == ()
 
 
+@pytest.mark.nightly
 def test_orphans_and_a_supervisor_killed_while_it_takes_over(crew: Server, blue: Deployment) -> None:
     crew.publish(state_of(blue, blue=100), 1)
     crew.end(signal.SIGKILL)

@@ -136,6 +136,7 @@ def test_a_model_that_kills_its_workers_is_refused_and_nothing_changes(
         server.kill_all()
 
 
+@pytest.mark.nightly
 def test_a_table_that_kills_workers_leaves_a_server_that_can_be_published_to(
     tmp_path: Path, blue: Deployment, green: Deployment
 ) -> None:

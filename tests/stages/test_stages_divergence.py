@@ -86,6 +86,7 @@ def faulty(source: Source, folder: Path, weight: str, fault: str) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_the_node_at_fault_or_the_next_is_named_in_most_cases(source: Source, tmp_path: Path) -> None:
     graph = onnx.load(source.path).graph
     nodes = [node.name for node in graph.node]

@@ -153,6 +153,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def spare_what_is_there() -> None:
+    """Leave what there is before a file's tests out of the search for garbage: a timed run waits for a whole one."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _take_part(config, items)
     _restore_order(items)
@@ -163,7 +169,7 @@ def _take_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     sweeps: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sweep"):
-            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            sweeps.setdefault(_sweep_of(item), []).append(item)
     sweep = Sweep(part_of(config.option.sweep))
     left: set[pytest.Item] = set()
     for cases in sweeps.values():
@@ -172,6 +178,13 @@ def _take_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     if left and len(items) > 1:
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=list(left))
+
+
+def _sweep_of(item: pytest.Item) -> str:
+    """Return what the cases of one sweep have in common: the marked test, or the marked class."""
+    marks: Iterable[pytest.Mark] = vars(getattr(item, "cls", None) or object).get("pytestmark", ())
+    is_class = any(mark.name == "sweep" for mark in marks)
+    return item.nodeid.rpartition("::")[0] if is_class else item.nodeid.partition("[")[0]
 
 
 def _restore_order(items: list[pytest.Item]) -> None:

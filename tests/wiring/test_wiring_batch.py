@@ -87,6 +87,7 @@ def test_what_two_share_is_done_once_and_what_fails_stops_no_other(project: Proj
     assert list(project.settings.claims.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_two_processes_that_share_a_stage_do_it_once(project: Project) -> None:
     running = [
         subprocess.Popen(

@@ -72,6 +72,7 @@ def run(repository: Repository) -> RunResult:
     return result
 
 
+@pytest.mark.nightly
 def test_lineage_ends_in_mlflow_and_in_the_model(repository: Repository) -> None:
     commit = repository.git("rev-parse", "v1")
     run(repository)

@@ -149,6 +149,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     assert {o.status for o in again.outcomes.values()} <= {StageStatus.CACHED, StageStatus.SKIPPED}
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_kept_leaves_every_place_empty_and_fp32_serves(project: Project) -> None:
     result, told = run(project, None, "quantize[0].budget.size=1 B", "quantize[0].keep=[fast]", "prefer=latency")
     (slot,) = of_kind(result, StageKind.QUANTIZE)

@@ -223,9 +223,9 @@ def _quiet() -> Iterator[None]:
     """The exporter prints its progress, warns of its own internals, and logs which packages it does without."""
     known = (name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY)
     loggers = [logging.getLogger(name) for name in {*_NOISY, *known}]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    heard = [logger for logger in loggers if not logger.disabled]
+    for logger in heard:  # a level of their own would empty the caches of all loggers, for each of hundreds
+        logger.disabled = True
     try:
         quiet = io.StringIO()
         with warnings.catch_warnings(), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
@@ -235,8 +235,8 @@ def _quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="# The axis name: .* will not be used, since it shares")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger in heard:
+            logger.disabled = False
 
 
 def _strip(proto: Any) -> None:
