@@ -17,6 +17,7 @@ def pipeline(
     overrides: tuple[str, ...] = (),
     until: StageKind | None = None,
     fresh: tuple[StageKind, ...] = (),
+    abandon: str = "",
     blocks: tuple[str, ...] = (),
 ) -> State[Any]:
     """Train, export, validate, quantize, benchmark, gate, register and deploy; what is known already is not done again.
@@ -26,7 +27,8 @@ def pipeline(
         overrides: Values to override, such as train.with.seed=3.
         until: Stop after this kind of stage.
         fresh: Kinds of stages to do again, whatever is known.
+        abandon: Why endpoints may stay behind that the file names no longer, or elsewhere.
         blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        return lead(project, file, overrides=overrides, until=until, fresh=fresh)
+        return lead(project, file, overrides=overrides, until=until, fresh=fresh, abandon=abandon)

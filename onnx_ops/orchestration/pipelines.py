@@ -30,11 +30,18 @@ def lead(
     overrides: Sequence[str] = (),
     until: StageKind | None = None,
     fresh: Collection[StageKind] = (),
+    abandon: str = "",
 ) -> State[Any]:
     """Run a pipeline, every stage a task run of its own; leaves progress, tables, pictures, events, notifications."""
     prepared = prepare(project, project.settings.root / Path(file), overrides=overrides, until=until)
     result = execute(
-        project, prepared, fresh=fresh, executor=PrefectExecutor(), observer=Progress(), actor=actor(project.ports)
+        project,
+        prepared,
+        fresh=fresh,
+        executor=PrefectExecutor(),
+        observer=Progress(),
+        actor=actor(project.ports),
+        abandon=abandon,
     )
     summary = summarise(prepared.pipeline, result, project.ports)
     publish_tables(summary)

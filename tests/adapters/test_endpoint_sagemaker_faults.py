@@ -159,6 +159,7 @@ def test_faults_at_every_request(
         endpoint.check()
 
 
+@pytest.mark.nightly
 def test_a_client_that_is_killed_at_every_request(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], load: Load, sweep: Sweep
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_client_that_is_killed_at_every_request(
         fake.fault(at=moment, kind="kill", pid=process.pid)
         ours.send("go")
         process.join(60)
-        assert process.exitcode == -signal.SIGKILL
+        if process.exitcode != -signal.SIGKILL:  # it had to wait less long, and was through with fewer requests
+            assert (process.exitcode, moment >= 2 * len(fake.calls())) == (0, True)
         fake.fault()
         endpoint.check()

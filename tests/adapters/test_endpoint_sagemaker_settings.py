@@ -17,10 +17,13 @@ from onnx_ops.adapters.endpoints.sagemaker_archive import pack
 from onnx_ops.adapters.endpoints.sagemaker_layout import deployment_in, is_own, lay_out, variables_of
 from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
 from onnx_ops.adapters.endpoints.sagemaker_update import has_weights
+from onnx_ops.adapters.signers.ecdsa import create_key
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope, Signature
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
+from onnx_ops.protocol.container import TRUSTED_KEYS_VARIABLE
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.clouds.sagemaker_parts import check_config
@@ -135,6 +138,19 @@ def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Pa
     assert deployment_in(variables) == replace(signed, location="")
     for missing in variables:
         assert deployment_in({name: text for name, text in variables.items() if name != missing}) is None
+
+
+def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_told(tmp_path: Path) -> None:
+    state = EndpointState(deployments=(deployment("v1"),), split=TrafficSplit(weights={"v1": 100}))
+    for number in range(8):
+        create_key(tmp_path / f"{number}.pem")
+    keys = TrustedKeys(tmp_path).encoded()
+    (model,) = lay_out("e", state, settings_of(SETTINGS), trusted_keys=keys).models.values()
+    assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
+    create_key(tmp_path / "9.pem")
+    with pytest.raises(UserError, match="more trusted keys") as told:
+        lay_out("e", state, settings_of(SETTINGS), trusted_keys=TrustedKeys(tmp_path).encoded())
+    assert told.value.remedy == "Retire old ones."
 
 
 def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:

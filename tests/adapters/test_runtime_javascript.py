@@ -193,6 +193,7 @@ def test_answers_agree_with_this_process(place: tuple[NodeRuntime, Target], file
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_clocks_are_told_and_coarse_ones_time_several_calls(
     node: NodeRuntime, browser: BrowserRuntime, file: Path
 ) -> None:

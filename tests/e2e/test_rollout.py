@@ -67,6 +67,7 @@ def test_the_release_of_a_torch_model_is_right_and_takes_all_traffic(fresh_proje
     assert np.mean(scores.argmax(axis=1) == digits.target[:40]) >= 0.85
 
 
+@pytest.mark.nightly
 def test_the_second_release_moves_in_by_steps(candidate: Project) -> None:
     answered = who_answers(candidate.status()["address"])
     assert 0 < answered["v2"] < answered["v1"]

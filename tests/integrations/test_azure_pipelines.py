@@ -118,9 +118,8 @@ def agent(checkout: Path, **environ: str) -> list[tuple[int, str]]:
     return ended
 
 
-@pytest.mark.parametrize(
-    ("size", "code", "verdict"), [pytest.param("1 MB", 0, "pass", marks=pytest.mark.nightly), ("1 B", 1, "fail")]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("size", "code", "verdict"), [("1 MB", 0, "pass"), ("1 B", 1, "fail")])
 def test_a_pull_request_is_judged(checkout: Path, size: str, code: int, verdict: str) -> None:
     (checkout / "configs" / "pipelines" / "iris.yaml").write_text(PIPELINE.format(size=size) + "description: new\n")
     head = commit(checkout)

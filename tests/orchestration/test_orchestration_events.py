@@ -153,6 +153,7 @@ def unset() -> Any:
         yield
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: None) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 

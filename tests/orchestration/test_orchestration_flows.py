@@ -14,18 +14,25 @@ import pytest
 import yaml
 
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.ledger import Intent, Outcome
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.operations.glance import Glance, ask
+from onnx_ops.operations.journal import Journal
+from onnx_ops.operations.promote import configure
 from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.wiring.project import open_project
 from onnx_ops.wiring.summary import Summary
 from tests.operations.release_parts import Scene
 
 if TYPE_CHECKING:
     from prefect import Flow, State
 
+KEY = digest_bytes(b"")
 PROJECT = Path(__file__).parents[2]
 WRONG = "schema: 1\npipeline: wrong\nexprot: {framework: sklearn}\nbenchmark: {targets: [nowhere]}\n"
 
@@ -104,7 +111,7 @@ def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "parameters", "required"),
     [
-        ("pipeline", {"file", "overrides", "until", "fresh", "blocks"}, ["file"]),
+        ("pipeline", {"file", "overrides", "until", "fresh", "abandon", "blocks"}, ["file"]),
         ("model_commit", {"since", "until", "blocks"}, []),
         ("rollback", {"endpoints", "to", "reason", "force", "all", "model", "target", "blocks"}, []),
         ("rollout", {"endpoint", "limit", "every", "blocks"}, ["endpoint"]),
@@ -184,6 +191,26 @@ def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repos
     picture = base64.b64decode(str(found["brought-cpu-1t-variants"].data).removeprefix("data:image/svg+xml;base64,"))
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 (ours)
     assert b"fp32" in picture
+
+
+def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repository: Path) -> None:
+    ports = open_project(repository).ports
+    config = EndpointConfig(
+        endpoint="old", provider="local", model="m", target="cpu-1t", target_digest=KEY, pipeline="brought"
+    )
+    configure(ports, config, RolloutPolicy())
+    served = Deployment(
+        name="v1", model="m", version="1", variant="fp32", release=KEY, manifest=KEY, location=str(repository)
+    )
+    first = Action(kind=ActionKind.FIRST, state=split_state(None, served, 100), roles=Roles(stable=served), why="new")
+    for body in (Intent(action=first, holder="h", expires_at=0.0), Outcome(of=2, ok=True)):
+        Journal.open(ports, "old").append(body)
+    (repository / "model.onnx").unlink()
+    refused = end("pipeline", file="configs/pipelines/brought.yaml")
+    assert refused.name == "Refused"
+    assert "old would be left behind" in str(refused.message)
+    begun = end("pipeline", file="configs/pipelines/brought.yaml", abandon="renamed")
+    assert "model.onnx" in str(begun.message)
 
 
 @pytest.mark.filterwarnings("ignore:Artifact creation outside:FutureWarning")

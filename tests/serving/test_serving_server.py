@@ -340,6 +340,7 @@ def slow_body(n: int) -> dict[str, object]:
     return {"inputs": [{"name": "n", "datatype": "INT64", "shape": [], "data": [n]}]}
 
 
+@pytest.mark.nightly
 def test_a_slow_model_does_not_keep_health_waiting_and_drains_on_sigterm(
     server: Server, slow: Deployment, blue: Deployment
 ) -> None:

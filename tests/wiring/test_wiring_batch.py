@@ -123,6 +123,7 @@ def test_the_command_tells_of_each_and_ends_with_the_worst(
     assert document["pipelines"][1]["executed"] == []
 
 
+@pytest.mark.nightly
 def test_stages_of_one_file_run_side_by_side(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.settings.root)
     done = CliRunner().invoke(app, ["run", "same-a.yaml", "--jobs", "3", "--until", "train"])
