@@ -14,11 +14,9 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.signers.ecdsa import create_key
-from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, NotFound, Refused, UserError
-from onnx_ops.protocol.container import TRUSTED_KEYS_VARIABLE
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke, pair
 from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client
@@ -171,22 +169,6 @@ def test_other_trusted_keys_are_no_drift(
     config, state = config_of("keyed"), state_of(pair[0], blue=100)
     SageMakerEndpoints().apply(config, state, generation=1)
     assert drift(SageMakerEndpoints(trusted=tmp_path), config) == []
-
-
-def test_rotated_keys_reach_all_containers_with_the_next_change(
-    fake: FakeSageMaker, pair: tuple[Deployment, Deployment], tmp_path: Path
-) -> None:
-    config = config_of("rotated")
-    for name, state in (("old", state_of(pair[0], blue=100)), ("new", state_of(*pair, blue=90, green=10))):
-        create_key(tmp_path / f"{name}.pem")
-        SageMakerEndpoints(trusted=tmp_path).apply(config, state, generation=len(state.deployments))
-    sagemaker = client(fake, "sagemaker")
-    name = sagemaker.describe_endpoint(EndpointName="rotated")["EndpointConfigName"]
-    variants = sagemaker.describe_endpoint_config(EndpointConfigName=name)["ProductionVariants"]
-    models = [sagemaker.describe_model(ModelName=variant["ModelName"]) for variant in variants]
-    keys = {model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] for model in models}
-    assert keys == {TrustedKeys(tmp_path).encoded()}
-    assert len(models) == len(keys.pop().split(",")) == 2
 
 
 def drift(provider: SageMakerEndpoints, config: EndpointConfig) -> list[str]:

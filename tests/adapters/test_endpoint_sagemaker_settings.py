@@ -153,6 +153,24 @@ def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_to
     assert told.value.remedy == "Retire old ones."
 
 
+def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) -> None:
+    split = TrafficSplit(weights={"v1": 90, "v2": 10})
+    state, settings = (
+        EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split),
+        settings_of(SETTINGS),
+    )
+    create_key(tmp_path / "old.pem")
+    before = lay_out("e", state, settings, trusted_keys=TrustedKeys(tmp_path).encoded())
+    create_key(tmp_path / "new.pem")
+    keys = TrustedKeys(tmp_path).encoded()
+    after = lay_out("e", state, settings, trusted_keys=keys)
+    assert not after.holds(before.config_name)
+    assert len(after.models) == len(after.models.keys() - before.models.keys()) == len(keys.split(",")) == 2
+    assert {model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] for model in after.models.values()} == {
+        keys
+    }
+
+
 def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     one = scaling_deployment(tmp_path / "one", name="v1", version="1", scale=2.0)
     (tmp_path / "two").mkdir()

@@ -205,12 +205,13 @@ def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repos
     first = Action(kind=ActionKind.FIRST, state=split_state(None, served, 100), roles=Roles(stable=served), why="new")
     for body in (Intent(action=first, holder="h", expires_at=0.0), Outcome(of=2, ok=True)):
         Journal.open(ports, "old").append(body)
-    (repository / "model.onnx").unlink()
+    (repository / "configs" / "pipelines" / "brought.yaml").write_text(f"{BROUGHT}register: {{model: m}}\n")
+    (repository / "rows.npz").write_bytes(b"no rows")
     refused = end("pipeline", file="configs/pipelines/brought.yaml")
     assert refused.name == "Refused"
     assert "old would be left behind" in str(refused.message)
     begun = end("pipeline", file="configs/pipelines/brought.yaml", abandon="renamed")
-    assert "model.onnx" in str(begun.message)
+    assert "rows.npz" in str(begun.message)
 
 
 @pytest.mark.filterwarnings("ignore:Artifact creation outside:FutureWarning")
