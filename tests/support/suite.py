@@ -58,17 +58,16 @@ SHARED: dict[str, str] = {
 FIRST = (
     "prefect",
     "azure",
-    "releases",
-    "sagemaker",
-    "tests/cli/test_cli_watch.py",
-    "tests/adapters/test_runtime_javascript.py",
     "integrations",
-    "tests/e2e/test_three_providers.py",
-    "tests/adapters/test_registry_mlflow.py",
-    "torch",
-    "tests/chaos/test_live_rollouts.py",
-    "tests/serving/test_serving_server.py",
+    "releases",
+    "tests/cli/test_cli_watch.py",
+    "tests/adapters/test_endpoint_local.py",
+    "sagemaker",
     "tests/e2e/test_main_job.py",
+    "tests/adapters/test_registry_mlflow.py",
+    "tests/serving/test_serving_server.py",
+    "tests/operations/test_operations_faults.py",
+    "torch",
 )
 """Groups and files that take longest, longest first: begun first, so that no worker ends long before the other."""
 
