@@ -22,6 +22,7 @@ from onnx_ops.operations.journal import bound_endpoints, readable
 from onnx_ops.operations.status import status_each
 from onnx_ops.ports import Diagnosing, HousedRuntime
 from onnx_ops.settings import Settings
+from onnx_ops.wiring.affected import PIPELINES
 from onnx_ops.wiring.project import Project, check
 
 PINS = {
@@ -46,6 +47,7 @@ def diagnose(project: Project) -> list[Finding]:
         lambda: _webhook(project),
         lambda: _notifications(project),
         lambda: _endpoints(project),
+        lambda: _without_file(project),
         lambda: _owed_rollbacks(project),
     ]
     findings: list[Finding] = []
@@ -245,6 +247,18 @@ def _endpoints(project: Project) -> Iterator[Finding]:
             found=silent if one.actual is None else f"answers at {one.address}",
             remedy=f"onnx-ops reconcile {name} starts it again",
         )
+
+
+def _without_file(project: Project) -> Iterator[Finding]:
+    """Endpoints whose pipeline no file describes: of one that was renamed with its endpoint, a run cannot know."""
+    states = [readable(project.ports, name) for name in bound_endpoints(project.ports)]
+    bound = [state.config for state in states if state.config is not None]
+    files = (project.settings.root / PIPELINES).glob("*.yaml") if bound else ()
+    described = {check(project, path).pipeline for path in files}
+    for config in bound:
+        if config.pipeline not in described:
+            found = f"{config.pipeline} is in no file of {PIPELINES}; not needed? onnx-ops delete {config.endpoint}"
+            yield Finding(check=f"pipeline of {config.endpoint}", ok=True, found=found)
 
 
 def _owed_rollbacks(project: Project) -> Iterator[Finding]:

@@ -1,0 +1,49 @@
+"""`onnx-ops doctor`: what it finds of this project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_ops.cli.diagnosis import diagnose
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.operations.promote import configure
+from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.wiring.project import open_project
+
+KEPT = """\
+pipeline: kept
+data: {test: {file: rows.npz, inputs: {x: x}}}
+model: model.onnx
+export: {framework: onnx}
+benchmark: {targets: [cpu]}
+"""
+
+
+def test_the_doctor_names_endpoints_whose_pipeline_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "onnx-ops.toml").touch()
+    folder = tmp_path / "configs" / "pipelines"
+    folder.mkdir(parents=True)
+    (folder.parent / "targets").mkdir()
+    (folder.parent / "targets" / "cpu.yaml").write_text("name: cpu\n")
+    (folder / "kept.yaml").write_text(KEPT)
+    np.savez(tmp_path / "rows.npz", allow_pickle=False, **rows(8))
+    write_perceptron(tmp_path / "model.onnx")
+    for pipeline in ("kept", "renamed"):
+        config = EndpointConfig(
+            endpoint=pipeline,
+            provider="local",
+            model="m",
+            target="cpu",
+            target_digest=digest_bytes(b""),
+            pipeline=pipeline,
+        )
+        configure(open_project().ports, config, RolloutPolicy())
+    found = {one.check: one for one in diagnose(open_project()) if one.check.startswith("pipeline of")}
+    assert found.keys() == {"pipeline of renamed"}
+    assert found["pipeline of renamed"].found.endswith("onnx-ops delete renamed")
