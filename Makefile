@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+# Tests start many processes; where Python may not write bytecode, each would compile what it imports. A few templates of
+# packages are no Python, and are passed over.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # Processes that run tests side by side.
 WORKERS ?= 2
@@ -56,11 +59,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing onnx-ops with everything its tests need into $(VENV) (a few minutes the first time) ..."
 	@$(PIP) --editable '.[dev]'
+	@$(COMPILE)
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.all: $(VENV)/.dev
 	@echo "Installing the frameworks that only the nightly tests need into $(VENV) ..."
 	@$(PIP) --editable '.[dev,keras,huggingface]'
+	@$(COMPILE)
 	@touch $@
 
 clean:
