@@ -250,7 +250,7 @@ def _endpoints(project: Project) -> Iterator[Finding]:
 
 
 def _without_file(project: Project) -> Iterator[Finding]:
-    """Endpoints whose pipeline no file describes: of one that was renamed with its endpoint, a run cannot know."""
+    """Endpoints whose pipeline no file describes, as after a pipeline and its endpoint were renamed together."""
     states = [readable(project.ports, name) for name in bound_endpoints(project.ports)]
     bound = [state.config for state in states if state.config is not None]
     files = (project.settings.root / PIPELINES).glob("*.yaml") if bound else ()

@@ -140,7 +140,7 @@ def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Pa
         assert deployment_in({name: text for name, text in variables.items() if name != missing}) is None
 
 
-def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_told(tmp_path: Path) -> None:
+def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_refused(tmp_path: Path) -> None:
     state = EndpointState(deployments=(deployment("v1"),), split=TrafficSplit(weights={"v1": 100}))
     for number in range(8):
         create_key(tmp_path / f"{number}.pem")
@@ -148,17 +148,14 @@ def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_to
     (model,) = lay_out("e", state, settings_of(SETTINGS), trusted_keys=keys).models.values()
     assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
     create_key(tmp_path / "9.pem")
-    with pytest.raises(UserError, match="more trusted keys") as told:
+    with pytest.raises(UserError, match="more trusted keys"):
         lay_out("e", state, settings_of(SETTINGS), trusted_keys=TrustedKeys(tmp_path).encoded())
-    assert told.value.remedy == "Retire old ones."
 
 
 def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) -> None:
     split = TrafficSplit(weights={"v1": 90, "v2": 10})
-    state, settings = (
-        EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split),
-        settings_of(SETTINGS),
-    )
+    state = EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split)
+    settings = settings_of(SETTINGS)
     create_key(tmp_path / "old.pem")
     before = lay_out("e", state, settings, trusted_keys=TrustedKeys(tmp_path).encoded())
     create_key(tmp_path / "new.pem")
@@ -166,9 +163,8 @@ def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) 
     after = lay_out("e", state, settings, trusted_keys=keys)
     assert not after.holds(before.config_name)
     assert len(after.models) == len(after.models.keys() - before.models.keys()) == len(keys.split(",")) == 2
-    assert {model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] for model in after.models.values()} == {
-        keys
-    }
+    for model in after.models.values():
+        assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
 
 
 def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:

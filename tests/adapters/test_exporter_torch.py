@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_ops.adapters.exporters.torch import TorchExporter
+from onnx_ops.adapters.exporters.torch import TorchExporter, _quiet
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
@@ -117,6 +118,18 @@ def test_double_is_double_all_the_way() -> None:
     exact: np.ndarray[Any, Any] = double["output"]
     assert (rounded.dtype, exact.dtype) == (np.float32, np.float64)
     assert 0 < np.abs(rounded - exact).max() < 1e-5
+
+
+def test_an_export_silences_all_its_loggers_and_restores_their_levels(caplog: pytest.LogCaptureFixture) -> None:
+    verbose = logging.getLogger("onnxscript.verbose")
+    verbose.setLevel(logging.DEBUG)
+    with caplog.at_level(logging.DEBUG), _quiet():
+        verbose.warning("it has a level of its own")
+        logging.getLogger("onnxscript.made_meanwhile").warning("the export made it")
+        assert caplog.records == []
+    assert verbose.level == logging.DEBUG
+    verbose.warning("heard again")
+    assert [record.message for record in caplog.records] == ["heard again"]
 
 
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:

@@ -221,11 +221,12 @@ def _check_opset(proto: Any, wanted: int) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter prints its progress, warns of its own internals, and logs which packages it does without."""
-    known = (name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY)
-    loggers = [logging.getLogger(name) for name in {*_NOISY, *known}]
-    heard = [logger for logger in loggers if not logger.disabled]
-    for logger in heard:  # a level of their own would empty the caches of all loggers, for each of hundreds
-        logger.disabled = True
+    known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
+    # Others, and those made meanwhile, inherit the level of their root. Setting one empties the caches of all loggers.
+    loggers = [logger for name in {*_NOISY, *known} if (logger := logging.getLogger(name)).level or name in _NOISY]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         quiet = io.StringIO()
         with warnings.catch_warnings(), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
@@ -235,8 +236,8 @@ def _quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="# The axis name: .* will not be used, since it shares")
             yield
     finally:
-        for logger in heard:
-            logger.disabled = False
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _strip(proto: Any) -> None:
