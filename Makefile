@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # Tests start many processes; where Python may not write bytecode, each would compile what it imports. A few templates of
 # packages are no Python, and are passed over.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+COMPILE_OWN := $(BIN)/python -m compileall -qq onnx_ops
 
 # Processes that run tests side by side.
 WORKERS ?= 2
@@ -20,10 +21,12 @@ demo-stop: $(VENV)/.demo
 
 # What a change is likely to break: minutes. A third of each sweep over kill points and faults, by the commit's digest.
 test: $(VENV)/.dev
+	@$(COMPILE_OWN)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 # Everything, nightly tier and whole sweeps included: hours.
 test-all: $(VENV)/.all
+	@$(COMPILE_OWN)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m "" --sweep all
 
 truth: $(VENV)/.dev

@@ -143,6 +143,7 @@ def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep)
                 finished(world, stage)
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_client_may_be_killed_at_any_write(world: World, stage: int, sweep: Sweep) -> None:

@@ -106,6 +106,7 @@ def test_a_registry_that_is_not_there_is_said(world: World) -> None:
         world.provider.check(config_of(world.cloud, registry="no name!").settings)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_every_request_about_the_registry_may_fail(world: World, after: bool, sweep: Sweep) -> None:
     """Once each: the kinds of trouble take turns."""

@@ -220,6 +220,7 @@ def test_an_update_of_somebody_who_died_is_waited_for(
     assert client(fake, "sagemaker").describe_endpoint(EndpointName="busy")["EndpointConfigName"] != name
 
 
+@pytest.mark.nightly
 def test_a_driver_that_was_overtaken_is_told_and_the_later_state_stands(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
 ) -> None:

@@ -228,6 +228,7 @@ for one in store.contents():
 """
 
 
+@pytest.mark.nightly
 def test_a_killed_collector_leaves_whole_results_and_the_next_one_goes_on(tmp_path: Path) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     with writer(tmp_path, 5) as written:

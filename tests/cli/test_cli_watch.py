@@ -53,6 +53,7 @@ def site(server: str, tmp_path: Path) -> Iterator[Site]:
     MlflowWebhooks(server).remove()
 
 
+@pytest.mark.nightly
 def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> None:
     """Passes are an hour apart, so that what happens is what webhooks have asked for."""
     registry, port = site.ports.registry(), free_port()

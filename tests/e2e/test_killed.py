@@ -65,6 +65,7 @@ def test_a_run_killed_in_every_stage_in_turn_ends_as_one_that_was_not(fresh_proj
     assert fresh_project.run(ONLY_FP32)["executed"] == []
 
 
+@pytest.mark.nightly
 def test_a_second_release_killed_at_its_deploy_is_deployed_by_the_next_run(once: Project) -> None:
     assert killed_run(once, "deploy/digits", "--set", SECOND)
     ended = once.run(ONLY_FP32, SECOND)

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project, until
 from tests.e2e.prefect_site import PrefectSite, site_of
 
-pytestmark = [pytest.mark.services, pytest.mark.in_order]
+pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
 
 VARIANTS = ("fp32", "int8-dynamic")
 STATIC = "  - {name: int8-static, method: static, calibrate: {data: train, samples: 256, method: minmax}}\n"
@@ -57,7 +57,6 @@ def test_tables_are_found_through_the_api(first: dict[str, Any], site: PrefectSi
     assert (choice["target"], choice["verdict"]) == ("cpu-1t", "PASS")
 
 
-@pytest.mark.nightly
 def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSite) -> None:
     del first
     site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "10", "--replace", "-y")
@@ -73,7 +72,6 @@ def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSit
     assert "nothing changed" in run["state"]["message"]
 
 
-@pytest.mark.nightly
 def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], site: PrefectSite) -> None:
     del first
     run = site.flow_run("pipeline/digits-mlp", ends="FAILED", overrides=["gates[5].max=1 kB"])
@@ -86,7 +84,6 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], sit
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
 
 
-@pytest.mark.nightly
 def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: PrefectSite) -> None:
     del first
     before = site.project.status()
@@ -102,7 +99,6 @@ def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: 
     assert f"tester via prefect flow run {run['id']}" in actors
 
 
-@pytest.mark.nightly
 def test_reconcile_by_deployment_tells_each_endpoint(first: dict[str, Any], site: PrefectSite) -> None:
     del first
     run = site.flow_run("reconcile/reconcile")

@@ -123,6 +123,7 @@ def make_evidence() -> Callable[..., Evidence]:
     return make
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("variant", ["fp32", "static"])
 @pytest.mark.parametrize("first", range(0, 224, 32))
 def test_float_and_static_int8_answer_by_the_row(

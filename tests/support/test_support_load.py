@@ -104,6 +104,7 @@ def test_every_request_is_sent_once_and_recorded(peer: Peer) -> None:
     assert (records.done_ns >= records.sent_ns).all()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("peer", "failures"),
     [
