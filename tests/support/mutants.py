@@ -196,7 +196,7 @@ class Tree:
             with self._planted(fault):
                 code, failed = self._run(tests)
             if code == _FAILED:
-                failed = tuple(test for test in failed if self._is_passing(test))
+                failed = self._passing(failed)
                 is_detected = bool(failed)
             else:
                 is_detected = code is None or (code not in _NOTHING and self._is_collected(tests))
@@ -233,12 +233,13 @@ class Tree:
         finally:
             _write_source(path, text)
 
-    def _is_passing(self, test: str) -> bool:
-        """Whether a test passes without a fault."""
-        if test not in self._passes:
-            code, failed = self._run(_runnable(_file_of(test), [test]), "--maxfail=0")
-            self._passes[test] = code == 0 or (code == _FAILED and test not in failed)
-        return self._passes[test]
+    def _passing(self, tests: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the tests that pass without a fault."""
+        if unknown := [test for test in tests if test not in self._passes]:
+            runnable = (one for test in unknown for one in _runnable(_file_of(test), [test]))
+            code, failed = self._run(list(dict.fromkeys(runnable)), "--maxfail=0")
+            self._passes |= {test: code == 0 or (code == _FAILED and test not in failed) for test in unknown}
+        return tuple(test for test in tests if self._passes[test])
 
     def _is_collected(self, tests: Sequence[str]) -> bool:
         """Whether pytest knows these tests without a fault; a map may be older than the tests."""
