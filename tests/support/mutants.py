@@ -42,6 +42,9 @@ LIMIT_S = 600.0
 MOST_TESTS = 250
 """Tests that are chosen by the lines of a fault. A line that more tests execute is not what most of them are about."""
 
+ELSEWHERE_S = 2.0
+"""Seconds that a test of another room costs beside its own: servers that its folder shares may start for it."""
+
 _PLUGIN = "tests.support.mutants_plugin"
 _RUN = "PYTHON_MUTANTS_RUN"
 """Variable that marks the processes of a run; a server under test inherits only variables with such a name."""
@@ -111,8 +114,9 @@ class LineMap:
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[str, Sequence[int]]]
 
-    def select(self, fault: Fault, text: str, budget_s: float) -> list[str]:
+    def select(self, fault: Fault, text: str, room: Sequence[str], budget_s: float) -> list[str]:
         """Return the cheapest tests that executed the changed lines, at most so many seconds of them, file by file.
+        `room` are the files and folders of the fault's room.
 
         Lines that no test executed, as those that run while a module is imported, stand for what is around them.
         """
@@ -121,6 +125,8 @@ class LineMap:
         for scope in fault.scopes(text):
             numbers = numbers or {number for line in scope for number in by_line.get(str(line), ())}
         costs = {ids[number]: self.expected_s(_runnable(_file_of(ids[number]), [ids[number]])) for number in numbers}
+        for test in costs:
+            costs[test] += 0.0 if test.startswith(tuple(room)) else ELSEWHERE_S
         cheapest = sorted(costs, key=lambda test: costs[test])[:MOST_TESTS]
         sums = dict(zip(cheapest, itertools.accumulate(costs[test] for test in cheapest), strict=True))
         selected = [test for test in ids if test in sums and sums[test] <= budget_s]
@@ -453,10 +459,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts = {fault.path: (trees[0].folder / fault.path).read_text(encoding="utf-8") for fault in faults}
 
         def groups(fault: Fault) -> Iterator[Sequence[str]]:
+            runs = [run for path in rooms[fault.room] for run in _expand(path)]
             if line_map is not None:
-                yield from filter(None, [line_map.select(fault, texts[fault.path], given.budget)])
-            for path in rooms[fault.room] if fallback else ():
-                yield from _expand(path)
+                room = [path for run in runs for path in run]
+                yield from filter(None, [line_map.select(fault, texts[fault.path], room, given.budget)])
+            yield from runs if fallback else ()
 
         def report(result: FaultResult) -> None:
             results[result.id] = result
