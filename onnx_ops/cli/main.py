@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 
@@ -72,6 +73,22 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
 for panel, command in _COMMANDS:
     app.command(rich_help_panel=panel)(command)
 app.add_typer(keys.app, name="keys", rich_help_panel=MACHINE)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"onnx-ops {version('onnx-ops')}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of onnx-ops and exit."),
+    ] = False,
+) -> None:
+    """Options that need no command."""
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,10 @@ def test_a_process_ends_and_says_as_the_call_does(
     assert (called.code, done.returncode) == (code, code), called.stderr + done.stderr
     if code != 3:  # figures differ
         assert called == Result(done.returncode, done.stdout, done.stderr)
+
+
+def test_it_tells_its_version(project: Path) -> None:
+    assert run_command("--version", cwd=project).stdout == f"onnx-ops {version('onnx-ops')}\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
