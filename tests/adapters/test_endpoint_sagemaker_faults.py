@@ -35,7 +35,7 @@ pytestmark = pytest.mark.services
 
 KINDS = ("throttle", "error", "drop", "hang", "conflict")
 ANSWER_S = 0.4
-"""What is longer than any honest answer of the fake takes, nearly always: one that is slower is asked for again."""
+"""How long an answer is waited for where some do not come; an honest one that takes longer is asked for again."""
 CONFLICTS = ("SageMaker.UpdateEndpoint", "PUT /")
 READS = ("GET ", "HEAD ", "SageMaker.Describe", "SageMaker.List")
 
@@ -63,6 +63,7 @@ class Endpoint:
     pair: tuple[Deployment, Deployment]
     name: str
     generation: int = 0
+    answer_s: float = 60
 
     @property
     def before(self) -> EndpointState:
@@ -74,7 +75,7 @@ class Endpoint:
 
     def apply(self, state: EndpointState) -> None:
         self.generation += 1
-        self.provider.apply(config_of(self.name, answer_s=ANSWER_S), state, generation=self.generation)
+        self.provider.apply(config_of(self.name, answer_s=self.answer_s), state, generation=self.generation)
 
     def requests(self) -> list[str]:
         """Names of the requests that the change takes when all is well."""
@@ -145,6 +146,7 @@ def test_faults_at_every_request(
     """A fault that passes is survived; one that lasts is told, and nothing is lost by it."""
     endpoint = Endpoint(provider, fake, pair, f"s-{kind}-{int(lasting)}")
     requests = endpoint.requests()
+    endpoint.answer_s = ANSWER_S if kind == "hang" else endpoint.answer_s
     load.endpoint = endpoint.name
     due = moments(kind, requests)
     assert len(due) >= 5
