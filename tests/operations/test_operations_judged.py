@@ -63,7 +63,11 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
             break
     assert scene.traffic() == {"v1": 100}
     assert CHALLENGER not in scene.aliases()
-    (asked,) = [e.body for e in scene.world.ledger.read("digits") if e.body.kind == "rollback-requested"]
+    written = [entry.body for entry in scene.world.ledger.read("digits")]
+    (asked,) = [body for body in written if body.kind == "rollback-requested"]
+    judged = written[written.index(asked) - 1]
+    assert isinstance(judged, Observed)
+    assert judged.reading.tallies["v2"] == scene.world.provider.counted.tallies["v2"]
     assert asked.action.why.endswith("-> ROLL BACK")
     assert not asked.by_hand
     told = told_rollback(scene.record("2"), "digits")
