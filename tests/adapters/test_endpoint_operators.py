@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,13 +22,17 @@ from onnx_ops import codec
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name, record_of, record_tags
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_archive import pack
+from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, Refused
 from onnx_ops.graph.operators import carry_libraries
 from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
+from onnx_ops.serving.verified import Trust, verify
 from onnx_ops.testing.endpoints import state_of
+from onnx_ops.testing.fakes import FakeSigner
 from onnx_ops.testing.models import write_external
 from tests.support.operators import build_library, released, write_softsign
 
@@ -101,6 +106,29 @@ def test_a_version_brings_its_operators_through_a_restart_and_a_rollback(
     observed = provider.observe(CONFIG)
     assert observed is not None
     assert observed.deployments[0].custom_ops == doubling.custom_ops
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_only_a_library_that_the_decision_names_may_be_loaded(
+    tmp_path: Path, doubling: Deployment, library: CustomOps, declared: bool
+) -> None:
+    signer = FakeSigner()
+    override = OverrideRecord(
+        model=doubling.model,
+        release=doubling.release,
+        variant=doubling.variant,
+        version=doubling.version,
+        manifest=doubling.manifest,
+        target="cpu",
+        custom_ops=(library.digest,) if declared else (),
+        reason="sure",
+        by="alice",
+        at="2026-01-01T00:00:00Z",
+    )
+    deployment = replace(doubling, authority=sign(override, signer).envelope)
+    trust = Trust(TrustedKeys((), encoded=signer.trusted_keys), tmp_path)
+    with contextlib.nullcontext() if declared else pytest.raises(Refused, match="not one that target cpu declares"):
+        verify(Path(deployment.location), deployment, trust)
 
 
 def test_a_tampered_library_is_refused_and_what_serves_goes_on(

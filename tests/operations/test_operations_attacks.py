@@ -32,7 +32,7 @@ from onnx_ops.domain.ledger import Body, LedgerEntry, ReleaseState
 from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word, rollback
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, Refused
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import settle
 from onnx_ops.operations.rollback import roll_back
@@ -40,7 +40,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.serving.verified import Trust, verify
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
-from tests.operations.release_parts import CHALLENGER, CHAMPION
+from tests.operations.release_parts import CHALLENGER, CHAMPION, Scene
 
 ENDPOINT, MODEL, OTHER, TARGET, GPU = "digits", "digits", "faces", "cpu", "gpu"
 THIEF = FakeSigner(b"has no trusted key")
@@ -521,3 +521,18 @@ def test_nor_does_a_real_server_load_it(attack: Callable[[Site], None], tmp_path
         assert any(re.search(ATTACKS[attack], told) for told in site.told), site.told
     finally:
         site.local.stop(site.config)
+
+
+def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider() -> None:
+    """Before the server refuses it: not every provider has one that verifies."""
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    forged = replace(scene.state().known["1"], name="v9", authority=None)
+    entry = LedgerEntry(
+        endpoint=ENDPOINT, sequence=scene.state().head + 1, at=1e9, actor="alice", body=begun(bringing(forged))
+    )
+    scene.world.ledger.append(entry)
+    with pytest.raises(Refused, match="no signed decision names its files"):
+        settle(scene.ports, ENDPOINT)
+    assert scene.traffic() == {"v1": 100}
