@@ -98,12 +98,11 @@ class PrefectSite:
             yield client
 
     def call(self, method: str, path: str, document: Any = None) -> Any:
-        """What the API answers to any program. Its SQLite is busy now and then: 503, and Prefect's own client asks again."""
+        """What the API answers to any program; 503 while its SQLite is busy, and Prefect's own client asks again."""
         with self.http() as client:
-            for _ in range(5):
-                answer = client.request(method, path, json=document)
-                if answer.status_code != 503:
-                    break
+            answer = client.request(method, path, json=document)
+            for _ in range(4):
+                answer = client.request(method, path, json=document) if answer.status_code == 503 else answer
         assert answer.is_success, f"{method} {path}: {answer.text}"
         return answer.json() if answer.content else None
 

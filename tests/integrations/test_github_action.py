@@ -199,6 +199,20 @@ def test_a_file_that_is_wrong_is_told_with_its_place(runner: Runner) -> None:
     assert (one.verdict, "iris.yaml:1:1" in one.error) == (Verdict.ERROR, True)
 
 
+def test_an_inconclusive_commit_is_no_success_and_comments_of_people_stay(runner: Runner) -> None:
+    runner.pull_request(os.environ["GITHUB_SHA"], runner.commit())
+    unsure = Checked(file="configs/pipelines/iris.yaml", because=(), verdict=Verdict.INCONCLUSIVE)
+    (runner.root.parent / "out").mkdir()
+    (runner.root.parent / "out" / RESULTS).write_bytes(codec.dumps((unsure,)))
+    quoted = {"id": 1, "user": {"type": "User"}, "body": f"{MARK} what does this say?"}
+    runner.github.comments.append(dict(quoted))
+    runner.step("publish")
+    (check,) = runner.github.checks
+    assert check["conclusion"] == "neutral"
+    assert [comment["user"]["type"] for comment in runner.github.comments] == ["User", "Bot"]
+    assert runner.github.comments[0] == quoted
+
+
 def test_a_token_that_may_only_read_costs_the_comment_and_nothing_else(
     runner: Runner, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 
 from onnx_ops.domain.endpoint import Deployment
@@ -42,6 +43,11 @@ def test_a_table_that_is_cut_at_any_byte_gives_way_to_the_previous_one(
     crew.publish(state_of(blue, blue=100), 1)
     crew.publish(state_of(green, green=100), 2)
     crew.kill_all()
+    audited = [json.loads(line) for line in (crew.folder / AUDIT_FILE).read_bytes().splitlines()]
+    assert [(line["what"], line["generation"]) for line in audited[-4:]] == [
+        *(("publish", 1), ("published", 1)),
+        *(("publish", 2), ("published", 2)),
+    ]
     whole = (crew.folder / CURRENT).read_bytes()
     tables = TableFile(crew.folder)
     for end in range(len(whole)):
