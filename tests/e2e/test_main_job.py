@@ -138,7 +138,6 @@ def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first
     assert (rolled["moved_from"], rolled["moved_to"]) == (after["roles"]["stable"]["name"], before["name"])
     assert rolled["registry_pending"] is False
     history = project.document("history", "digits")
-    assert project.document("history", "digits", "--since", "1d") == history
     line = next(entry for entry in history if entry["what"].startswith("rollback"))
     assert line["actor"] == "tester"
     assert "wrong on sevens" in line["why"]
