@@ -44,7 +44,7 @@ def signed(project: Project, release: Publication, verdict: Verdict) -> Publicat
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """Versions 1 and 2 passed; 3 failed."""
+    """Versions 1 and 2 passed; 3 failed. Of another model, version 1 passed."""
     root = tmp_path_factory.mktemp("project")
     (root / "configs" / "targets").mkdir(parents=True)
     (root / "configs" / "targets" / f"{TARGET}.yaml").write_text(f"name: {TARGET}\nruntime: onnxruntime\n")
@@ -53,6 +53,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     for seed, verdict in (("a", Verdict.PASS), ("b", Verdict.PASS), ("c", Verdict.FAIL)):
         release = publication(root / "files", model=MODEL, seed=seed, target=TARGET)
         project.ports.registry().publish(signed(project, release, verdict))
+    other = publication(root / "files", model="another", seed="a", target=TARGET)
+    project.ports.registry().publish(signed(project, other, Verdict.PASS))
     yield project
     for name in bound_endpoints(project.ports):
         provider = project.ports.provider("local")
@@ -143,6 +145,8 @@ def test_an_update_cannot_change_what_an_endpoint_is(client: mlflow_deployments.
             client.update_deployment("fixed", f"models:/{MODEL}/1", config=config)
     with pytest.raises(MlflowException, match="its gates"):
         client.update_deployment("fixed", f"models:/{MODEL}/3")
+    with pytest.raises(MlflowException, match=f"serves {MODEL}, not another"):
+        client.update_deployment("fixed", "models:/another/1")
     assert client.get_deployment("fixed")["version"] == "1"
     with pytest.raises(MlflowException, match="exists"):
         client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
