@@ -280,7 +280,11 @@ def test_scaled_variants_step_aside_for_other_instances(
     assert targets() == ["endpoint/scaled/variant/blue", "endpoint/scaled/variant/green"]
     larger = config_of("scaled", min_instances=1, max_instances=4, instance_type="ml.c6i.xlarge")
     provider.apply(larger, state_of(green, green=100), generation=2)
+    unscaled = {name: value for name, value in larger.settings.items() if not name.endswith("_instances")}
     assert targets() == ["endpoint/scaled/variant/green"]
+    provider.apply(replace(larger, settings=unscaled), state_of(green, green=100), generation=3)
+    assert targets() == []
+    provider.apply(larger, state_of(green, green=100), generation=4)
     provider.remove(larger)
     assert targets() == []
 
