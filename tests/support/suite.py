@@ -155,7 +155,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="module", autouse=True)
 def spare_what_is_there() -> None:
     """Leave what there is before a file's tests out of the search for garbage: a timed run waits for a whole one."""
-    gc.collect()  # what is garbage already would be spared for good
+    gc.collect()  # frozen garbage would never be collected
     gc.freeze()
 
 

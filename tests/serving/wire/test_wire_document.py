@@ -42,7 +42,7 @@ def test_a_large_document_is_the_same_as_a_small_one(tree: dict[str, object]) ->
 
 
 def test_numbers_stay_a_block_only_if_they_are_rectangular(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document, "_threads", threading.local())  # whoever holds a block keeps a parser from parsing
+    monkeypatch.setattr(document, "_threads", threading.local())  # a parser refuses while one of its blocks lives
     found, _ = parse(encode({"data": [[1, 2], [3, 4]], **PAD}))
     assert isinstance(found["data"], Block)
     assert found["data"].shape == (2, 2)
