@@ -8,7 +8,7 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.domain.gate import Verdict, combine
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.errors import OnnxOpsError, UserError
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, UserError
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, title
 from onnx_ops.wiring.affected import Affected, affected, changed_since
@@ -16,6 +16,9 @@ from onnx_ops.wiring.project import Project, execute, open_project, prepare
 from onnx_ops.wiring.summary import Summary, evidence_of, summarise
 
 RESULTS = "results.json"
+
+_FAILURES = {UserError.exit_code, EnvironmentFailure.exit_code, Refused.exit_code}
+"""A run that ends with one of these did not do what it should, whatever its gates say of the variants."""
 
 
 def judge_change(folder: Path, base: str, until: StageKind | None) -> Iterator[str]:
@@ -45,7 +48,9 @@ def judged(project: Project, one: Affected, until: StageKind | None, folder: Pat
     report = report_of(project, summary)
     (folder / f"{Path(one.file).stem}.html").write_text(report, encoding="utf-8")
     errors = [f"{stage}: {error}" for stage, error in result.errors.items()]
-    verdicts = [choice.verdict for choice in summary.choices] + ([Verdict.ERROR] if summary.exit_code == 4 else [])
+    verdicts = [choice.verdict for choice in summary.choices]
+    if summary.exit_code in _FAILURES:
+        verdicts.append(Verdict.ERROR)
     return Checked(
         file=one.file,
         because=one.because,

@@ -1,0 +1,64 @@
+"""What a command's exit code and standard output say of steps, rollouts and JSON, without a process for each."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import typer
+
+from onnx_ops.cli import rollout
+from onnx_ops.cli.common import print_json, reported
+from onnx_ops.cli.steps import exit_for
+from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.operations.reconcile import StepReport
+from tests.operations.release_scenes import begun
+
+QUIET = StepReport(endpoint="digits", did="", why="nothing to do", settled=True)
+REFUSED = StepReport(endpoint="digits", did="refused", why="it failed", settled=True, refused=True)
+SILENT = StepReport(endpoint="digits", did="", why="waits", settled=True, registry_down="no answer")
+
+
+@pytest.mark.parametrize(
+    ("steps", "code"), [([REFUSED, QUIET], 5), ([SILENT], 4), ([REFUSED, SILENT], 5), ([SILENT, QUIET], 0)]
+)
+def test_steps_end_with_the_code_of_what_they_met(steps: list[StepReport], code: int) -> None:
+    if not code:
+        exit_for({"digits": steps, "letters": [QUIET]})
+        return
+    with pytest.raises(typer.Exit) as ended:
+        exit_for({"letters": [QUIET], "digits": steps})
+    assert ended.value.exit_code == code
+
+
+def test_the_worst_error_is_the_code() -> None:
+    errors = {"a": UserError("no such endpoint"), "b": ServiceUnavailable("no answer")}
+    with pytest.raises(typer.Exit) as ended:
+        exit_for({"digits": [REFUSED]}, errors)
+    assert ended.value.exit_code == 4
+
+
+def test_watching_a_rollout_ends_with_one_if_its_candidate_is_rolled_back(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scene = begun()
+    monkeypatch.setattr("time.sleep", lambda seconds: scene.abort())
+    with pytest.raises(typer.Exit) as ended:
+        rollout._status(scene.ports, "digits", watch=True, every="1s", as_json=False)
+    assert ended.value.exit_code == 1
+    assert "the last one ended with abort" in " ".join(capfd.readouterr().out.split())
+
+
+def test_what_libraries_print_is_not_in_the_document(capfd: pytest.CaptureFixture[str]) -> None:
+    @reported
+    def command(*, as_json: bool) -> None:
+        sys.stdout.write("a library's greeting\n")
+        print_json({"answer": 42})
+
+    command(as_json=True)
+    told = capfd.readouterr()
+    assert json.loads(told.out) == {"answer": 42}
+    assert "greeting" in told.err
+    command(as_json=False)
+    assert "greeting" in capfd.readouterr().out
