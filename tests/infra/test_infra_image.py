@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -168,6 +169,14 @@ def test_nothing_is_installed_that_the_server_does_not_need(installed: Path) -> 
         [f"{installed}/bin/python", "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/"
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_base_image_is_named_by_its_digest() -> None:
+    (base,) = [line.removeprefix("ARG PYTHON_IMAGE=") for line in LINES if line.startswith("ARG PYTHON_IMAGE=")]
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
+    stages = [line.split()[1] for line in LINES if line.startswith("FROM ")]
+    assert stages
+    assert set(stages) == {"${PYTHON_IMAGE}"}
 
 
 def complete(bill: Path, status: str, *reports: Path) -> Any:
