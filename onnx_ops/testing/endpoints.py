@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, NoReturn
+from unittest.mock import patch
 
 import pytest
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit, gives_all_to
-from onnx_ops.errors import Conflict
+from onnx_ops.errors import Conflict, OnnxOpsError
 from onnx_ops.ports.release import EndpointProvider
+from onnx_ops.testing.registries import linear_model
 
 
 def scaling_deployment(folder: Path, *, name: str, version: str, scale: float, model: str = "scale") -> Deployment:
     """A real model that computes y = scale * x on float32 of shape (batch, 2), written into `folder`."""
-    from onnx import TensorProto, helper, save_model
-
-    graph = helper.make_graph(
-        [helper.make_node("Mul", ["x", "scale"], ["y"])],
-        model,
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 2])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 2])],
-        [helper.make_tensor("scale", TensorProto.FLOAT, [1], [scale])],
-    )
     folder.mkdir(parents=True)
-    save_model(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), folder / "model.onnx"
-    )
+    linear_model(folder / "model.onnx", slope=scale)
     return Deployment(
         name=name,
         model=model,
@@ -47,12 +43,61 @@ def state_of(*deployments: Deployment, **weights: int) -> EndpointState:
     return EndpointState(deployments=deployments, split=TrafficSplit(weights=weights))
 
 
+Disturbance = Literal["none", "error", "lost answer", "kill"]
+
+
+class Killed(BaseException):
+    """The process is gone. No handler of ordinary errors sees it, as none would see a signal."""
+
+
+@contextmanager
+def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
+    """Let the requests of `http.client`, on which urllib, requests, boto3 and azure-core rest, go wrong from number
+    `at` on; yields those that were made.
+
+    `error`: the service cannot be reached. Otherwise the first of them takes effect, and its answer and all later
+    requests are lost (`lost answer`), or the client dies (`kill`).
+    """
+    client, own, asked = http.client.HTTPConnection, threading.get_ident(), list[str]()
+    send, receive = client.endheaders, client.getresponse
+
+    def fail(*parts: http.client.HTTPConnection | http.client.HTTPResponse) -> NoReturn:
+        for part in parts:
+            part.close()
+        dies = fault == "kill" and threading.get_ident() == own  # no error may end a thread of the client's
+        raise Killed if dies else ConnectionResetError("injected")
+
+    def endheaders(connection: http.client.HTTPConnection, *arguments: Any, **options: Any) -> None:
+        asked.append(connection.host)
+        if fault != "none" and len(asked) - 1 >= at + (fault != "error"):
+            fail(connection)
+        send(connection, *arguments, **options)
+
+    def getresponse(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
+        response = receive(connection)
+        if fault in ("lost answer", "kill") and len(asked) - 1 == at:
+            fail(connection, response)
+        return response
+
+    with patch.object(client, "endheaders", endheaders), patch.object(client, "getresponse", getresponse):
+        yield asked
+
+
 class EndpointProviderSuite:
     """What every provider must do. Subclass it, and give the fixtures `provider` and `config`.
 
     A provider whose address speaks another protocol overrides `scale`, one that loads models from elsewhere
-    `deployments`.
+    `deployments`, one that reaches its service without `http.client` `disturbed`.
     """
+
+    def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:
+        """Let what the provider asks of its service go wrong from number `at` on; yields what was asked."""
+        return disturbed_http(fault, at)
+
+    @pytest.fixture
+    def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
+        """Choose the requests of a rollback that are disturbed, one at a time: all of them."""
+        return list
 
     @pytest.fixture
     def deployments(self, tmp_path: Path) -> tuple[Deployment, Deployment]:
@@ -70,6 +115,15 @@ class EndpointProviderSuite:
         request = urllib.request.Request(f"{address}/invocations", body, headers)  # noqa: S310 (the provider's address)
         with urllib.request.urlopen(request, timeout=30) as response:  # noqa: S310
             return float(json.load(response)["predictions"]["y"][0][0])
+
+    def serves(self, provider: EndpointProvider, config: EndpointConfig, one: Deployment, y: float) -> EndpointState:
+        """The endpoint, whose traffic this deployment has, and which answers `y`."""
+        observed, address = provider.observe(config), provider.address(config)
+        assert observed is not None
+        assert gives_all_to(observed, one)
+        assert address is not None
+        assert self.scale(address) == y
+        return observed
 
     def test_nothing_is_observed_before_the_first_apply(
         self, provider: EndpointProvider, config: EndpointConfig
@@ -128,11 +182,7 @@ class EndpointProviderSuite:
         )
         for generation, (state, scale) in enumerate(steps, start=1):
             provider.apply(config, state, generation=generation)
-            observed, address = provider.observe(config), provider.address(config)
-            assert observed is not None
-            assert observed.same_as(state)
-            assert address is not None
-            assert self.scale(address) == scale
+            assert self.serves(provider, config, state.leader(), scale).same_as(state)
 
     def test_a_rollback_needs_no_files_and_loads_nothing(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
@@ -145,12 +195,7 @@ class EndpointProviderSuite:
         lost = [replace(one, location=f"{one.location}-lost") for one in (blue, green)]
         for generation in (2, 2, 3):
             provider.roll_back(config, state_of(*lost, blue=100, green=0), generation=generation)
-        observed, address = provider.observe(config), provider.address(config)
-        assert observed is not None
-        assert gives_all_to(observed, blue)
-        assert observed.held(green) is not None
-        assert address is not None
-        assert self.scale(address) == 2.0
+        assert self.serves(provider, config, blue, 2.0).held(green) is not None
         with pytest.raises(Conflict):
             provider.roll_back(config, state_of(*lost, blue=0, green=100), generation=2)
 
@@ -160,11 +205,39 @@ class EndpointProviderSuite:
         blue, green = deployments
         provider.apply(config, state_of(green, green=100), generation=1)
         provider.roll_back(config, state_of(blue, green, blue=100, green=0), generation=2)
-        observed, address = provider.observe(config), provider.address(config)
-        assert observed is not None
-        assert gives_all_to(observed, blue)
-        assert address is not None
-        assert self.scale(address) == 2.0
+        self.serves(provider, config, blue, 2.0)
+
+    @pytest.mark.parametrize("fault", ["error", "lost answer", "kill"])
+    def test_a_rollback_that_goes_wrong_is_finished_by_the_next(
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
+        chosen: Callable[[Iterable[int]], Sequence[int]],
+        fault: Disturbance,
+    ) -> None:
+        """Wherever it goes wrong; what follows is what a reconciler does: look, give the traffic back, clean up."""
+        blue, green = deployments
+        split = "split" in provider.capabilities(config.settings)
+        bad = state_of(blue, green, blue=90, green=10) if split else state_of(green, green=100)
+        back = state_of(blue, green, blue=100, green=0)
+        provider.apply(config, bad, generation=1)
+        with self.disturbed("none") as asked:
+            provider.roll_back(config, back, generation=2)
+        assert len(asked), "override `disturbed`: nothing was asked by `http.client`"
+        for turn, at in enumerate(chosen(range(len(asked))), start=1):
+            provider.apply(config, bad, generation=2 * turn + 1)
+            done = False
+            with suppress(OnnxOpsError, Killed), self.disturbed(fault, at):
+                provider.roll_back(config, back, generation=2 * turn + 2)
+                done = True
+            seen = provider.observe(config)
+            back_again = seen is not None and gives_all_to(seen, blue)
+            assert back_again or (not done and (seen is None or seen.same_as(bad)))
+            provider.roll_back(config, back, generation=2 * turn + 2)
+            self.serves(provider, config, blue, 2.0)
+        provider.apply(config, state_of(blue, blue=100), generation=2 * len(asked) + 3)
+        assert self.serves(provider, config, blue, 2.0).same_as(state_of(blue, blue=100))
 
     def test_users_stay_where_they_are(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
@@ -210,8 +283,6 @@ class EndpointProviderSuite:
             provider.discard(config, leftover)
             provider.discard(config, leftover)
         assert not provider.leftovers(config, frozenset())
-        address = provider.address(config)
-        assert address is not None
-        assert self.scale(address) == 2.0
+        self.serves(provider, config, blue, 2.0)
         provider.apply(config, state_of(green, green=100), generation=3)
-        assert self.scale(address) == 3.0
+        self.serves(provider, config, green, 3.0)

@@ -25,8 +25,7 @@ from onnx_ops.testing.fakes.process import FakeSigner
 
 def linear_model(path: Path, *, slope: float = 2.0) -> None:
     """Write a tiny ONNX file: y = slope * x, with a symbolic batch, opset 18."""
-    import onnx
-    from onnx import TensorProto, helper
+    from onnx import TensorProto, helper, save_model
 
     graph = helper.make_graph(
         [helper.make_node("Mul", ["x", "slope"], ["y"])],
@@ -36,7 +35,7 @@ def linear_model(path: Path, *, slope: float = 2.0) -> None:
         [helper.make_tensor("slope", TensorProto.FLOAT, [1], [slope])],
     )
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
-    onnx.save(model, str(path))
+    save_model(model, path)
 
 
 def decision(variant: str, target: str, verdict: Verdict = Verdict.PASS) -> Decision:

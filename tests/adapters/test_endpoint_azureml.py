@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import ssl
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -17,17 +19,20 @@ from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.endpoint import EndpointConfig, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, Refused, UserError
-from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
+from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
+from tests.support.suite import Sweep
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 pytestmark = pytest.mark.services
 
+HASTY = replace(PACE, patience=0.2, answers=0.2)
+"""Of a client that nothing answers: it need not be waited for."""
 LIMIT = "max_concurrent_requests_per_instance"
 
 
@@ -57,11 +62,21 @@ def world(tmp_path: Path, cloud: AzureCloud) -> World:
 class TestAzureEndpoints(EndpointProviderSuite):
     @pytest.fixture
     def provider(self, tmp_path: Path) -> AzureEndpoints:
-        return AzureEndpoints(tmp_path / "endpoints", pace=PACE)
+        self.made = AzureEndpoints(tmp_path / "endpoints", pace=PACE)
+        return self.made
 
     @pytest.fixture
     def config(self, cloud: AzureCloud) -> EndpointConfig:
         return config_of(cloud)
+
+    @contextmanager
+    def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
+        with patch.object(self.made, "_pace", HASTY), super().disturbed(fault, at) as asked:
+            yield asked
+
+    @pytest.fixture
+    def chosen(self, sweep: Sweep) -> Sweep:
+        return sweep
 
     def scale(self, address: str, *, user: str | None = None) -> float:
         """Azure wants a key."""

@@ -33,7 +33,7 @@ from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
 from onnx_ops.serving.verified import Trust, verify
 from onnx_ops.testing.endpoints import state_of
 from onnx_ops.testing.fakes import FakeSigner
-from onnx_ops.testing.models import write_external
+from tests.support.external import write_external
 from tests.support.operators import build_library, released, write_softsign
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -17,9 +19,10 @@ from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import Conflict, DigestMismatch, NotFound, Refused, UserError
-from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
+from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke, pair
 from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client
+from tests.support.suite import Sweep
 
 __all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services
@@ -43,6 +46,16 @@ class TestSageMakerEndpoints(EndpointProviderSuite):
     @pytest.fixture
     def config(self, request: pytest.FixtureRequest) -> EndpointConfig:
         return config_of(f"suite-{hex_of(digest_bytes(request.node.name.encode()))[:8]}")
+
+    @contextmanager
+    def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
+        """Without botocore's pauses between attempts."""
+        with patch("botocore.endpoint.time.sleep"), super().disturbed(fault, at) as asked:
+            yield asked
+
+    @pytest.fixture
+    def chosen(self, sweep: Sweep) -> Sweep:
+        return sweep
 
     def scale(self, address: str, *, user: str | None = None) -> float:
         return invoke(self.fake, address.rpartition("/")[2])[1]

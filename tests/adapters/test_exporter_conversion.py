@@ -25,7 +25,8 @@ from onnx_ops.stages.asking import ask_source
 from onnx_ops.stages.compare import compare
 from onnx_ops.stages.probing import made_up, shared_inputs
 from onnx_ops.testing.exporters import ExporterSuite
-from onnx_ops.testing.models import rows, write_convolution, write_external, write_perceptron
+from onnx_ops.testing.models import rows, write_convolution, write_perceptron
+from tests.support.external import write_external
 from tests.support.forks import fork_context
 from tests.support.golden import Golden
 from tests.support.operators import write_softsign

@@ -13,7 +13,8 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFound, Refused, UserError
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
-from onnx_ops.testing.models import rows, write_external, write_perceptron
+from onnx_ops.testing.models import rows, write_perceptron
+from tests.support.external import write_external
 
 SECTION = Export(framework="onnx")
 

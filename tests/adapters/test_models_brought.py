@@ -15,7 +15,8 @@ from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.registries.mlflow_models import MlflowModels
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
-from onnx_ops.testing.models import write_external, write_perceptron
+from onnx_ops.testing.models import write_perceptron
+from tests.support.external import write_external
 
 
 @pytest.fixture

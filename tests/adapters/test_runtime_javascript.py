@@ -24,9 +24,10 @@ from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.ports import RaceSchedule, RewritingRuntime, Runtime
-from onnx_ops.testing.models import rows, write_external, write_perceptron
+from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.runtime_places import ended_in_the_middle, environments, require
+from tests.support.external import write_external
 
 NODE = Target(name="node", runtime="node", providers=(Provider(name="cpu"),))
 NODE_WASM = Target(name="node-wasm", runtime="node", providers=(Provider(name="wasm"),))

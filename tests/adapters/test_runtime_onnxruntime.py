@@ -22,8 +22,9 @@ from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import RaceSchedule
-from onnx_ops.testing.models import rows, write_external, write_perceptron
+from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
+from tests.support.external import write_external
 
 CPU = Target(name="cpu-1t")
 

@@ -25,8 +25,8 @@ from onnx_ops.adapters.store.models import ModelFolders, manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_bytes, hex_of
 from onnx_ops.errors import DigestMismatch, Refused, StateCorrupt, StorageFailure
 from onnx_ops.ports import Store
-from onnx_ops.testing.models import write_external
 from onnx_ops.testing.stores import CONTENT, StoreSuite
+from tests.support.external import write_external
 from tests.support.faults import Faults
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_external, write_perceptron
+from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
+from tests.support.external import write_external
 
 
 def write_models(folder: Path) -> None:

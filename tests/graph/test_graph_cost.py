@@ -9,7 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_ops.graph.cost import cost
-from onnx_ops.testing.models import CLASSES, FEATURES, HIDDEN, SIDE, write_convolution, write_external, write_perceptron
+from onnx_ops.testing.models import CLASSES, FEATURES, HIDDEN, SIDE, write_convolution, write_perceptron
+from tests.support.external import write_external
 
 X: list[int | str] = ["batch", 4, 6]
 OPSETS = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]

@@ -22,7 +22,8 @@ from onnx_ops.graph.files import external_files, read_model, read_structure, ten
 from onnx_ops.graph.hygiene import flatten_biases, like_source, renumber
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import read_lineage, write_lineage
-from onnx_ops.testing.models import CLASSES, FEATURES, write_external, write_perceptron
+from onnx_ops.testing.models import CLASSES, FEATURES, write_perceptron
+from tests.support.external import write_external
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from onnx_ops.errors import NotFound, Refused, TooLarge
 from onnx_ops.graph.check import ceiling
 from onnx_ops.graph.files import graphs, nodes, read_model, read_structure, write_model
 from onnx_ops.graph.inspect import info
-from onnx_ops.testing.models import write_external, write_perceptron
+from onnx_ops.testing.models import write_perceptron
+from tests.support.external import write_external
 
 
 def outside() -> TensorProto:

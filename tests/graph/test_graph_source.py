@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 
 from onnx_ops.errors import UserError
 from onnx_ops.graph.source import as_python
-from onnx_ops.testing.models import write_convolution, write_external, write_perceptron
+from onnx_ops.testing.models import write_convolution, write_perceptron
+from tests.support.external import write_external
 
 
 def rebuilt(source: Path, output: Path) -> onnx.ModelProto:

@@ -19,13 +19,12 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Notifier, Ports, Registry
+from onnx_ops.testing.endpoints import Killed
+
+__all__ = ["Faults", "Killed"]
 
 _CHANGES = ("open", "fsync", "replace", "rename", "link", "unlink", "remove", "rmdir", "mkdir", "chmod")
 """Functions of `os` that make, change or remove a file."""
-
-
-class Killed(BaseException):
-    """The process is gone. No handler of ordinary errors sees it, as none would see a signal."""
 
 
 class Faults:

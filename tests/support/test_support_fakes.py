@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import urllib.error
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import DigestMismatch, ServiceUnavailable, SignatureInvalid
 from onnx_ops.ports import EndpointProvider, Registry
-from onnx_ops.testing.endpoints import EndpointProviderSuite
+from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
 from onnx_ops.testing.fakes import FakeModelFiles, FakeProvider, FakeRegistry, FakeSigner, FakeWorld
 from onnx_ops.testing.registries import RegistrySuite, publication
 
@@ -57,6 +60,22 @@ class TestFakeProvider(EndpointProviderSuite):
             for name in SCALES
         )
         return blue, green
+
+    @contextmanager
+    def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
+        """Nothing is asked but one change."""
+        del at
+        apply, asked = self.fake.apply, list[str]()
+
+        def faulty(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+            asked.append(config.endpoint)
+            if fault != "error":
+                apply(config, state, generation=generation)
+            if fault != "none":
+                raise Killed if fault == "kill" else ServiceUnavailable("injected")
+
+        with patch.object(self.fake, "apply", faulty):
+            yield asked
 
     def scale(self, address: str, *, user: str | None = None) -> float:
         """The fake answers no requests; its state says who would answer most of them."""
