@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -18,11 +19,18 @@ from onnx_ops.graph.forest import has_trees
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Exporter, Tensors
+from onnx_ops.ports.data import Array
 from onnx_ops.stages.files import rows
 from onnx_ops.stages.reference import ReferenceGroup
 
 SPLITS = "splits"
 """Group of inputs close to the splits of a tree, but not so close that rounding could cross one."""
+
+_AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float64": 1e-9}
+"""How far two answers to the same rows may lie apart, relative to the largest: threads add up in any order."""
+
+_OTHERWISE = 0.01
+"""Share of whole numbers and texts that may differ: where two classes are equally likely, rounding decides."""
 
 _JITTER_BYTES = 1 << 26
 _WORDS = 200
@@ -51,6 +59,14 @@ class _Source:
             bounds = self._bounds(tensors, [answer for answer in (double, single) if answer is not None])
         return ReferenceGroup(name=name, inputs=tensors, single=single, double=double, bounds=bounds)
 
+    def changes(self, asked: ReferenceGroup) -> str:
+        """How the answers to the same rows differ when they are asked again; empty if they do not."""
+        precision: Literal["float32", "float64"] = "float64" if asked.double else "float32"
+        first = asked.double or asked.single or {}
+        again = self.exporter.reference(self.model, asked.inputs, precision) or {}
+        differ = (_difference(name, first[name], again[name], _AGAIN[precision]) for name in first)
+        return next(filter(None, differ), "")
+
     def _bounds(self, tensors: Tensors, known: list[Tensors]) -> Tensors | None:
         """What the source answers to the rows as they are and jittered, a part of the rows at a time."""
         count = len(next(iter(tensors.values())))
@@ -78,7 +94,7 @@ def ask_source(exporter: Exporter, model: object, path: Path, samples: Tensors) 
         samples: real inputs by ONNX name.
 
     Raises:
-        UserError: it refuses the real samples.
+        UserError: it refuses the real samples, or answers them differently each time.
     """
     source = _Source(exporter, model, has_trees(path))
     groups: list[ReferenceGroup] = []
@@ -96,9 +112,29 @@ def ask_source(exporter: Exporter, model: object, path: Path, samples: Tensors) 
                 ) from error
             refused[name] = _words(error)
             continue
+        if name == REAL and (difference := source.changes(answered)):
+            raise UserError(
+                "the source model answers the same rows differently each time",
+                where="train",
+                why=difference,
+                remedy="Switch off dropout, sampling and noise where it answers: only one function can be exported.",
+            )
         if answered.single is not None or answered.double is not None:
             groups.append(answered)
     return Asked(groups=groups, limits=SourceLimits(nan=_nan_policy(groups, refused), refused=refused))
+
+
+def _difference(name: str, first: Array, again: Array, tolerance: float) -> str:
+    if first.shape != again.shape:
+        return f"output {name!r} has the shape {first.shape}, then {again.shape}"
+    if first.dtype.kind != "f":
+        share = np.mean(first != again) if first.size else 0.0
+        return f"{share:.3g} of output {name!r} differ" if share > _OTHERWISE else ""
+    if not np.array_equal(np.isfinite(first), np.isfinite(again)):
+        return f"output {name!r} is finite once and not the other time"
+    both = np.nan_to_num(np.stack([first, again]).astype(np.float64), posinf=0, neginf=0)
+    apart = np.ptp(both, axis=0).max(initial=0)
+    return f"output {name!r} differs by up to {apart:.3g}" if apart > tolerance * np.abs(both).max(initial=0) else ""
 
 
 def probes(path: Path, samples: Tensors) -> dict[str, Tensors]:

@@ -26,7 +26,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.graph.metadata import read_lineage
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.stages import export, validate
-from onnx_ops.stages.asking import Asked, ask_source, probes
+from onnx_ops.stages.asking import Asked, _Source, ask_source, probes
 from onnx_ops.stages.files import TRAINED, put_dataset, put_folder
 from onnx_ops.stages.parity import measure_parity
 from onnx_ops.stages.reference import get_reference, put_reference
@@ -144,6 +144,66 @@ def test_nan_that_is_passed_on_is_told(images: Tensors, tmp_path: Path) -> None:
     assert asked.limits.nan in ("passed on", "answered")
     answers = next(g.single for g in asked.groups if g.name == "nan") or {}
     assert (asked.limits.nan == "passed on") == bool(np.isnan(answers["scores"]).any())
+
+
+def noise(x: Any) -> Any:
+    import torch
+
+    return x + 0.1 * torch.randn_like(x)
+
+
+def faint_noise(x: Any) -> Any:
+    """No more than rounding to float32 makes of it."""
+    import torch
+
+    return x + 1e-7 * torch.randn_like(x)
+
+
+def dropout(x: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.dropout(x, 0.1, training=True)
+
+
+def sampled(x: Any) -> Any:
+    import torch
+
+    return torch.multinomial(torch.softmax(x, 1), 1)
+
+
+def as_many_as_it_happens(x: Any) -> Any:
+    import torch
+
+    return x[:, : int(torch.randint(1, 1000, ()))].sum(1, keepdim=True).expand(-1, int(torch.randint(1, 1000, ())))
+
+
+@pytest.mark.parametrize("answer", [noise, faint_noise, dropout, sampled, as_many_as_it_happens])
+def test_a_source_that_answers_at_random_is_refused(answer: Callable[[Any], Any]) -> None:
+    """Its randomness would count as the noise that its export is allowed."""
+    import torch
+
+    class Random(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return answer(x)
+
+    source = _Source(TorchExporter(), Random().eval(), False)
+    x = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    assert source.changes(source.group("real", {"x": x}))
+
+
+def test_an_unseeded_estimator_is_an_error_of_the_users(tmp_path: Path) -> None:
+    from sklearn.linear_model import LinearRegression
+
+    x = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
+    model = LinearRegression().fit(x, x.sum(1))
+    SklearnExporter().export(
+        model, ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=tmp_path / "model.onnx")
+    )
+    sure = model.predict
+    model.predict = lambda rows: sure(rows) + np.random.default_rng().standard_normal(len(rows))
+    with pytest.raises(UserError, match="the same rows differently") as refused:
+        ask_source(SklearnExporter(), model, tmp_path / "model.onnx", {"x": x})
+    assert "differs by up to" in refused.value.why
 
 
 def test_a_source_that_refuses_the_real_rows_is_the_users_to_mend(tmp_path: Path) -> None:
