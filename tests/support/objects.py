@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from onnx_ops.testing.ledgers import LedgerSuite, Opener
 from onnx_ops.testing.stores import StoreSuite
 
 
-def open_ledger(url: str) -> Ledger:
+def open_ledger(url: str, environ: Mapping[str, str]) -> Ledger:
+    """With credentials that may be younger than the server that forks processes, of which this may be one."""
+    os.environ.update(environ)
     return ObjectLedger(open_objects(url))
 
 
@@ -63,7 +66,8 @@ class RemoteLedgerSuite(LedgerSuite):
 
     @pytest.fixture
     def opener(self, place: str) -> Opener:
-        return functools.partial(open_ledger, place)
+        environ = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_"))}
+        return functools.partial(open_ledger, place, environ)
 
     def test_a_name_that_is_taken_is_not_created_again(self, place: str) -> None:
         one, other = open_objects(place), open_objects(place)
