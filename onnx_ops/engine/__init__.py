@@ -6,7 +6,7 @@ from onnx_ops.engine.crew import in_order
 from onnx_ops.engine.parts import Probe
 from onnx_ops.engine.planning import plan
 from onnx_ops.engine.run import Handler, InlineExecutor, RunResult, Silent, preview, run
-from onnx_ops.engine.usercode import code_digest, code_files
+from onnx_ops.engine.usercode import code_digest, code_files, referred_modules
 
 __all__ = [
     "Handler",
@@ -19,5 +19,6 @@ __all__ = [
     "in_order",
     "plan",
     "preview",
+    "referred_modules",
     "run",
 ]

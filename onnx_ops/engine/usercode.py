@@ -1,9 +1,17 @@
-"""Digest of a user's function: its module and the project's modules that it imports, found without importing any."""
+"""A user's code: the modules of a function or of a model's classes, and those of the project that they import, found
+without importing any."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import bz2
+import contextlib
+import gzip
+import lzma
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
@@ -11,6 +19,23 @@ from onnx_ops.errors import NotFound, UserError
 from onnx_ops.spec.functions import parse_python
 
 _OURS = __name__.partition(".")[0]
+
+_NAMED = re.compile(
+    rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # texts of pickles, with their lengths
+    rb"|X(?P<long>.{4})(?P<b>[^\W\d][\w.]*)"
+    rb"|c(?P<c>[^\W\d][\w.]*)\n"  # a class in a pickle of an old protocol
+    rb'|"(?P<d>[^\W\d][\w.]*)")',  # JSON
+    re.DOTALL,
+)
+
+_UNPACKED: Mapping[bytes, Callable[[bytes], bytes]] = {
+    b"\x78": zlib.decompress,
+    b"\x1f\x8b": gzip.decompress,
+    b"BZh": bz2.decompress,
+    b"\xfd7zXZ": lzma.decompress,
+    b"\x5d\x00": lzma.decompress,
+}
+"""How joblib may have compressed a file, by its first bytes."""
 
 
 def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Digest:
@@ -50,6 +75,37 @@ def code_files(reference: str, root: Path, depends: tuple[str, ...] = ()) -> dic
             raise NotFound(f"no file {name}", where="train.depends", remedy="Paths are relative to the project's root.")
         seen[name] = digest_file(file)
     return seen
+
+
+def referred_modules(path: Path, root: Path) -> frozenset[str]:
+    """The project's modules that a trained model's file, or its folder's files, name, as pickles and JSON documents do
+    those of classes.
+
+    The file is not loaded: that would take its framework, and run its code. A name that stands there for another reason
+    does no harm.
+    """
+    if not path.is_file():
+        return frozenset(name for file in path.rglob("*") if file.is_file() for name in referred_modules(file, root))
+    content = path.read_bytes()
+    if zipfile.is_zipfile(path):
+        with contextlib.suppress(zipfile.BadZipFile, zlib.error), zipfile.ZipFile(path) as archive:
+            named = [name for name in archive.namelist() if name.endswith((".pkl", ".json"))]
+            content = b"\n".join(archive.read(name) for name in named)
+    elif unpack := next((call for first, call in _UNPACKED.items() if content.startswith(first)), None):
+        with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # else it only looks like one
+            content = unpack(content)
+    return frozenset(module for module in set(_named(content)) if _module_file(module, root) is not None)
+
+
+def _named(content: bytes) -> Iterator[str]:
+    for match in _NAMED.finditer(content):
+        kind = match.lastgroup
+        name = match[kind or 0]
+        if kind == "a":
+            name = name[: match["short"][0]]
+        elif kind == "b":
+            name = name[: int.from_bytes(match["long"], "little")]
+        yield name.decode("ascii")
 
 
 def _collect(path: Path, root: Path, seen: dict[str, Digest]) -> None:

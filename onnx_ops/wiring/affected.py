@@ -10,7 +10,7 @@ from pathlib import Path
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from onnx_ops.domain.search import AUTO
-from onnx_ops.engine import code_files
+from onnx_ops.engine import code_files, referred_modules
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, UserError
 from onnx_ops.ports import ConfiguredOptimizer, TracedSource
 from onnx_ops.settings import FILE
@@ -98,6 +98,8 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
         yield PARAMETERS
     if pipeline.model:
         yield from _with_pointers(pipeline.model)
+        for module in referred_modules(root / pipeline.model, root):
+            yield from code_files(module, root)
     if pipeline.train is not None:
         yield from code_files(pipeline.train.run, root, pipeline.train.depends)
     for entry in pipeline.quantize:

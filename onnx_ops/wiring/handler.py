@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,20 @@ from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import alias
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
-from onnx_ops.errors import Conflict, EnvironmentFailure, Refused, ServiceUnavailable
+from onnx_ops.engine import code_files, referred_modules
+from onnx_ops.errors import Conflict, EnvironmentFailure, NotFound, Refused, ServiceUnavailable
 from onnx_ops.operations.journal import stream
 from onnx_ops.operations.promote import configure, promote
 from onnx_ops.operations.reconcile import StepReport, settle
 from onnx_ops.ports import Ports
+from onnx_ops.stages.files import TRAINED, put_document
 from onnx_ops.wiring.memory import remember
 from onnx_ops.wiring.turns import claimed
 
 Execute = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
+
+CODE = "code.json"
+"""Of a trained model: by module the project's files that its classes rest on, with their digests."""
 
 RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
 """Stages whose result is the state of an endpoint: the ledger knows it, not the store."""
@@ -61,7 +66,8 @@ class StageHandler:
         if stage.kind is StageKind.REGISTER:
             return self._registered(key)
         if stage.kind not in RELEASE:
-            return self.ports.store.lookup(key)
+            manifest = self.ports.store.lookup(key)
+            return None if manifest is not None and self._outdated(manifest) else manifest
         chosen = _chosen(self.ports, stage, inputs)
         current = _promoted if stage.kind is StageKind.PROMOTE else _deployed
         return Manifest(files={}) if current(self.ports, stage, *chosen) else None
@@ -90,10 +96,28 @@ class StageHandler:
                 return self._deploy(stage)
             case _:
                 manifest = self.perform(stage, key, inputs)
+                if stage.kind is StageKind.TRAIN:
+                    manifest = self._with_code(manifest)
                 self.ports.store.record(key, manifest)
                 if stage.kind is StageKind.BENCHMARK:
                     remember(self.ports.store, stage, key, inputs, manifest["evidence.json"])
                 return manifest
+
+    def _with_code(self, trained: Manifest) -> Manifest:
+        """With the project's code that the model's files name: what they compute changes with it, and they do not."""
+        ports, files = self.ports, trained.subset(TRAINED).files.values()
+        modules = {name for digest in files for name in referred_modules(ports.store.path(digest), ports.root)}
+        code = {name: code_files(name, ports.root) for name in sorted(modules)}
+        return replace(trained, files={**trained.files, CODE: put_document(ports.store, code)}) if code else trained
+
+    def _outdated(self, manifest: Manifest) -> bool:
+        """Whether a trained model's classes are other ones by now, or are gone."""
+        if CODE not in manifest:
+            return False
+        known: Mapping[str, Any] = codec.loads(self.ports.store.read(manifest[CODE]), dict[str, dict[str, str]])
+        with contextlib.suppress(NotFound):
+            return any(code_files(name, self.ports.root) != files for name, files in known.items())
+        return True
 
     def _registered(self, key: Digest) -> Manifest | None:
         """What this key registered, if that is what the registry shows."""

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import pickle
+import sys
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import joblib
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from onnx_ops.engine import code_digest
+from onnx_ops.engine import code_digest, referred_modules
 from onnx_ops.errors import NotFound, UserError
 
 SOURCES = {
@@ -109,3 +119,57 @@ def test_what_is_not_python_is_the_users_error(project: Path, source: bytes) -> 
 def test_imports_may_go_in_circles(project: Path) -> None:
     (project / "helper.py").write_text("import model\n")
     assert code_digest("model:train", project)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A project whose module is on the path, as it is where a stage runs."""
+    (tmp_path / "shop_nets").mkdir()
+    (tmp_path / "shop_nets" / "__init__.py").write_text("")
+    (tmp_path / "shop_nets" / "scaled.py").write_text("class Scaled:\n    factor = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in ("shop_nets", "shop_nets.scaled"):
+        sys.modules.pop(name, None)
+
+
+def instance() -> object:
+    return {"model": importlib.import_module("shop_nets.scaled").Scaled(), "rows": np.arange(1000.0)}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_names_its_classes(shop: Path, protocol: int) -> None:
+    (shop / "model.pkl").write_bytes(pickle.dumps(instance(), protocol))
+    assert referred_modules(shop / "model.pkl", shop) == {"shop_nets.scaled"}
+
+
+@pytest.mark.parametrize("compress", [0, 3, ("gzip", 3), ("bz2", 3), ("lzma", 3), ("xz", 3)], ids=str)
+def test_a_compressed_pickle_names_its_classes(shop: Path, compress: int | tuple[str, int]) -> None:
+    joblib.dump(instance(), shop / "model.joblib", compress=compress)
+    assert referred_modules(shop / "model.joblib", shop) == {"shop_nets.scaled"}
+
+
+def test_an_archive_and_a_document_name_their_classes(shop: Path) -> None:
+    document = json.dumps({"module": "shop_nets.scaled", "class_name": "Scaled", "other": "numpy.linalg"})
+    (shop / "config.json").write_text(document)
+    with zipfile.ZipFile(shop / "model.pt", "w") as archive:
+        archive.writestr("model/data.pkl", pickle.dumps(instance(), 2))
+    with zipfile.ZipFile(shop / "model.keras", "w") as archive:
+        archive.writestr("config.json", document)
+    for name in ("config.json", "model.pt", "model.keras"):
+        assert referred_modules(shop / name, shop) == {"shop_nets.scaled"}
+
+
+@given(before=st.binary(max_size=40), after=st.binary(max_size=40))
+def test_a_name_is_found_whatever_stands_around_it(
+    before: bytes, after: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("project")
+    (root / "nets.py").touch()
+    (root / "file").write_bytes(before + b"\x8c\x04nets" + after)
+    assert "nets" in referred_modules(root / "file", root)
+
+
+def test_an_empty_file_names_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert referred_modules(tmp_path / "file", tmp_path) == frozenset()

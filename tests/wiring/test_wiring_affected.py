@@ -40,6 +40,26 @@ def test_training_rests_on_its_code_and_on_what_it_depends_on(tmp_path: Path) ->
     assert (found.because, found.problem) == (("code_of_it.py", "words.txt"), "")
 
 
+def test_a_model_that_is_brought_rests_on_the_code_of_its_classes(tmp_path: Path) -> None:
+    for folder in ("configs/pipelines", "configs/targets"):
+        (tmp_path / folder).mkdir(parents=True)
+    files = {
+        "onnx-ops.toml": "",
+        "configs/pipelines/p.yaml": PIPELINE.replace(
+            'train: {run: "code_of_it:train", depends: [words.txt]}', "model: m"
+        ),
+        "configs/targets/board.yaml": "name: board\n",
+        "nets.py": "import layers\n\nclass Net: ...\n",
+        "layers.py": "",
+        "other.py": "class Net: ...\n",
+    }
+    write(tmp_path, **files)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.joblib").write_bytes(b"\x80\x02cnets\nNet\n)\x81.")
+    (found,) = affected(open_project(tmp_path), ("nets.py", "layers.py", "other.py"))
+    assert (found.because, found.problem) == (("layers.py", "nets.py"), "")
+
+
 def test_files_that_are_changed_new_or_gone_have_changed_and_ignored_ones_have_not(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments], cwd=tmp_path, check=True)
