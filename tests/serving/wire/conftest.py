@@ -7,7 +7,7 @@ import pytest
 from onnx_ops.serving.wire import document
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def small_is_large() -> Iterator[None]:
     """Takes the path of large bodies for bodies that a test can afford."""
     with pytest.MonkeyPatch.context() as patch:
