@@ -98,8 +98,9 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
         yield PARAMETERS
     if pipeline.model:
         yield from _with_pointers(pipeline.model)
-        for module in referred_modules(root / pipeline.model, root):
-            yield from code_files(module, root)
+        if pipeline.export.framework != "onnx":  # whose files hold all that they compute
+            for module in referred_modules(root / pipeline.model, root):
+                yield from code_files(module, root)
     if pipeline.train is not None:
         yield from code_files(pipeline.train.run, root, pipeline.train.depends)
     for entry in pipeline.quantize:

@@ -96,7 +96,7 @@ class StageHandler:
                 return self._deploy(stage)
             case _:
                 manifest = self.perform(stage, key, inputs)
-                if stage.kind is StageKind.TRAIN:
+                if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":  # whose files hold all
                     manifest = self._with_code(manifest)
                 self.ports.store.record(key, manifest)
                 if stage.kind is StageKind.BENCHMARK:

@@ -57,8 +57,8 @@ def test_what_libraries_print_is_not_in_the_document(capfd: pytest.CaptureFixtur
         print_json({"answer": 42})
 
     command(as_json=True)
-    told = capfd.readouterr()
-    assert json.loads(told.out) == {"answer": 42}
-    assert "greeting" in told.err
+    output = capfd.readouterr()
+    assert json.loads(output.out) == {"answer": 42}
+    assert "greeting" in output.err
     command(as_json=False)
     assert "greeting" in capfd.readouterr().out
