@@ -19,7 +19,8 @@ from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQua
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.store.models import manifest_of
-from onnx_ops.analysis.probes import batch_inputs, edge_inputs
+from onnx_ops.analysis.input_domain import learn_domains
+from onnx_ops.analysis.probes import batch_inputs, range_inputs
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.domain.rollout import split_state
@@ -43,7 +44,7 @@ def main(folder: Path) -> None:
     export.parent.mkdir()
     exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=export))
     full_check(export)
-    groups = [g for g in ({"real": samples} | edge_inputs(samples) | batch_inputs(samples)).values() if len(g["x"])]
+    groups = [samples, range_inputs(samples, learn_domains(samples)), *batch_inputs(samples).values()]
     for answer, group in zip(runtime.run(export, TARGET, tuple(groups)), groups, strict=True):
         wanted = exporter.reference(model, group, "float64") or {}
         exporter.reference(model, group, "float32")

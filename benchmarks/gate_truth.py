@@ -1,6 +1,6 @@
 """Do the gates keep their promises? Injected faults and known truths against the product's own code.
 
-    python -m benchmarks.gate_truth [--quick] [--only latency|parity|quantization|metric] [--trials N] [--load bursts]
+    python -m benchmarks.gate_truth [--quick] [--only GATE] [--trials N] [--load bursts]
 
 Ends 1 if a promised bound does not hold. The full run takes minutes; `--quick` has fewer trials and seeds.
 """
@@ -14,7 +14,7 @@ import time
 
 from benchmarks.truth.claims import Claim, summary
 
-GATES = ("metric", "parity", "quantization", "latency")
+GATES = ("metric", "parity", "exports", "quantization", "latency")
 
 
 def main() -> int:

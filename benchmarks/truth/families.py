@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
-from sklearn.ensemble import RandomForestClassifier
+from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -30,6 +30,7 @@ ROWS = 256
 """Real rows that the export is validated on."""
 
 TOKENS, WIDTH, CLASSES = 12, 32, 10
+VOCABULARY = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,44 @@ class Transformer(nn.Module):
         return heads.transpose(1, 2)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
+        super().__init__()
+        self.cells, self.last = kind(8, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, series: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.cells(series)[0].mean(dim=1))
+        return scores
+
+
+class Words(nn.Module):
+    """A bag of words with attention to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.last = nn.Embedding(VOCABULARY, 16), nn.LayerNorm(16), nn.Linear(16, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.table(words)
+        weights = torch.softmax((x * x[:, :1]).sum(-1, keepdim=True), dim=1)
+        scores: torch.Tensor = self.last(self.norm((weights * x).sum(dim=1)))
+        return scores
+
+
+class Clock(nn.Module):
+    """Hour and weekday of a time in milliseconds, some of them before 1970."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, times: torch.Tensor) -> torch.Tensor:
+        day = 86_400_000
+        parts = torch.cat([times.remainder(day) * 7, times.remainder(7 * day)], 1)
+        scores: torch.Tensor = self.last(torch.relu(self.first(parts.to(self.first.weight.dtype) / day)))
+        return scores
+
+
 def exports(folder: Path, seeds: int) -> Iterator[Exported]:
     """Every family with every seed."""
     for seed in range(seeds):
@@ -111,11 +150,17 @@ def trained(module: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps
     return module.eval()
 
 
-def _torch(kind: type[nn.Module], name: str, shape: tuple[int, ...]) -> Callable[[str, Path, int], Exported]:
+def _torch(
+    kind: Callable[[], nn.Module], name: str, shape: tuple[int, ...], whole: tuple[int, int] | None = None
+) -> Callable[[str, Path, int], Exported]:
+    """On standard normal rows, or on whole numbers between two bounds."""
+
     def make(family: str, path: Path, seed: int) -> Exported:
         torch.manual_seed(seed)
         draw = np.random.default_rng(seed)
-        rows = draw.standard_normal((2 * ROWS, *shape)).astype(np.float32)
+        rows: Any = draw.standard_normal((2 * ROWS, *shape)).astype(np.float32)
+        if whole is not None:
+            rows = draw.integers(*whole, (2 * ROWS, *shape))
         labels = torch.from_numpy(draw.integers(0, CLASSES, len(rows)))
         module = trained(kind(), torch.from_numpy(rows), labels, steps=20)
         return _exported(family, path, seed, TorchExporter(), module, name, rows)
@@ -123,12 +168,13 @@ def _torch(kind: type[nn.Module], name: str, shape: tuple[int, ...]) -> Callable
     return make
 
 
-def _sklearn(estimator: Callable[[int], Any]) -> Callable[[str, Path, int], Exported]:
+def _sklearn(estimator: Callable[[int], Any], *, holes: float = 0) -> Callable[[str, Path, int], Exported]:
     def make(family: str, path: Path, seed: int) -> Exported:
         features, labels = load_digits(return_X_y=True)
         order = np.random.default_rng(seed).permutation(len(features))
         noisy = features + np.random.default_rng(seed).normal(0, 0.5, features.shape)
         rows = noisy[order].astype(np.float32)
+        rows[np.random.default_rng(seed).random(rows.shape) < holes] = np.nan
         model = estimator(seed).fit(rows[2 * ROWS :], labels[order][2 * ROWS :])
         return _exported(family, path, seed, SklearnExporter(), model, "x", rows[: 2 * ROWS])
 
@@ -157,7 +203,12 @@ FAMILIES: dict[str, Callable[[str, Path, int], Exported]] = {
     "mlp": _torch(Mlp, "x", (64,)),
     "cnn": _torch(Cnn, "image", (1, 8, 8)),
     "transformer": _torch(Transformer, "tokens", (TOKENS, 8)),
+    "lstm": _torch(lambda: Recurrent(nn.LSTM), "series", (TOKENS, 8)),
+    "gru": _torch(lambda: Recurrent(nn.GRU), "series", (TOKENS, 8)),
+    "words": _torch(Words, "words", (TOKENS,), (0, VOCABULARY)),
+    "clock": _torch(Clock, "times", (2,), (-(10**11), 2 * 10**12)),
     "trees": _sklearn(lambda seed: RandomForestClassifier(n_estimators=12, max_depth=7, random_state=seed)),
+    "boosted+holes": _sklearn(lambda seed: HistGradientBoostingClassifier(max_iter=8, random_state=seed), holes=0.1),
     "scaler+linear": _sklearn(lambda seed: make_pipeline(StandardScaler(), LogisticRegression(max_iter=300))),
     "scaler+trees": _sklearn(
         lambda seed: make_pipeline(

@@ -39,6 +39,10 @@ def tensors_of(model: onnx.ModelProto, operators: Sequence[str], dimensions: Seq
     ]
 
 
+def takes_floats(model: onnx.ModelProto) -> bool:
+    return bool(model.graph.input[0].type.tensor_type.elem_type == TensorProto.FLOAT)
+
+
 def nodes_of(model: onnx.ModelProto, *operators: str) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if node.op_type in operators]
 

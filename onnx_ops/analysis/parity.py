@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.analysis.probes import BATCH, ENOUGH_ROWS, REAL
+from onnx_ops.analysis.probes import ENOUGH_ROWS, REAL
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.errors import MeasurementFailure
 
@@ -164,7 +164,7 @@ def with_pooled_noise(measurements: Sequence[ParityMeasurement]) -> tuple[Parity
     pooled = []
     for m in measurements:
         noise = real.get(m.output, 0.0)
-        small = m.group.startswith(BATCH) and m.rows < ENOUGH_ROWS
+        small = m.group.startswith("batches") and m.rows < ENOUGH_ROWS
         pooled.append(replace(m, noise=noise, ratio=ratio_of(m.error, noise)) if small and noise > m.noise else m)
     return tuple(pooled)
 

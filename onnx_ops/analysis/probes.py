@@ -1,64 +1,72 @@
-"""Probes: inputs made from real samples on which a wrong export shows itself. Deterministic."""
+"""Probes: inputs made from real samples on which a wrong export shows itself. Deterministic.
+
+A group that is inside the domain holds rows that callers can send: there a difference refuses the export. The others
+(NaN where the data holds none, rows of a thousandfold size, no rows at all) only advise.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from onnx_ops.analysis.input_domain import InputDomain
+from onnx_ops.domain.inputs import InputGroup
+
 AnyArray = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 Tensors = Mapping[str, AnyArray]
 
 REAL = "real"
 """Name of the group that holds real samples as they are."""
 
-NAN = "nan"
-"""Name of the group whose rows hold NaN."""
-
-BATCH = "batch-"
-"""Prefix of the groups that hold real samples in batches of several sizes."""
-
 ENOUGH_ROWS = 32
 """Rows below which the largest rounding error is not a fair sample of the noise."""
 
-BATCH_SIZES = (0, 1, 2, 3, 17, 64, 257)
+BATCH_SIZES = (1, 2, 3, 17, 64, 257)
 
+_RANGE_ROWS = 3 * ENOUGH_ROWS
 _FACTORS = {"x10": 10.0, "x1e3": 1e3, "x1e5": 1e5, "x1e-8": 1e-8, "negatives": -1.0}
 
 
-def edge_inputs(samples: Tensors) -> dict[str, Tensors]:
-    """Inputs at the edges of what a model may see, as groups of 32 rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeGroup:
+    """Rows of one kind. `inside` says whether callers can send them."""
 
-    `constants` holds rows of one value: zeros, ones, minus ones and values over the range of the samples; `spikes`
-    rows of zeros with one large element; `x10`, `x1e3`, `x1e5`, `x1e-8` and `negatives` multiples of real rows. Only
-    floats are distorted. Integers keep real rows, or stay within the range observed at their place; text and
-    booleans keep real rows. A multiple that an input's type cannot hold is left out, and so is a group that would
-    only repeat real rows.
+    inputs: Tensors
+    inside: bool = True
+
+
+def kind_of(group: str) -> InputGroup | None:
+    """The kind that a group's name begins with; None for real rows."""
+    kind = group.partition(":")[0]
+    return cast("InputGroup", kind) if kind in get_args(InputGroup) else None
+
+
+def range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
+    """96 rows within the domain: its ends and their mixtures, one place at an end, and values in between.
+
+    Places that do not vary independently keep real rows. So do text and booleans, but that the columns of a table of
+    texts are mixed.
 
     Args:
         samples: real inputs by name, axis 0 is the batch.
+        domains: of each input.
 
     Raises:
         ValueError: there is no row.
     """
-    rows = _even_rows(samples)
-    kinds = {array.dtype.kind for array in samples.values()}
-    groups: dict[str, Tensors] = {}
-    if kinds & set("fiu"):
-        groups["constants"] = {name: _constants(array, rows) for name, array in samples.items()}
-    if "f" in kinds:
-        groups["spikes"] = _distorted(samples, rows, _spikes)
-        for name, factor in _FACTORS.items():
-            if all(_holds(array, factor) for array in samples.values()):
-                groups[name] = {n: _multiple(array[rows], factor) for n, array in samples.items()}
-    return groups
+    rows = _even_rows(samples, _RANGE_ROWS)
+    draw = np.random.default_rng(0)
+    return {name: _in_range(array, rows, domains[name], draw) for name, array in samples.items()}
 
 
 def batch_inputs(samples: Tensors) -> dict[str, Tensors]:
-    """Real rows in batches of 0, 1, 2, 3, 17, 64 and 257, each starting where the one before ended.
+    """Real rows in batches of 1, 2, 3, 17, 64 and 257, each starting where the one before ended.
 
     Raises:
         ValueError: there is no row.
@@ -68,37 +76,46 @@ def batch_inputs(samples: Tensors) -> dict[str, Tensors]:
     start = 0
     for size in BATCH_SIZES:
         chosen = (start + np.arange(size)) % count
-        groups[f"{BATCH}{size}"] = {name: array[chosen] for name, array in samples.items()}
+        groups[f"batches:{size}"] = {name: array[chosen] for name, array in samples.items()}
         start += size
     return groups
 
 
-def nonfinite_inputs(samples: Tensors) -> dict[str, Tensors]:
-    """Groups `nan` and `infinite` of 32 real rows, in which one element of each float input is that; infinity of both
-    signs.
+def probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool) -> dict[str, ProbeGroup]:
+    """Real rows, rows within the domain, and 32 rows each of what lies outside of it.
 
-    They stand apart because many a source takes one and refuses the other. Nothing where no input is of floats.
+    `beyond_range` holds multiples of real rows; a multiple that an input's type cannot hold is left out. The rows of
+    `missing` and `infinite` have one such element in each float input (in those that may hold NaN, if there are any).
+    Only floats are distorted; a group that would only repeat real rows is left out.
 
-    Raises:
-        ValueError: there is no row.
-    """
-    rows = _even_rows(samples)
-    if all(array.dtype.kind != "f" for array in samples.values()):
-        return {}
-    kinds = {NAN: (np.nan,), "infinite": (np.inf, -np.inf)}
-    return {
-        name: _distorted(samples, rows, functools.partial(_with_strange, values=values))
-        for name, values in kinds.items()
-    }
-
-
-def probe_groups(samples: Tensors) -> dict[str, Tensors]:
-    """Real rows, edges made of them, and rows that are no numbers.
+    Args:
+        samples: real inputs by name, axis 0 is the batch.
+        domains: of each input.
+        empty: whether a batch of no rows is among them.
 
     Raises:
         ValueError: there is no row.
     """
-    return {REAL: samples, **edge_inputs(samples), **nonfinite_inputs(samples)}
+    found = {REAL: ProbeGroup(inputs=samples)}
+    kinds = {array.dtype.kind for array in samples.values()}
+    if kinds - set("b"):
+        found["range"] = ProbeGroup(inputs=range_inputs(samples, domains))
+    rows = _even_rows(samples, ENOUGH_ROWS)
+    if "f" in kinds:
+        for name, factor in _FACTORS.items():
+            if all(_holds(array, factor) for array in samples.values()):
+                multiple = {n: _multiple(array[rows], factor) for n, array in samples.items()}
+                found[f"beyond_range:{name}"] = ProbeGroup(inputs=multiple, inside=False)
+        holed = {name for name, domain in domains.items() if domain.missing}
+        floats = {name for name, array in samples.items() if array.dtype.kind == "f"}
+        for name, values, where in (("missing", (np.nan,), holed or floats), ("infinite", (np.inf, -np.inf), floats)):
+            strange = {
+                n: _with_strange(array[rows], values) if n in where else array[rows] for n, array in samples.items()
+            }
+            found[name] = ProbeGroup(inputs=strange, inside=name == "missing" and bool(holed))
+    if empty:
+        found["empty_batch"] = ProbeGroup(inputs={name: array[:0] for name, array in samples.items()}, inside=False)
+    return found
 
 
 def in_rows(samples: Tensors, count: int) -> Tensors:
@@ -114,41 +131,61 @@ def _count(samples: Tensors) -> int:
     return count
 
 
-def _even_rows(samples: Tensors) -> Rows:
+def _even_rows(samples: Tensors, rows: int) -> Rows:
     count = _count(samples)
-    return np.arange(ENOUGH_ROWS) * max(1, count // ENOUGH_ROWS) % count
+    return np.arange(rows) * max(1, count // rows) % count
 
 
-def _distorted(samples: Tensors, rows: Rows, change: Callable[[AnyArray], AnyArray]) -> Tensors:
-    """The chosen rows, with `change` done to those of floats."""
-    return {name: change(array[rows]) if array.dtype.kind == "f" else array[rows] for name, array in samples.items()}
-
-
-def _constants(array: AnyArray, rows: Rows) -> AnyArray:
-    shape = (len(rows), *array.shape[1:])
+def _in_range(array: AnyArray, rows: Rows, domain: InputDomain, draw: np.random.Generator) -> AnyArray:
+    chosen = array[rows]
+    if domain.categories is not None:
+        return draw.choice(domain.categories, chosen.shape).astype(array.dtype)
+    if array.dtype.kind not in "fiu":
+        return _mixed(array, chosen.shape, draw) if domain.recombined else chosen
+    made = _numbers(chosen, domain, draw)
+    if domain.listed.any():
+        made = np.where(domain.listed, _mixed(array, chosen.shape, draw).astype(np.float64), made)
     if array.dtype.kind == "f":
-        finite = array[np.isfinite(array.astype(np.float64))].astype(np.float64)
-        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-        values = np.concatenate([[0.0, 1.0, -1.0], np.linspace(low, high, len(rows) - 3)])
-        return np.broadcast_to(values.reshape(-1, *[1] * (array.ndim - 1)), shape).astype(array.dtype)
-    if array.dtype.kind in "iu":
-        whole = array.astype(np.int64 if array.dtype.kind == "i" else np.uint64)
-        low_end, high_end = whole.min(axis=0), whole.max(axis=0)
-        ends = np.stack([low_end, high_end, np.clip(0, low_end, high_end)])
-        return ends[np.arange(len(rows)) % len(ends)].astype(array.dtype)
-    return array[rows]
+        made[~np.isfinite(chosen.astype(np.float64))] = np.nan
+        return np.where(np.isnan(made), chosen.astype(np.float64), made).astype(array.dtype)
+    if not domain.recombined:
+        made[2:] = chosen[2:]
+    return made.astype(array.dtype)
 
 
-def _spikes(chosen: AnyArray) -> AnyArray:
-    """One element a row, walking evenly over all places; as large as the largest value, sign alternating."""
-    flat = np.zeros((len(chosen), int(np.prod(chosen.shape[1:]))), dtype=np.float64)
-    places = flat.shape[1]
-    if places:
-        height = _largest(chosen) or 1.0
-        row = np.arange(len(chosen))
-        place = row * max(1, places // len(chosen)) % places
-        flat[row, place] = np.where(row % 2, -height, height)
-    return flat.reshape(chosen.shape).astype(chosen.dtype)
+def _numbers(chosen: AnyArray, domain: InputDomain, draw: np.random.Generator) -> Floats:
+    shape = chosen.shape
+    low: Floats = np.broadcast_to(domain.low, shape[1:])
+    high: Floats = np.broadcast_to(domain.high, shape[1:])
+    middle, third = low + (high - low) / 2, len(chosen) // 3
+    made = low + (high - low) * draw.random(shape)
+    plain = np.stack([low, high, middle, np.clip(0.0, low, high), np.clip(1.0, low, high)])
+    made[: len(plain)] = plain
+    corners = slice(len(plain), third)
+    made[corners] = np.where(draw.random(made[corners].shape) < 0.5, low, high)
+    spikes = made[third : 2 * third].reshape(third, -1)
+    spikes[:] = np.clip(0.0, low, high).reshape(1, -1)
+    if places := spikes.shape[1]:
+        row = np.arange(third)
+        place = row * max(1, places // third) % places
+        ends = np.where(row % 2, low.reshape(-1)[place], high.reshape(-1)[place])
+        spikes[row, place] = ends
+    made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
+    if chosen.dtype.kind in "iu":
+        made[2 * third :] = _swept(low, high, made[2 * third :].shape)
+    return np.where(domain.whole, np.clip(np.round(made), np.ceil(low), np.floor(high)), made)
+
+
+def _swept(low: Floats, high: Floats, shape: tuple[int, ...]) -> Floats:
+    """Whole numbers from end to end, as many different ones as fit."""
+    count = int(np.prod(shape))
+    width = high - low + 1
+    step = np.maximum(1.0, np.floor(width / max(1, count)))
+    return np.asarray(low + (np.arange(count).reshape(shape) * step) % np.maximum(width, 1))
+
+
+def _mixed(array: AnyArray, shape: tuple[int, ...], draw: np.random.Generator) -> AnyArray:
+    return np.take_along_axis(array, draw.integers(0, len(array), shape), axis=0)
 
 
 def _with_strange(chosen: AnyArray, values: Sequence[float]) -> AnyArray:
@@ -167,9 +204,6 @@ def _multiple(chosen: AnyArray, factor: float) -> AnyArray:
 def _holds(array: AnyArray, factor: float) -> bool:
     if array.dtype.kind != "f":
         return True
-    return abs(factor) * _largest(array) < float(np.finfo(array.dtype.name).max)
-
-
-def _largest(array: AnyArray) -> float:
     values = np.abs(array.astype(np.float64))
-    return float(values[np.isfinite(values)].max(initial=0.0))
+    largest = float(values[np.isfinite(values)].max(initial=0.0))
+    return abs(factor) * largest < float(np.finfo(array.dtype.name).max)

@@ -14,9 +14,6 @@ Tensors = Mapping[str, AnyArray]
 Axes = Mapping[str, Sequence[tuple[str, int]]]
 """Places (input, axis) of each free axis by its symbol; axis 0, the batch, is not among them."""
 
-AXIS = "axis-"
-"""Prefix of the groups that hold real rows of other sizes."""
-
 _GROUP_BYTES = 1 << 26
 
 
@@ -49,7 +46,7 @@ def sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
     for sizes in wanted:
         made = _resized(rows, axes, sizes)
         if sum(array.nbytes for array in made.values()) <= _GROUP_BYTES:
-            groups[AXIS + "-".join(f"{symbol}-{size}" for symbol, size in sizes.items())] = made
+            groups["lengths:" + ",".join(f"{symbol}={size}" for symbol, size in sizes.items())] = made
     return groups
 
 

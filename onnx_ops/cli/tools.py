@@ -60,13 +60,15 @@ def compare(
     from onnx_ops.adapters.runtimes.shielded import shielded_runtime
     from onnx_ops.cli.tool_reports import parity_document, parity_report
     from onnx_ops.stages.compare import compare as use_case
-    from onnx_ops.stages.probing import shared_inputs
+    from onnx_ops.stages.probing import fixed_by
 
     ports, chosen = _bench_of(target)
-    samples = _samples(shared_inputs(a, b), ports, data, dims, rows=rows, seed=seed)
+    samples = _samples(a, b, ports, data, dims, rows=rows, seed=seed)
     with telling(quiet=quiet or as_json) as tell:
-        found = use_case(shielded_runtime(ports.runtime(chosen.runtime), timeout), chosen, a, b, samples, tell)
-    source = str(data) if data else f"random rows (seed {seed})"
+        runtime = shielded_runtime(ports.runtime(chosen.runtime), timeout)
+        sizes = fixed_by(a, b) if data else sizes_of(dims or [])  # a person's own rows have the sizes that matter
+        found = use_case(runtime, chosen, a, b, samples, tell, sizes=sizes)
+    source = str(data) if data else f"made-up rows (seed {seed}); other values need --data"
     if as_json:
         print_json(parity_document(found, a, b, chosen.name, source))
     else:
@@ -113,11 +115,10 @@ def bench(
     Example: onnx-ops bench model.onnx model-int8.onnx --target cpu-1t --max-regression 5% --concurrency 4
     """
     from onnx_ops.stages.bench_pair import pair_gates
-    from onnx_ops.stages.probing import shared_inputs
 
     gates = pair_gates(_tolerance(max_regression, paired=b is not None), concurrency=concurrency, cold=cold)
     ports, chosen = _bench_of(target)
-    feed = _samples(shared_inputs(a, b), ports, data, dims, rows=batch, seed=seed).feed(batch)
+    feed = _samples(a, b, ports, data, dims, rows=batch, seed=seed).feed(batch)
     with telling(quiet=quiet or as_json) as tell:
         show = (
             _time_pair(ports, chosen, a, b, feed, gates, seed, tell)
@@ -196,13 +197,18 @@ def _bench_of(name: str) -> tuple[Ports, Target]:
 
 
 def _samples(
-    inputs: tuple[TensorSpec, ...], ports: Ports, data: Path | None, dims: list[str] | None, *, rows: int, seed: int
+    a: Path, b: Path | None, ports: Ports, data: Path | None, dims: list[str] | None, *, rows: int, seed: int
 ) -> Samples:
-    from onnx_ops.stages.probing import made_up
+    from onnx_ops.graph.input_bounds import input_bounds
+    from onnx_ops.stages.probing import fixed_by, made_up, shared_inputs
 
+    inputs = shared_inputs(a, b)
     sizes = sizes_of(dims or [])
+    if b is not None:
+        fixed = fixed_by(a, b)
+        sizes = {name: size for name, size in sizes.items() if fixed.get(name) != size}
     if data is None:
-        return made_up(inputs, count=rows, dims=sizes, seed=seed)
+        return made_up(inputs, count=rows, dims=sizes, seed=seed, bounds=input_bounds(a))
     if sizes:
         raise UserError("--dim is for random rows, and --data brings its own", where="--dim")
     return read_rows(inputs, ports, data, rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.quantities import LATER
 from onnx_ops.domain.structure import ActivationMeasurement, Advice, Int8Coverage, SourceLimits, TreeStructure
 
 EVIDENCE_SCHEMA = 3
@@ -23,6 +24,8 @@ class ParityMeasurement:
 
     Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise and lie within the
     source's answers to inputs jittered by rounding; `unexplained` those that do not, of which alone the error tells.
+
+    `inside` says whether callers can send such inputs; `example` shows the row that is worst off, where one is off.
     """
 
     output: str
@@ -35,6 +38,8 @@ class ParityMeasurement:
     tolerance: str = ""
     explained: int = 0
     unexplained: int = 0
+    inside: bool = field(default=True, metadata=LATER)
+    example: str = field(default="", metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

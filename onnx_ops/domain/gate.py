@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Literal, NoReturn, TypeAlias
+from typing import Annotated, Literal, NoReturn, TypeAlias, cast
 
 from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Attested
 from onnx_ops.domain.execution import Execution
+from onnx_ops.domain.inputs import GroupRule, InputGroup
 from onnx_ops.domain.metric import IGNORED_TOKEN, TOP_K, Average, MetricDefinition, MetricName
 from onnx_ops.domain.quantities import LATER, Amount, Bytes, Count, Fraction, PerSecond, Seconds
 from onnx_ops.domain.standing import Standing
@@ -64,6 +65,17 @@ class ParityGate:
         float, Ge(1), Le(10), doc("Largest in-range error of a quantized activation, in units of step / sqrt(12).")
     ] = 1.74
     saturation: Annotated[Fraction, doc("Largest share of an activation's values outside its quantized range.")] = 0.1
+    groups: Annotated[
+        Mapping[InputGroup, GroupRule],
+        doc(
+            "What a difference on a kind of inputs does: fail, advise or ignore. By default it fails where callers can "
+            "send such inputs, else it advises."
+        ),
+    ] = field(default_factory=dict, hash=False, metadata=LATER)
+
+    def rule(self, group: str, *, inside: bool) -> GroupRule:
+        """What a difference on the inputs of that group does."""
+        return self.groups.get(cast("InputGroup", group.partition(":")[0]), "fail" if inside else "advise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

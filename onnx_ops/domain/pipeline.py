@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
+from onnx_ops.domain.inputs import InputValues
 from onnx_ops.domain.quantities import FOUND, Bytes, Fraction, Json, Seconds
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.search import AUTO, ROLES, Budget, Role, Tune
@@ -98,9 +99,15 @@ class Samples:
     limit: Annotated[int, Ge(1), doc("At most so many rows.")] = 512
 
 
+SOURCE_TIME_S = 10.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validate(Attempts):
     samples: Samples = field(default_factory=Samples)
+    source_time: Annotated[
+        Seconds, doc("Longest time to ask the source model for its answers; a slow one is asked fewer rows.")
+    ] = SOURCE_TIME_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +184,9 @@ class Pipeline:
     pipeline: Annotated[str, doc("Name of the pipeline: lower-case letters, digits, dashes.")]
     description: str = ""
     data: Annotated[Mapping[str, DataSection], doc("Named data sets.")] = field(default_factory=dict)
+    inputs: Annotated[
+        Mapping[str, InputValues], doc("What callers send, by ONNX input; learnt from the data where left out.")
+    ] = field(default_factory=dict)
     train: Annotated[Train | None, doc("How the model is trained; else give `model`.")] = None
     model: Annotated[str | None, doc("A trained model to bring: a path, models:/NAME/VERSION, or a URL.")] = None
     export: Export

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from onnx_ops.domain.quantities import LATER
+
 NanPolicy = Literal["refused", "answered", "passed on", ""]
 """What the source does with NaN: it refuses such inputs, answers them with numbers, or answers NaN; empty where no
 input can hold one."""
@@ -18,10 +20,15 @@ NAN_PROPERTY = "onnx-ops.nan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLimits:
-    """What the source model does not answer: groups of inputs that it refuses, in its own words, and NaN."""
+    """What the source model does not answer: groups of inputs that it refuses, in its own words, and NaN.
+
+    `rows` is how many of the `samples` rows a slow source was asked; both are 0 where it was asked all.
+    """
 
     nan: NanPolicy = ""
     refused: Mapping[str, str] = field(default_factory=dict)
+    rows: int = field(default=0, metadata=LATER)
+    samples: int = field(default=0, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,8 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
         "section": section_of(pipeline.export),
         "limit": samples.limit,
         "data": samples.data,
+        "inputs": codec.to_json(pipeline.inputs),
+        "source_time": pipeline.validate.source_time,
         "pipeline": pipeline.pipeline,
         **env,
         **operators,

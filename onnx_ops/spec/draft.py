@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from onnx_ops.domain.gate import Gate
+from onnx_ops.domain.inputs import InputValues
 from onnx_ops.domain.pipeline import Benchmark, DataSection, Deploy, Export, Quantize, Register, Train, Validate
 from onnx_ops.domain.standing import Prefer, Preference
 from onnx_ops.spec.binding import Bound
@@ -25,6 +26,7 @@ class Draft:
     keys: frozenset[str]
     sets: frozenset[str]
     data: Mapping[str, DataSection]
+    inputs: Mapping[str, InputValues]
     train: Train | None
     export: Export | None
     validate: Validate | None
@@ -52,12 +54,18 @@ def draft_of(document: Document, bound: Bound) -> Draft:
             items = [((name, index), item) for index, item in enumerate(value)]
         return tuple((loc, bound.objects[id(item)]) for loc, item in items if id(item) in bound.objects)
 
+    def named(name: str) -> dict[str, Any]:
+        value = root.get(name)
+        items = value.items() if isinstance(value, dict) else ()
+        return {str(key): bound.objects[id(item)] for key, item in items if id(item) in bound.objects}
+
     data: Any = root.get("data")
     data = data if isinstance(data, dict) else {}
     return Draft(
         keys=frozenset(key for key in root if isinstance(key, str)),
         sets=frozenset(str(name) for name in data),
-        data={str(name): bound.objects[id(item)] for name, item in data.items() if id(item) in bound.objects},
+        data=named("data"),
+        inputs=named("inputs"),
         train=section("train"),
         export=section("export"),
         validate=section("validate") if "validate" in root else Validate(),

@@ -39,6 +39,8 @@ def _finding(error: ErrorDetails, bound: Bound, document: Document) -> Finding:
         return Finding(loc=loc, message=f"unknown key '{loc[-1]}'{hint}", on_key=True)
     if error["type"] == CUSTOM:
         return Finding(loc=loc, message=context["message"], on_key=on_key)
+    if on_key and error["type"] not in _EXPECTED:
+        return Finding(loc=loc, message=_message(error["type"], context, loc[-1]), on_key=True)
     if on_key:
         message = f"a key here must be {_EXPECTED[error['type']]}, not {describe(loc[-1])}"
         return Finding(loc=loc, message=message + _advice(error["type"], loc[-1]), on_key=True)

@@ -44,6 +44,21 @@ def _data_sets(draft: Draft) -> Iterator[Finding]:
             yield Finding(loc=loc, message=f"no data set is called '{name}'{did_you_mean(name, draft.sets) or known}")
 
 
+def _inputs(draft: Draft) -> Iterator[Finding]:
+    """`inputs:` names what the model takes, and says nothing that contradicts itself."""
+    scored = draft.data.get(draft.validate.samples.data) if draft.validate else None
+    known = () if scored is None else tuple(scored.inputs)
+    for name, values in draft.inputs.items():
+        if known and name not in known:
+            hint = did_you_mean(name, known) or f"; the data set has {listing(sorted(known))}"
+            yield Finding(loc=("inputs", name), message=f"the model has no input '{name}'{hint}", on_key=True)
+        if values.values is not None and not (values.min is None and values.max is None):
+            message = "'values' lists all that callers send; leave out 'min' and 'max'"
+            yield Finding(loc=("inputs", name, "values"), message=message, on_key=True)
+        if values.min is not None and values.max is not None and values.min > values.max:
+            yield Finding(loc=("inputs", name, "min"), message=f"{values.min:g} is above max, which is {values.max:g}")
+
+
 def _calibration(draft: Draft) -> Iterator[Finding]:
     scored = draft.validate.samples.data if draft.validate else None
     for loc, entry in draft.quantize:
@@ -118,6 +133,7 @@ def _unique(names: Iterable[tuple[Loc, str]], noun: str) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     _origin,
     _data_sets,
+    _inputs,
     _calibration,
     _recipes,
     search_findings,

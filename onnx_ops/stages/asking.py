@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from onnx_ops.analysis.input_domain import learn_domains
 from onnx_ops.analysis.jitter import COPIES, envelope, jittered, joined
-from onnx_ops.analysis.probes import BATCH, NAN, REAL, batch_inputs, in_rows, probe_groups
+from onnx_ops.analysis.probes import REAL, ProbeGroup, batch_inputs, in_rows, probe_groups
 from onnx_ops.analysis.sizes import Axes, sized_inputs
+from onnx_ops.domain.inputs import InputValues
+from onnx_ops.domain.pipeline import SOURCE_TIME_S
 from onnx_ops.domain.structure import NanPolicy, SourceLimits
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import aborts_without_rows
 from onnx_ops.graph.forest import has_trees
+from onnx_ops.graph.input_bounds import index_bounds
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Exporter, Tensors
@@ -23,6 +28,7 @@ from onnx_ops.ports.data import Array
 from onnx_ops.stages.files import rows
 from onnx_ops.stages.reference import ReferenceGroup
 
+MISSING = "missing"
 SPLITS = "splits"
 """Group of inputs close to the splits of a tree, but not so close that rounding could cross one."""
 
@@ -31,6 +37,12 @@ _AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float
 
 _OTHERWISE = 0.01
 """Share of whole numbers and texts that may differ: where two classes are equally likely, rounding decides."""
+
+_FEW, _SOME = 2, 32
+"""Rows of two short questions that tell how slow a source is."""
+
+_ROWS_OF_SLOW = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Rows of each group that a slow source may be asked."""
 
 _JITTER_BYTES = 1 << 26
 _WORDS = 200
@@ -50,10 +62,14 @@ class _Source:
     model: object
     jumps: bool
 
+    def answers(self, tensors: Tensors) -> tuple[Tensors | None, Tensors | None]:
+        """In float32 and float64. Raises ValueError if the source refuses the inputs."""
+        single = self.exporter.reference(self.model, tensors, "float32")
+        return single, self.exporter.reference(self.model, tensors, "float64")
+
     def group(self, name: str, tensors: Tensors) -> ReferenceGroup:
         """Raises ValueError if the source refuses the inputs."""
-        single = self.exporter.reference(self.model, tensors, "float32")
-        double = self.exporter.reference(self.model, tensors, "float64")
+        single, double = self.answers(tensors)
         bounds = None
         if self.jumps and name != SPLITS and len(next(iter(tensors.values()))):
             bounds = self._bounds(tensors, [answer for answer in (double, single) if answer is not None])
@@ -84,7 +100,15 @@ class _Source:
         return joined(parts)
 
 
-def ask_source(exporter: Exporter, model: object, path: Path, samples: Tensors) -> Asked:
+def ask_source(
+    exporter: Exporter,
+    model: object,
+    path: Path,
+    samples: Tensors,
+    declared: Mapping[str, InputValues] | None = None,
+    *,
+    seconds: float = SOURCE_TIME_S,
+) -> Asked:
     """The source's answers wherever it has some; what it refuses has nothing to be compared with, and is noted.
 
     Args:
@@ -92,24 +116,25 @@ def ask_source(exporter: Exporter, model: object, path: Path, samples: Tensors) 
         model: the source.
         path: its export, which says what inputs there may be.
         samples: real inputs by ONNX name.
+        declared: what callers send, where the pipeline says it.
+        seconds: about how long the source may take; a slow one is asked fewer rows of each group.
 
     Raises:
         UserError: it refuses the real samples, or answers them differently each time.
     """
     source = _Source(exporter, model, has_trees(path))
+    asked = probes(path, samples, declared)
+    total = len(next(iter(samples.values())))
+    most = None if _fixed_batch(path) else _affordable(source, asked, seconds)
     groups: list[ReferenceGroup] = []
     refused: dict[str, str] = {}
-    for name, tensors in probes(path, samples).items():
+    for name, probe in asked.items():
+        tensors = probe.inputs if most is None else _evenly(probe.inputs, most)
         try:
-            answered = source.group(name, tensors)
+            answered = replace(source.group(name, tensors), inside=probe.inside)
         except ValueError as error:
             if name == REAL:
-                raise UserError(
-                    "the source model refuses the samples",
-                    where="validate.samples",
-                    why=_words(error),
-                    remedy="Validate with rows that it answers.",
-                ) from error
+                raise _refuses_samples(error) from error
             refused[name] = _words(error)
             continue
         if name == REAL and (difference := source.changes(answered)):
@@ -121,7 +146,55 @@ def ask_source(exporter: Exporter, model: object, path: Path, samples: Tensors) 
             )
         if answered.single is not None or answered.double is not None:
             groups.append(answered)
-    return Asked(groups=groups, limits=SourceLimits(nan=_nan_policy(groups, refused), refused=refused))
+    reduced = most is not None and most < total
+    limits = SourceLimits(
+        nan=_nan_policy(groups, refused),
+        refused=refused,
+        rows=most if reduced and most else 0,
+        samples=total if reduced else 0,
+    )
+    return Asked(groups=groups, limits=limits)
+
+
+def _affordable(source: _Source, probes: Mapping[str, ProbeGroup], seconds: float) -> int | None:
+    """How many rows of each group the source can be asked in the time; None if all.
+
+    Two short questions tell what a call and what a row costs.
+    """
+    real = probes[REAL].inputs
+    sizes = [len(next(iter(probe.inputs.values()))) for probe in probes.values()]
+    few, some = min(_FEW, sizes[0]), min(_SOME, sizes[0])
+    try:
+        source.answers(rows(real, 0, few))  # the first call pays for what is made once
+        per_call, longer = (_seconds_of(source, rows(real, 0, size)) for size in (few, some))
+    except ValueError as error:
+        raise _refuses_samples(error) from error
+    per_row = max(0.0, longer - per_call) / max(1, some - few)
+    copies = COPIES / 2 if source.jumps else 0  # only in float64
+
+    def cost(most: int) -> float:
+        kept = [min(size, most) for size in sizes]
+        return len(kept) * per_call * (2 if copies else 1) + per_row * sum(kept) * (1 + copies)
+
+    if cost(max(sizes)) <= seconds:
+        return None
+    affordable = [most for most in _ROWS_OF_SLOW if cost(most) <= seconds]
+    return max(affordable, default=min(_ROWS_OF_SLOW))
+
+
+def _seconds_of(source: _Source, tensors: Tensors) -> float:
+    begun = time.perf_counter()
+    source.answers(tensors)
+    return time.perf_counter() - begun
+
+
+def _refuses_samples(error: ValueError) -> UserError:
+    return UserError(
+        "the source model refuses the samples",
+        where="validate.samples",
+        why=_words(error),
+        remedy="Validate with rows that it answers.",
+    )
 
 
 def _difference(name: str, first: Array, again: Array, tolerance: float) -> str:
@@ -137,20 +210,29 @@ def _difference(name: str, first: Array, again: Array, tolerance: float) -> str:
     return f"output {name!r} differs by up to {apart:.3g}" if apart > tolerance * np.abs(both).max(initial=0) else ""
 
 
-def probes(path: Path, samples: Tensors) -> dict[str, Tensors]:
+def probes(path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None) -> dict[str, ProbeGroup]:
     """Groups of inputs that the export takes, the real samples first: at a fixed batch, whole ones only."""
-    sizes = {spec.shape[0] for spec in info(path).inputs if spec.shape}
-    fixed = max((size for size in sizes if isinstance(size, int)), default=0)
-    found = probe_groups(samples)
+    fixed = _fixed_batch(path)
+    domains = learn_domains(samples, declared, index_bounds(path))
+    found = probe_groups(samples, domains, empty=not fixed and not aborts_without_rows(path))
     if (splits := split_probes(path, samples)) is not None:
-        found[SPLITS] = splits
-    found |= sized_inputs(samples, _free_axes(path, samples))
+        found[SPLITS] = ProbeGroup(inputs=splits)
+    found |= {name: ProbeGroup(inputs=made) for name, made in sized_inputs(samples, _free_axes(path, samples)).items()}
     if fixed:
-        return {name: in_rows(tensors, fixed) for name, tensors in found.items()}
-    found |= batch_inputs(samples)
-    if aborts_without_rows(path):
-        del found[f"{BATCH}0"]
-    return found
+        return {name: replace(probe, inputs=in_rows(probe.inputs, fixed)) for name, probe in found.items()}
+    return found | {name: ProbeGroup(inputs=made) for name, made in batch_inputs(samples).items()}
+
+
+def _fixed_batch(path: Path) -> int:
+    """The number of rows that the export insists on; 0 if any will do."""
+    sizes = {spec.shape[0] for spec in info(path).inputs if spec.shape}
+    return max((size for size in sizes if isinstance(size, int)), default=0)
+
+
+def _evenly(tensors: Tensors, most: int) -> Tensors:
+    count = len(next(iter(tensors.values())))
+    chosen = np.unique(np.linspace(0, count - 1, min(most, count)).astype(np.intp))
+    return {name: array[chosen] for name, array in tensors.items()}
 
 
 def _free_axes(path: Path, samples: Tensors) -> Axes:
@@ -172,9 +254,9 @@ def _symbols(shapes: Iterator[tuple[str, tuple[int | str, ...]]]) -> Iterator[tu
 
 
 def _nan_policy(groups: list[ReferenceGroup], refused: Mapping[str, str]) -> NanPolicy:
-    if NAN in refused:
+    if MISSING in refused:
         return "refused"
-    answers = next((group.double or group.single for group in groups if group.name == NAN), None)
+    answers = next((group.double or group.single for group in groups if group.name == MISSING), None)
     if answers is None:
         return ""
     floats = [array for array in answers.values() if array.dtype.kind == "f"]

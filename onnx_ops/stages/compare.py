@@ -6,7 +6,7 @@ are the reference, and fixed tolerances take the noise's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.graph.check import aborts_without_rows, foreign, full_check, lacking
 from onnx_ops.graph.files import read_structure
 from onnx_ops.graph.forest import has_trees, read_trees
+from onnx_ops.graph.input_bounds import input_bounds
+from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.stages.coverage import examine, has_integers
 from onnx_ops.stages.group_answers import answers_of, refusal
 from onnx_ops.stages.machine import fitting
 from onnx_ops.stages.parity import mismatched
-from onnx_ops.stages.probing import Group, Samples, groups_of, shared_inputs
+from onnx_ops.stages.probing import Group, Samples, fixed_by, groups_of, shared_inputs
 
 REFERENCE = Target(
     name="reference",
@@ -106,9 +108,18 @@ class Parity:
 
 
 def compare(
-    runtime: Runtime, target: Target, a: Path, b: Path, samples: Samples, tell: Tell = lambda _: None
+    runtime: Runtime,
+    target: Target,
+    a: Path,
+    b: Path,
+    samples: Samples,
+    tell: Tell = lambda _: None,
+    *,
+    sizes: Collection[str] = (),
 ) -> Parity:
     """Parity of B, run on the target, against A.
+
+    `sizes` names dimensions of A at which one size is enough. Where B fixes another one, it is not the same function.
 
     Raises:
         UserError: a file is not a valid model, or the two do not take the same inputs.
@@ -120,7 +131,10 @@ def compare(
         if reason := lacking(foreign(read_structure(model)), target):
             raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
     reference = replace(REFERENCE, custom_ops=target.custom_ops)
-    groups = groups_of(samples, empty=not any(map(aborts_without_rows, (a, b))))
+    bounds = input_bounds(a)
+    empty = not any(map(aborts_without_rows, (a, b)))
+    splits = split_probes(a, samples.rows) if has_trees(a) and not samples.fixed else None
+    groups = groups_of(samples, empty=empty, bounds=bounds, splits=splits)
     tell(f"running {a.name} on {len(groups)} groups of inputs")
     expected = _answers(runtime, reference, a, groups)
     tell(f"running {b.name} on {len(groups)} groups of inputs")
@@ -132,12 +146,20 @@ def compare(
     notes += ["one row is large: edges and large batches were left out"] if samples.large else []
     for group in groups:
         right, answer = expected[group.name], found[group.name]
+        measured_here: list[ParityMeasurement] = []
         if isinstance(right, MeasurementFailure):
             notes.append(f"inputs {group.name!r} were left out: A refuses them ({refusal(right)})")
         elif isinstance(answer, MeasurementFailure):
-            measured.append(_refused(group.name, answer))
+            measured_here = [_refused(group.name, answer)]
         else:
-            measured += _measured(group.name, right, answer)
+            measured_here = _measured(group.name, right, answer)
+        measured += [replace(m, inside=group.inside) for m in measured_here]
+    fixed = fixed_by(a, b)
+    if refused := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
+        why = f"B takes {', '.join(refused)} only, A takes any; to compare at that size alone: --dim"
+        measured.append(mismatched("*", "sizes", why))
+    notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
+    measured += _coarse(expected[REAL], found[REAL])
     if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
     labels = {name for name, array in _tensors(expected[REAL]).items() if array.dtype.kind != "f"}
@@ -146,7 +168,9 @@ def compare(
         measured.append(mismatched("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
     order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}
     measured = sorted(with_pooled_noise(measured), key=lambda m: order[m.output])
-    differences = tuple(_judged(m, labels=m.output in labels) for m in measured)
+    judged = [(m, _judged(m, labels=m.output in labels)) for m in measured]
+    differences = tuple(difference for m, difference in judged if m.inside)
+    notes += _outside([difference for m, difference in judged if not m.inside])
     examined = examine(runtime, a, b, target)
     return Parity(
         a=digest_file(a),
@@ -220,6 +244,31 @@ def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMea
         else:
             found.append(measure(group=group, output=name, onnx=answer[name], single=expected, double=None))
     return found
+
+
+def _coarse(expected: Tensors | MeasurementFailure, found: Tensors | MeasurementFailure) -> list[ParityMeasurement]:
+    """Outputs that hold float16 numbers only, which is too little to show in a tolerance for float32."""
+
+    def halved(array: Any) -> bool:
+        with np.errstate(over="ignore"):
+            return bool((array.astype(np.float16).astype(np.float32) == array).all())
+
+    both = [(name, a, _tensors(found).get(name)) for name, a in _tensors(expected).items()]
+    told = "B's answers are float16 numbers, those of A are not"
+    return [
+        mismatched(name, REAL, told)
+        for name, a, b in both
+        if b is not None and a.dtype.name == b.dtype.name == "float32" and a.size and halved(b) and not halved(a)
+    ]
+
+
+def _outside(differences: Sequence[Difference]) -> list[str]:
+    """One line on what differs where callers do not send anything, as far as is known."""
+    departed = [d for d in differences if d.verdict is not Verdict.PASS]
+    if not departed:
+        return []
+    groups = ", ".join(sorted({d.group for d in departed}))
+    return [f"not counted, since no row is like that: B differs on {groups} ({departed[0].reason})"]
 
 
 def _refused(group: str, error: MeasurementFailure) -> ParityMeasurement:

@@ -7,6 +7,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.inputs import InputValues
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.release import Lineage, flat_origins
 from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits
@@ -41,7 +42,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         exported.mkdir()
         path = exported / MODEL_FILE
         exporter.export(model, ExportRequest(section=section, samples=dataset.inputs, path=path))
-        asked = ask_source(exporter, model, path, dataset.inputs)
+        declared = codec.from_json(settings["inputs"], Mapping[str, InputValues], where=stage.id)
+        asked = ask_source(exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"])
         write_lineage(path, _properties(lineage, asked.limits))
         carry_libraries(path, operators_of(stage))
         return Manifest(

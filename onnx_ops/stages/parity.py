@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from onnx_ops.analysis.divergence import departed
 from onnx_ops.analysis.jitter import measure_jumping
 from onnx_ops.analysis.parity import measure, with_pooled_noise
 from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.ports.data import Array
 from onnx_ops.stages.group_answers import answers_of, refusal
 from onnx_ops.stages.reference import ReferenceGroup
+
+_SHOWN = 6
+"""Values of a row that are shown."""
 
 
 def measure_parity(
@@ -27,12 +36,13 @@ def measure_parity(
     for group in groups:
         answer = answers[group.name]
         if isinstance(answer, MeasurementFailure):
-            found.append(mismatched("*", group.name, f"the export refuses these inputs: {refusal(answer)}"))
-            continue
-        (outputs,) = answer
-        missing = [name for name in group.outputs if name not in outputs]
-        found += [mismatched(name, group.name, "the export lacks this output") for name in missing]
-        found += measure_group(group, outputs)
+            measured = [mismatched("*", group.name, f"the export refuses these inputs: {refusal(answer)}")]
+        else:
+            (outputs,) = answer
+            missing = [name for name in group.outputs if name not in outputs]
+            measured = [mismatched(name, group.name, "the export lacks this output") for name in missing]
+            measured += measure_group(group, outputs)
+        found += [replace(m, inside=group.inside) for m in measured]
     return with_pooled_noise(found)
 
 
@@ -47,15 +57,35 @@ def mismatched(output: str, group: str, text: str) -> ParityMeasurement:
 
 
 def _measured(group: ReferenceGroup, name: str, outputs: Tensors) -> ParityMeasurement:
+    onnx = outputs[name]
     single = group.single[name] if group.single is not None else None
     double = group.double[name] if group.double is not None else None
-    if group.bounds is None or name not in group.bounds:
-        return measure(group=group.name, output=name, onnx=outputs[name], single=single, double=double)
-    return measure_jumping(
-        group=group.name,
-        output=name,
-        onnx=outputs[name],
-        single=single,
-        double=double,
-        bounds=group.bounds[name],
-    )
+    bounds = group.bounds[name] if group.bounds is not None and name in group.bounds else None
+    if bounds is None:
+        found = measure(group=group.name, output=name, onnx=onnx, single=single, double=double)
+    else:
+        found = measure_jumping(group=group.name, output=name, onnx=onnx, single=single, double=double, bounds=bounds)
+    reference = double if double is not None else single
+    if reference is None or onnx.shape != reference.shape or not departed(found, ParityGate().noise_factor):
+        return found
+    return replace(found, example=_example(group.inputs, _worst_row(onnx, reference)))
+
+
+def _worst_row(onnx: Array, reference: Array) -> int:
+    if onnx.dtype.kind != "f" or reference.dtype.kind != "f":
+        apart = (onnx != reference).astype(np.float64)
+    else:
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = np.abs(onnx.astype(np.float64) - reference.astype(np.float64))
+        apart = np.where(np.isnan(apart), np.isnan(onnx) != np.isnan(reference), apart)
+    return int(apart.reshape(len(apart), -1).max(axis=1, initial=0).argmax()) if apart.ndim and len(apart) else 0
+
+
+def _example(inputs: Tensors, row: int) -> str:
+    """The row's inputs, long ones cut."""
+    shown = []
+    for name, array in inputs.items():
+        values = array[row].reshape(-1)
+        first = ", ".join(f"{value:.4g}" if array.dtype.kind == "f" else str(value) for value in values[:_SHOWN])
+        shown.append(f"{name} = {first}{f' … ({len(values)} values)' if len(values) > _SHOWN else ''}")
+    return f"row {row}: {'; '.join(shown)}"

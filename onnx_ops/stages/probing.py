@@ -9,14 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.analysis.probes import BATCH, ENOUGH_ROWS, REAL, batch_inputs, probe_groups
+from onnx_ops.analysis.input_domain import learn_domains
+from onnx_ops.analysis.probes import ENOUGH_ROWS, REAL, ProbeGroup, batch_inputs, in_rows, probe_groups
 from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.domain.inputs import InputValues
 from onnx_ops.errors import UserError
+from onnx_ops.graph.input_bounds import InputBounds
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Tensors
 
 LENGTH = 8
 """What a symbolic dimension that is not the batch is made up as."""
+
+_BITS = 40
+"""Size of the largest whole numbers that are made up: above what 32 bits hold."""
 
 _RUN_BYTES = 1 << 24
 """Inputs of one run; what a model holds on the way may be a hundred times as much."""
@@ -29,10 +35,14 @@ _ROW_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Inputs of one kind, cut into runs. Outputs of the runs belong together along axis 0."""
+    """Inputs of one kind, cut into runs. Outputs of the runs belong together along axis 0.
+
+    `inside` says whether callers can send such inputs.
+    """
 
     name: str
     runs: tuple[Tensors, ...]
+    inside: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +100,18 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
     return tuple(common)
 
 
+def fixed_by(a: Path, b: Path) -> dict[str, int]:
+    """The sizes that B insists on of dimensions that A leaves free, by their names in A."""
+    second = {spec.name: spec for spec in info(b).inputs}
+    return {
+        str(size): int(other)
+        for spec in info(a).inputs
+        if spec.name in second and len(spec.shape) == len(second[spec.name].shape)
+        for size, other in _paired(spec, second[spec.name])
+        if _free(size) and not _free(other)
+    }
+
+
 def _shared(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
     """What fits both, or None."""
     if a.dtype != b.dtype:
@@ -113,16 +135,24 @@ def _listed(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{s.name} ({s.dtype} {' × '.join(map(str, s.shape))})" for s in specs) or "nothing"
 
 
-def made_up(inputs: Sequence[TensorSpec], *, count: int, dims: Mapping[str, int], seed: int = 0) -> Samples:
-    """Random rows: floats are standard normal, integers and booleans 0 or 1, texts `a` or `b`.
+def made_up(
+    inputs: Sequence[TensorSpec],
+    *,
+    count: int,
+    dims: Mapping[str, int],
+    seed: int = 0,
+    bounds: Mapping[str, InputBounds] | None = None,
+) -> Samples:
+    """Random rows: floats are standard normal, booleans 0 or 1, texts those that the model knows, and `a` or `b`.
 
-    Integers are most often indices and masks, for which 0 and 1 are always in range.
+    Integers that are indices reach every entry; others are most often masks, and 0 or 1.
 
     Args:
         inputs: what the model takes.
         count: rows; fewer where they would not fit into 64 MiB.
         dims: sizes of symbolic dimensions by name; others than the batch are 8.
         seed: of the draw.
+        bounds: what the graph tells of the inputs.
 
     Raises:
         UserError: an input is no tensor, or is of a type or size that cannot be made up, or `dims` names none.
@@ -136,8 +166,10 @@ def made_up(inputs: Sequence[TensorSpec], *, count: int, dims: Mapping[str, int]
     if row_bytes > _ROW_BYTES:
         raise UserError(f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB", remedy="Bring rows: --data.")
     count = max(batch or 1, min(count, _SET_BYTES // max(1, row_bytes)))
-    rows = {s.name: _draw(draw, s, (count, *shapes[s.name])) for s in inputs if _rowed(s)}
-    fixed = {s.name: _draw(draw, s, shapes[s.name]) for s in inputs if not _rowed(s)}
+    told = bounds or {}
+    known = {spec.name: told.get(spec.name, InputBounds()) for spec in inputs}
+    rows = {s.name: _draw(draw, s, (count, *shapes[s.name]), known[s.name]) for s in inputs if _rowed(s)}
+    fixed = {s.name: _draw(draw, s, shapes[s.name], known[s.name]) for s in inputs if not _rowed(s)}
     return Samples(rows=rows, fixed=fixed, batch=batch)
 
 
@@ -160,30 +192,67 @@ def brought(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, where: s
     return Samples(rows=rows, fixed={}, batch=_fixed_batch(inputs, {}))
 
 
-def groups_of(samples: Samples, *, empty: bool = True) -> tuple[Group, ...]:
-    """The rows as they are, edges made of them, and batches of several sizes where the model takes any.
+def groups_of(
+    samples: Samples,
+    *,
+    empty: bool = True,
+    bounds: Mapping[str, InputBounds] | None = None,
+    splits: Tensors | None = None,
+) -> tuple[Group, ...]:
+    """The rows as they are, rows made of them, and batches of several sizes where the model takes any.
 
-    Large rows come without edges, and in batches of 16 MiB at most.
+    Large rows come without others, and in batches of 16 MiB at most. Whole numbers that are neither indices nor say
+    how large something is come in all sizes and of both signs too: a model that refuses these has no answer to compare.
 
     Args:
         samples: rows to begin with.
         empty: whether a batch of no rows is among them.
+        bounds: what the graph tells of the inputs.
+        splits: rows next to the splits of trees.
     """
     if not samples.rows:
         return (Group(name=REAL, runs=(samples.fixed,)),)
-    found = {REAL: samples.rows} if samples.large else probe_groups(samples.rows)
-    groups = [Group(name=name, runs=tuple(_runs(rows, samples))) for name, rows in found.items()]
+    told = bounds or {}
+    indices = {name: known.index for name, known in told.items() if known.index is not None}
+    found = {REAL: ProbeGroup(inputs=samples.rows)}
+    if not samples.large:
+        missing = {name: InputValues(missing=True) for name, known in told.items() if known.missing}
+        domains = learn_domains(samples.rows, missing, indices)
+        found = probe_groups(samples.rows, domains, empty=empty and not samples.batch)
+        if splits is not None:
+            found["splits"] = ProbeGroup(inputs=splits)
+        free = [n for n, array in samples.rows.items() if array.dtype.kind in "iu" and n in told and n not in indices]
+        if plain := [name for name in free if not told[name].size]:
+            found["range:whole_numbers"] = ProbeGroup(inputs=_whole_numbers(samples.rows, plain))
+    groups = [
+        Group(name=name, runs=tuple(_runs(probe.inputs, samples)), inside=probe.inside) for name, probe in found.items()
+    ]
     if not samples.batch:
         for name, index in batch_inputs({"row": np.arange(len(samples))}).items():
             rows = index["row"].astype(np.intp)
-            if (empty or name != f"{BATCH}0") and (len(rows) < 2 or len(rows) * samples.row_bytes <= _RUN_BYTES):
+            if len(rows) < 2 or len(rows) * samples.row_bytes <= _RUN_BYTES:
                 groups.append(Group(name=name, runs=(samples.chosen(rows),)))
     return tuple(groups)
+
+
+def _whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
+    """Rows with whole numbers of every size and sign at those inputs."""
+    draw = np.random.default_rng(1)
+    found = dict(in_rows(rows, 3 * ENOUGH_ROWS))
+    for name in names:
+        limits = np.iinfo(found[name].dtype.name)
+        sizes = np.exp2(draw.uniform(0, min(_BITS, np.log2(float(limits.max))), found[name].shape))
+        signed = sizes * (draw.choice([-1.0, 1.0], sizes.shape) if limits.min < 0 else 1.0)
+        found[name] = np.clip(signed, float(limits.min), float(limits.max) / 2).astype(found[name].dtype)
+    return found
 
 
 def _runs(rows: Tensors, samples: Samples) -> Iterator[Tensors]:
     """The rows cut into runs of the batch; the last run of a fixed batch is filled up from the first rows."""
     count = len(next(iter(rows.values())))
+    if not count:
+        yield {**rows, **samples.fixed}
+        return
     row_bytes = max(1, sum(array.nbytes for array in rows.values()) // max(1, count))
     size = samples.batch or max(1, min(count, _RUN_BYTES // row_bytes))
     whole = -(-count // size) * size if samples.batch else count
@@ -248,12 +317,14 @@ def _no_tensor(spec: TensorSpec) -> UserError:
     )
 
 
-def _draw(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...]) -> Any:
+def _draw(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...], bounds: InputBounds) -> Any:
     kind = _dtype(spec)
     if kind.kind == "f":
         return draw.standard_normal(shape).astype(kind)
-    bits = draw.integers(0, 2, shape)
-    return np.where(bits == 0, "a", "b") if kind.kind == "U" else bits.astype(kind)
+    if kind.kind == "U":
+        return draw.choice([*bounds.texts, "a", "b"], shape)
+    low, high = bounds.index or (0, 1)
+    return draw.integers(low, high, shape, endpoint=True).astype(kind)
 
 
 def _fits(declared: int | str, size: int) -> bool:

@@ -14,7 +14,8 @@ from onnx_ops.stages.files import pack, unpack
 class ReferenceGroup:
     """Inputs and the source's outputs on them, by ONNX names; a precision is None if the source has none.
 
-    `bounds` are those of a source that jumps, as `analysis.jitter.envelope` gives them; None for any other.
+    `bounds` are those of a source that jumps, as `analysis.jitter.envelope` gives them; None for any other. `inside`
+    says whether callers can send such inputs.
     """
 
     name: str
@@ -22,6 +23,7 @@ class ReferenceGroup:
     single: Tensors | None
     double: Tensors | None
     bounds: Tensors | None = None
+    inside: bool = True
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -30,13 +32,17 @@ class ReferenceGroup:
 
 
 _PARTS = ("input", "float32", "float64", "bounds")
+_INSIDE = "inside"
 
 
 def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
+    import numpy as np
+
     arrays: dict[str, Any] = {}
     for group in groups:
         for part, tensors in zip(_PARTS, (group.inputs, group.single, group.double, group.bounds), strict=True):
             arrays |= {f"{group.name}|{part}|{name}": array for name, array in (tensors or {}).items()}
+        arrays[f"{group.name}|{_INSIDE}|"] = np.array(group.inside)
     return store.put_bytes(pack(arrays))
 
 
@@ -53,6 +59,7 @@ def get_reference(store: Store, digest: Digest) -> list[ReferenceGroup]:
             single=p.get("float32"),
             double=p.get("float64"),
             bounds=p.get("bounds"),
+            inside=bool(p[_INSIDE][""]),
         )
         for name, p in parts.items()
     ]

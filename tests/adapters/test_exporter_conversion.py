@@ -104,7 +104,7 @@ def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path)
     write_perceptron(source, opset=28, ir_version=14)
     path = converted(source, section())
     asked = ask_source(OnnxExporter(), source, path, rows(8))
-    assert {"real", "batch-1"} <= {group.name for group in asked.groups}
+    assert {"real", "batches:1"} <= {group.name for group in asked.groups}
     with pytest.raises(ValueError, match="refuses"):
         OnnxExporter().reference(source, {"x": np.zeros((1, 3), np.float32)}, "float32")
 

@@ -205,11 +205,11 @@ class TestParity:
         assert judge([ParityGate(noise_factor=1000)], replace(FP32, parity=(wrong,))).verdict is Verdict.FAIL
 
     def test_small_batches_are_judged_by_the_noise_of_real_rows(self) -> None:
-        single = parity(50.0, group="batch-1", rows=1, error=5e-7, noise=1e-8)
+        single = parity(50.0, group="batches:1", rows=1, error=5e-7, noise=1e-8)
         assert judge([ParityGate()], replace(FP32, parity=(parity(), single))).verdict is Verdict.PASS
         assert judge([ParityGate()], replace(FP32, parity=(single,))).verdict is Verdict.FAIL
 
-    @pytest.mark.parametrize("measured", [(), (parity(rows=0, group="batch-0"),)])
+    @pytest.mark.parametrize("measured", [(), (parity(rows=0, group="empty_batch"),)])
     def test_nothing_measured(self, measured: tuple[ParityMeasurement, ...]) -> None:
         assert judge([ParityGate()], replace(FP32, parity=measured)).verdict is Verdict.INCONCLUSIVE
         assert judge([ParityGate()], replace(INT8, export_parity=measured)).verdict is Verdict.INCONCLUSIVE
@@ -349,7 +349,7 @@ def test_size(size: int, verdict: Verdict) -> None:
 
 
 GOOD = {
-    "parity": st.builds(parity, st.floats(0, 10), group=st.sampled_from(["real", "x10", "batch-1"])),
+    "parity": st.builds(parity, st.floats(0, 10), group=st.sampled_from(["real", "x10", "batches:1"])),
     "export_parity": st.builds(parity, st.floats(0, 10)),
     "weights": st.builds(WeightMeasurement, tensor=st.just("w"), steps=st.floats(0, 0.5), elements=st.just(3)),
     "metrics": st.builds(counts, st.sampled_from(["", "fp32", "champion"]), b=st.integers(0, 60), c=st.integers(0, 9)),
@@ -363,7 +363,7 @@ GOOD = {
     "throughput": st.builds(rate, st.floats(1, 1000), st.sampled_from([4, 8])),
 }
 FAILING: dict[str, list[Any]] = {
-    "parity": [parity(99.0), parity(0.0, mismatch="shape"), parity(99.0, group="batch-1", rows=1)],
+    "parity": [parity(99.0), parity(0.0, mismatch="shape"), parity(99.0, group="batches:1", rows=1)],
     "export_parity": [parity(99.0)],
     "weights": [WeightMeasurement(tensor="v", steps=0.9, elements=5)],
     "metrics": [counts("champion", b=300), counts("fp32", b=300), replace(counts(""), both=100)],

@@ -173,7 +173,7 @@ class TestLabels:
 
 class TestPooledNoise:
     REAL = ParityMeasurement(output="y", group="real", rows=128, error=1e-6, noise=1e-6, ratio=1.0)
-    SMALL = ParityMeasurement(output="y", group="batch-1", rows=1, error=5e-7, noise=1e-8, ratio=50.0)
+    SMALL = ParityMeasurement(output="y", group="batches:1", rows=1, error=5e-7, noise=1e-8, ratio=50.0)
 
     def test_small_batches_take_the_noise_of_real_rows(self) -> None:
         found = with_pooled_noise([self.SMALL, self.REAL])

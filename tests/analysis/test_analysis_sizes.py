@@ -26,9 +26,9 @@ def test_sizes_are_one_smaller_larger_and_odd(size: int) -> None:
 def test_inputs_that_share_a_symbol_change_together() -> None:
     samples = {"tokens": TOKENS, "mask": TOKENS * 0 + 1}
     groups = sized_inputs(samples, {"length": [("tokens", 1), ("mask", 1)]})
-    assert set(groups) == {f"axis-length-{size}" for size in (1, 3, 7, 12)}
+    assert set(groups) == {f"lengths:length={size}" for size in (1, 3, 7, 12)}
     for name, made in groups.items():
-        size = int(name.rpartition("-")[2])
+        size = int(name.rpartition("=")[2])
         assert made["tokens"].shape == made["mask"].shape == (32, size)
         np.testing.assert_array_equal(made["tokens"][0], TOKENS[0, np.arange(size) % 6])
 
@@ -50,4 +50,4 @@ def test_no_free_axis_no_groups() -> None:
 def test_groups_that_would_fill_the_memory_are_left_out() -> None:
     wide = np.zeros((1, 300_000), dtype=np.float32)
     groups = sized_inputs({"x": wide}, {"length": [("x", 1)]})
-    assert set(groups) == {"axis-length-1", "axis-length-150001", "axis-length-300001"}
+    assert set(groups) == {"lengths:length=1", "lengths:length=150001", "lengths:length=300001"}

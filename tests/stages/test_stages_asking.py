@@ -12,13 +12,16 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from benchmarks.truth.evidence import evidence
 from onnx_ops import codec
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.gate import ParityGate, Verdict
 from onnx_ops.domain.pipeline import Export, Stage, StageKind
 from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits, TreeStructure
 from onnx_ops.domain.target import Target
@@ -64,8 +67,11 @@ def test_free_axes_are_exercised_and_what_the_source_refuses_is_noted(images: Te
     asked = exported(TorchExporter(), Pooled().eval(), FREE, images, path)
     shapes = {group.inputs["image"].shape[2:] for group in asked.groups}
     assert {(3, 8), (7, 8), (12, 8), (6, 5), (6, 9), (6, 16), (12, 16)} <= shapes
-    assert {name for name in asked.limits.refused if name.startswith("axis-")} >= {"axis-height-1", "axis-width-1"}
-    assert "kernel" in asked.limits.refused["axis-height-1"].lower()
+    assert {name for name in asked.limits.refused if name.startswith("lengths:")} >= {
+        "lengths:height=1",
+        "lengths:width=1",
+    }
+    assert "kernel" in asked.limits.refused["lengths:height=1"].lower()
     assert worst(path, asked).ratio <= 10
     assert not worst(path, asked).mismatch
 
@@ -88,7 +94,7 @@ def test_an_export_that_takes_one_size_only_fails_where_its_source_takes_others(
     model.graph.node.insert(0, onnx.helper.make_node("Reshape", ["image", "frozen.size"], ["frozen"]))
     onnx.save(model, path)
     found = worst(path, asked)
-    assert found.group.startswith("axis-")
+    assert found.group.startswith("lengths:")
     assert "export refuses" in found.mismatch
 
 
@@ -101,7 +107,7 @@ def test_a_fixed_size_has_nothing_to_exercise(images: Tensors, tmp_path: Path) -
     path = tmp_path / "model.onnx"
     section = Export(framework="torch", dynamic={"image": {0: "batch"}})
     TorchExporter().export(Pooled().eval(), ExportRequest(section=section, samples=images, path=path))
-    assert not [name for name in probes(path, images) if name.startswith("axis-")]
+    assert not [name for name in probes(path, images) if name.startswith("lengths:")]
 
 
 def cancer(rows: int) -> tuple[Any, Any]:
@@ -132,8 +138,8 @@ def test_nan_is_compared_where_the_source_answers_it_and_noted_where_not(
     x, y = cancer(200)
     asked = exported(SklearnExporter(), make().fit(x, y), Export(framework="sklearn"), {"x": x}, tmp_path / "m.onnx")
     assert asked.limits.nan == policy
-    assert ("nan" in asked.limits.refused) == (policy == "refused")
-    assert ("nan" in [group.name for group in asked.groups]) == (policy != "refused")
+    assert ("missing" in asked.limits.refused) == (policy == "refused")
+    assert ("missing" in [group.name for group in asked.groups]) == (policy != "refused")
     assert "infinity" in asked.limits.refused["infinite"]
     assert worst(tmp_path / "m.onnx", asked).ratio <= 10
 
@@ -142,8 +148,81 @@ def test_nan_that_is_passed_on_is_told(images: Tensors, tmp_path: Path) -> None:
     write_perceptron(tmp_path / "model.onnx")
     asked = ask_source(OnnxExporter(), str(tmp_path / "model.onnx"), tmp_path / "model.onnx", rows(40))
     assert asked.limits.nan in ("passed on", "answered")
-    answers = next(g.single for g in asked.groups if g.name == "nan") or {}
+    answers = next(g.single for g in asked.groups if g.name == "missing") or {}
     assert (asked.limits.nan == "passed on") == bool(np.isnan(answers["scores"]).any())
+
+
+def holed_boosting() -> tuple[Any, Any]:
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    x, y = cancer(200)
+    x[::3, 2] = np.nan
+    return HistGradientBoostingClassifier(max_iter=5).fit(x, y), x
+
+
+def test_missing_numbers_bind_where_the_rows_hold_some(tmp_path: Path) -> None:
+    model, x = holed_boosting()
+    asked = exported(SklearnExporter(), model, Export(framework="sklearn"), {"x": x}, tmp_path / "m.onnx")
+    assert {group.name: group.inside for group in asked.groups}["missing"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's own, while it exports
+def test_a_recurrent_network_differs_on_missing_numbers_only_and_that_does_not_bind(tmp_path: Path) -> None:
+    """The runtime's kernels let NaN through as a number; the source answers NaN."""
+    import torch
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = torch.nn.LSTM(3, 4, batch_first=True)
+
+        def forward(self, series: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.cells(series)[0]
+            return hidden[:, -1]
+
+    torch.manual_seed(0)
+    samples = {"series": np.random.default_rng(0).standard_normal((40, 5, 3)).astype(np.float32)}
+    path = tmp_path / "model.onnx"
+    asked = exported(TorchExporter(), Recurrent().eval(), Export(framework="torch"), samples, path)
+    found = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
+    departed = {m.group: m.inside for m in found if m.mismatch or m.ratio > 10}
+    assert departed == {"missing": False}
+    results = list(judge_parity(ParityGate(), evidence(parity=found)))
+    assert [(r.verdict, r.advisory) for r in results] == [(Verdict.PASS, False), (Verdict.FAIL, True)]
+    strict = ParityGate(groups={"missing": "fail"})
+    (refused,) = judge_parity(strict, evidence(parity=found))
+    assert refused.verdict is Verdict.FAIL
+    assert "for example row" in refused.reason
+    assert [r.advisory for r in judge_parity(ParityGate(groups={"missing": "ignore"}), evidence(parity=found))] == [
+        False
+    ]
+
+
+class Slow:
+    """A linear source that takes a tenth of a second a row, by a clock of its own."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+        self.rows = 0
+
+    def reference(self, model: object, inputs: Tensors, precision: str) -> Tensors:
+        del model, precision
+        (x,) = inputs.values()
+        self._clock[0] += 0.1 * len(x)
+        self.rows += len(x)
+        return {"y": x.sum(axis=1)}
+
+
+def test_a_slow_source_is_asked_fewer_rows_and_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    clock = [0.0]
+    monkeypatch.setattr("onnx_ops.stages.asking.time.perf_counter", lambda: clock[0])
+    slow: Any = Slow(clock)
+    asked = ask_source(slow, None, tmp_path / "model.onnx", rows(400), seconds=60)
+    assert (asked.limits.rows, asked.limits.samples) == (16, 400)
+    assert clock[0] < 90
+    assert {"real", "range", "batches:257", "missing"} <= {group.name for group in asked.groups}
+    assert max(len(group.inputs["x"]) for group in asked.groups) == 16
 
 
 def noise(x: Any) -> Any:
@@ -305,7 +384,7 @@ def test_the_stages_store_limits_trees_and_bounds(scaled_forest: tuple[Any, Tens
         "data/test": put_dataset(ports.store, Dataset(inputs=samples)),
     }
     section = codec.to_json(Export(framework="sklearn"))
-    settings = {"section": section, "data": "test", "limit": 64, "pipeline": "p"}
+    settings = {"section": section, "data": "test", "limit": 64, "inputs": {}, "source_time": 10.0, "pipeline": "p"}
     stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
     done = export.execute(stage, digest_bytes(b""), inputs, ports)
     limits = codec.loads(ports.store.read(done["source.json"]), SourceLimits)

@@ -37,23 +37,27 @@ def test_a_free_batch_is_asked_at_every_size(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path)
     probes = probes_of(path, rows(40))
-    assert {"real", "constants", "nan", "infinite", "batch-0", "batch-257"} <= set(probes)
-    assert len(probes["real"]["x"]) == 40
+    assert {"real", "range", "missing", "infinite", "empty_batch", "batches:257"} <= set(probes)
+    assert len(probes["real"].inputs["x"]) == 40
+    inside = {name for name, probe in probes.items() if probe.inside}
+    assert {"real", "range", "batches:257"} <= inside
+    assert inside.isdisjoint({"missing", "infinite", "empty_batch"})
 
 
 def test_a_fixed_batch_is_asked_at_its_own_size_and_runs(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path, batch=2)
     probes = probes_of(path, rows(40))
-    assert not [name for name in probes if name.startswith("batch-")]
-    assert {tensors["x"].shape for tensors in probes.values()} == {(2, 8)}
-    assert len(OnnxRuntime().run(path, Target(name="cpu"), tuple(probes.values()))) == len(probes)
+    assert not [name for name in probes if "batch" in name]
+    feeds = tuple(probe.inputs for probe in probes.values())
+    assert {tensors["x"].shape for tensors in feeds} == {(2, 8)}
+    assert len(OnnxRuntime().run(path, Target(name="cpu"), feeds)) == len(probes)
 
 
 def test_a_fixed_batch_larger_than_the_data_repeats_rows(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path, batch=5)
-    real = probes_of(path, rows(3))["real"]["x"]
+    real = probes_of(path, rows(3))["real"].inputs["x"]
     np.testing.assert_array_equal(real, rows(3)["x"][[0, 1, 2, 0, 1]])
 
 
@@ -62,8 +66,8 @@ def test_a_recurrent_model_is_not_asked_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_recurrent(path)
     probes = probes_of(path, {"x": np.ones((6, 2, 4), dtype=np.float32)})
-    assert "batch-0" not in probes
-    assert "batch-1" in probes
+    assert "empty_batch" not in probes
+    assert "batches:1" in probes
 
 
 @pytest.mark.parametrize(

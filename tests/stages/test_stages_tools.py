@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.analysis.latency import LOOKS
+from onnx_ops.analysis.probes import BATCH_SIZES
 from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.artifact import Digest, TensorSpec
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement
@@ -21,6 +22,7 @@ from onnx_ops.domain.gate import LatencyGate, ParityGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.graph.input_bounds import input_bounds
 from onnx_ops.spec.builtin import BUILTIN, find_target
 from onnx_ops.spec.targets import TargetFiles
 from onnx_ops.stages import load, starts
@@ -70,8 +72,10 @@ def graph(path: Path, nodes: Sequence[onnx.NodeProto], inputs: dict[str, Any], o
 
 
 def compared(a: Path, b: Path, **keywords: Any) -> Parity:
-    samples = made_up(shared_inputs(a, b), count=keywords.get("count", 64), dims=keywords.get("dims", {}))
-    return compare(RUNTIME, CPU, a, b, samples)
+    samples = made_up(
+        shared_inputs(a, b), count=keywords.get("count", 64), dims=keywords.get("dims", {}), bounds=input_bounds(a)
+    )
+    return compare(RUNTIME, CPU, a, b, samples, sizes=keywords.get("sizes", ()))
 
 
 class TestTargets:
@@ -102,14 +106,20 @@ class TestProbing:
         samples = made_up(shared_inputs(path), count=32, dims={})
         found = groups_of(samples)
         assert {len(feed["x"]) for group in found for feed in group.runs} == {5}
-        assert {group.name for group in found} >= {"real", "constants", "x1e5", "nan", "infinite"}
+        assert {group.name for group in found} >= {"real", "range", "beyond_range:x1e5", "missing", "infinite"}
         assert len(samples.feed(1)["x"]) == 5
 
     def test_what_one_model_fixes_is_fixed_for_both(self, model: Path, tmp_path: Path) -> None:
         fixed = tmp_path / "fixed.onnx"
         write_perceptron(fixed, batch=4)
         assert shared_inputs(model, fixed)[0].shape == shared_inputs(fixed, model)[0].shape == (4, FEATURES)
-        assert compared(model, fixed).verdict is Verdict.PASS
+        assert compared(fixed, model).verdict is Verdict.PASS
+        alike = compared(model, fixed, sizes=["batch"])
+        assert alike.verdict is Verdict.PASS
+        assert "B takes batch = 4 only" in alike.notes[0]
+        refused = compared(model, fixed)
+        assert refused.verdict is Verdict.FAIL
+        assert "A takes any" in refused.reason
 
     def test_other_symbolic_dimensions_have_the_size_asked_for(self) -> None:
         spec = TensorSpec(name="x", dtype="float32", shape=("batch", 3, "height", "?"))
@@ -137,7 +147,7 @@ class TestProbing:
         samples = made_up([TensorSpec(name="x", dtype="uint8", shape=("n", 1 << 22))], count=500, dims={})
         found = groups_of(samples)
         assert (len(samples), samples.large) == (16, True)
-        assert [group.name for group in found] == ["real", "batch-0", "batch-1", "batch-2", "batch-3"]
+        assert [group.name for group in found] == ["real", "batches:1", "batches:2", "batches:3"]
         assert max(len(feed["x"]) for group in found for feed in group.runs) == 4
 
     def test_inputs_that_begin_with_different_dimensions_are_refused(self) -> None:
@@ -171,8 +181,8 @@ class TestCompare:
     def test_a_model_is_itself_whatever_the_optimisations(self, model: Path) -> None:
         found = compared(model, model)
         assert found.verdict is Verdict.PASS
-        assert {d.group for d in found.differences} >= {"real", "spikes", "nan", "infinite", "batch-0", "batch-257"}
-        assert "same answers on 17 groups" in found.reason or "within tolerance on 17 groups" in found.reason
+        assert {d.group for d in found.differences} == {"real", "range", *(f"batches:{n}" for n in BATCH_SIZES)}
+        assert "same answers on 8 groups" in found.reason or "within tolerance on 8 groups" in found.reason
         assert not found.notes
 
     @pytest.mark.parametrize(
@@ -251,8 +261,41 @@ class TestCompare:
         found = compared(b, picky)
         assert found.verdict is Verdict.FAIL
         assert "B refuses these inputs" in found.reason
-        assert {d.group for d in found.differences if d.verdict is Verdict.FAIL} >= {"batch-1", "batch-3"}
+        assert {d.group for d in found.differences if d.verdict is Verdict.FAIL} >= {"batches:1", "batches:3"}
         assert any("A refuses them" in note for note in compared(picky, b).notes)
+
+    def test_every_row_of_a_table_is_asked_for_and_numbers_of_every_size(self, tmp_path: Path) -> None:
+        table = np.random.default_rng(0).standard_normal((400, 3)).astype(np.float32)
+
+        def lookup(name: str, values: Any) -> Path:
+            node = helper.make_node("Constant", [], ["table"], value=numpy_helper.from_array(values))
+            nodes = [node, helper.make_node("Gather", ["table", "tokens"], ["y"])]
+            kinds = {"tokens": (TensorProto.INT64, ["n", 4])}, {"y": (TensorProto.FLOAT, ["n", 4, 3])}
+            return graph(tmp_path / name, nodes, *kinds)
+
+        right = lookup("right.onnx", table)
+        for number, wrong in enumerate((np.roll(table, 1, axis=0), np.vstack([table[:-1], 0 * table[:1]]))):
+            assert compared(right, lookup(f"wrong{number}.onnx", wrong), count=128).verdict is Verdict.FAIL
+
+        def clock(name: str, fmod: int) -> Path:
+            node = helper.make_node("Constant", [], ["day"], value=numpy_helper.from_array(np.array(86_400)))
+            nodes = [node, helper.make_node("Mod", ["time", "day"], ["y"], fmod=fmod)]
+            kind = (TensorProto.INT64, ["n", 1])
+            return graph(tmp_path / name, nodes, {"time": kind}, {"y": kind})
+
+        assert compared(clock("a.onnx", 0), clock("b.onnx", 1)).verdict is Verdict.FAIL
+
+    def test_what_differs_only_where_no_row_is_like_that_is_a_note(self, tmp_path: Path) -> None:
+        kind = (TensorProto.FLOAT, ["n", 2])
+        a = graph(tmp_path / "a.onnx", [helper.make_node("Identity", ["x"], ["y"])], {"x": kind}, {"y": kind})
+        bounds = [
+            helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.array(value, dtype=np.float32)))
+            for name, value in (("low", -100), ("high", 100))
+        ]
+        clip = [*bounds, helper.make_node("Clip", ["x", "low", "high"], ["y"])]
+        found = compared(a, graph(tmp_path / "b.onnx", clip, {"x": kind}, {"y": kind}))
+        assert found.verdict is Verdict.PASS
+        assert "beyond_range:x1e3" in found.notes[0]
 
     def test_a_model_that_draws_random_numbers_cannot_be_compared(self, tmp_path: Path) -> None:
         kind = (TensorProto.FLOAT, ["n", 2])

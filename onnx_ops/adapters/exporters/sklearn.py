@@ -89,6 +89,8 @@ class SklearnExporter:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # edge inputs overflow on purpose
                 return _answers(estimator, rows)
+        except IndexError as error:  # CategoricalNB, for a category that it has not seen
+            raise ValueError(f"{type(estimator).__name__}: {error}") from error
         except ValueError as error:
             if precision == "float32" and "Buffer dtype mismatch" in str(error):
                 return None  # its compiled parts know float64 only

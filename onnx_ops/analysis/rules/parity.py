@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from onnx_ops.analysis.parity import with_pooled_noise
 from onnx_ops.analysis.rules.common import not_measured, one_line
 from onnx_ops.analysis.rules.invariance import judge_invariance
-from onnx_ops.analysis.rules.structure import judge_activations, judge_coverage, judge_nan, judge_trees
+from onnx_ops.analysis.rules.structure import judge_activations, judge_coverage, judge_nan, judge_rows, judge_trees
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 
@@ -15,44 +15,66 @@ from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """A float variant by its outputs; a quantized one by those of the export it stems from, and by its weights."""
     if not evidence.quantized:
-        yield _judge_outputs("outputs", gate, evidence.parity, evidence.divergence)
+        yield from _judge_outputs("outputs", gate, evidence.parity, evidence.divergence)
     else:
-        yield _judge_outputs("export", gate, evidence.export_parity, evidence.divergence)
+        yield from _judge_outputs("export", gate, evidence.export_parity, evidence.divergence)
         yield _judge_weights(gate, evidence)
         yield from judge_activations(gate, evidence)
     yield from judge_trees(evidence)
     yield from judge_coverage(evidence)
     yield from judge_nan(evidence)
+    yield from judge_rows(evidence)
     yield from judge_invariance(gate, evidence)
 
 
 def _judge_outputs(
     metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
+) -> Iterator[GateResult]:
+    """The verdict on what callers can send, and one advisory line where something else differs."""
+    pooled = with_pooled_noise(measurements)
+    binding = [m for m in pooled if gate.rule(m.group, inside=m.inside) == "fail"]
+    outside = [m for m in pooled if gate.rule(m.group, inside=m.inside) == "advise"]
+    yield _verdict(metric, gate, binding, divergence)
+    if departed := [m for m in outside if m.mismatch or m.ratio > gate.noise_factor]:
+        worst = max(departed, key=_badness)
+        groups = ", ".join(sorted({m.group for m in departed}))
+        yield GateResult(
+            gate="parity",
+            metric=f"{metric} outside the data's range",
+            limit=_limit(gate),
+            verdict=Verdict.FAIL,
+            reason=(
+                f"differs on inputs that callers do not send by the data: {groups}; {_told(worst)}; "
+                f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it"
+            ),
+            estimate=None if worst.mismatch else worst.ratio,
+            bound=gate.noise_factor,
+            unit="x",
+            n=sum(m.rows for m in outside if m.output == worst.output),
+            advisory=True,
+        )
+
+
+def _verdict(
+    metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
 ) -> GateResult:
-    limit = f"error ≤ {gate.noise_factor:.4g}x noise"
     if not any(m.rows > 0 or m.mismatch for m in measurements):
-        return not_measured("parity", metric, limit)
-
-    def badness(m: ParityMeasurement) -> tuple[bool, float, float, str, str]:
-        return bool(m.mismatch), m.ratio, m.error, m.output, m.group
-
-    worst = max(with_pooled_noise(measurements), key=badness)
+        return not_measured("parity", metric, _limit(gate))
+    worst = max(measurements, key=_badness)
     rows = sum(m.rows for m in measurements if m.output == worst.output)
-    where = f"output {worst.output!r}, inputs {worst.group!r}"
-    if worst.mismatch:
-        reason = f"{where}: {one_line(worst.mismatch)}"
-    elif worst.noise == 0 and worst.error > 0:
-        reason = f"{where}: error {worst.error:.3g} where the source leaves no room, {rows} rows"
-    else:
-        reason = f"{where}: {_figures(worst)}, limit {gate.noise_factor:.4g}x, {rows} rows"
-    reason += _jumps(measurements)
     good = not worst.mismatch and worst.ratio <= gate.noise_factor
-    if divergence is not None and not good:
-        reason += f"; first diverging node: {_place(divergence)}"
+    if worst.mismatch or (worst.noise == 0 and worst.error > 0):
+        reason = f"{_told(worst)}, {rows} rows"
+    else:
+        reason = f"{_told(worst)}, limit {gate.noise_factor:.4g}x, {rows} rows"
+    reason += _jumps(measurements)
+    if not good:
+        reason += f"; for example {worst.example}" if worst.example else ""
+        reason += f"; first diverging node: {_place(divergence)}" if divergence is not None else ""
     return GateResult(
         gate="parity",
         metric=metric,
-        limit=limit,
+        limit=_limit(gate),
         verdict=Verdict.PASS if good else Verdict.FAIL,
         reason=reason,
         estimate=None if worst.mismatch else worst.ratio,
@@ -60,6 +82,23 @@ def _judge_outputs(
         unit="x",
         n=rows,
     )
+
+
+def _limit(gate: ParityGate) -> str:
+    return f"error ≤ {gate.noise_factor:.4g}x noise"
+
+
+def _badness(m: ParityMeasurement) -> tuple[bool, float, float, str, str]:
+    return bool(m.mismatch), m.ratio, m.error, m.output, m.group
+
+
+def _told(m: ParityMeasurement) -> str:
+    where = f"output {m.output!r}, inputs {m.group!r}"
+    if m.mismatch:
+        return f"{where}: {one_line(m.mismatch)}"
+    if m.noise == 0 and m.error > 0:
+        return f"{where}: error {m.error:.3g} where the source leaves no room"
+    return f"{where}: {_figures(m)}"
 
 
 def _figures(worst: ParityMeasurement) -> str:

@@ -15,6 +15,9 @@ SATURATION_WARNING = 0.03
 
 _NAMED = 3
 
+_RARE = 0.01
+"""Share of rows of a difference that is told of where few rows were asked."""
+
 
 def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
     """Nothing for a model without trees, or whose source cannot tell them."""
@@ -132,5 +135,26 @@ def judge_nan(evidence: Evidence) -> Iterator[GateResult]:
         limit="",
         verdict=Verdict.PASS,
         reason="the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too",
+        advisory=True,
+    )
+
+
+def judge_rows(evidence: Evidence) -> Iterator[GateResult]:
+    """One advisory line where the source was too slow to be asked all rows, with what that leaves unseen."""
+    source = evidence.source
+    if source is None or not source.samples:
+        return
+    seen = 1 - (1 - _RARE) ** source.rows
+    yield GateResult(
+        gate="parity",
+        metric="rows",
+        limit="",
+        verdict=Verdict.PASS,
+        reason=(
+            f"the source is slow: it was asked {source.rows} of {source.samples} rows; a difference in "
+            f"{percent(_RARE)} of all rows is seen with a chance of {percent(round(seen, 2))} "
+            f"(`validate: {{source_time: …}}` allows more)"
+        ),
+        n=source.rows,
         advisory=True,
     )

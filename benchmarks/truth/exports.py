@@ -1,0 +1,203 @@
+"""Parity verdicts on correct exports of models that were not chosen for it: how many are refused, and at what cost."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.truth.claims import Claim, at_most, table
+from benchmarks.truth.evidence import evidence
+from benchmarks.truth.sklearn_models import fitted_models
+from benchmarks.truth.torch_nets import cases
+from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
+from onnx_ops.adapters.exporters.naming import output_names
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.exporters.torch import TorchExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.analysis.rules.parity import judge_parity
+from onnx_ops.domain.gate import ParityGate, Verdict
+from onnx_ops.domain.pipeline import SOURCE_TIME_S, Export
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure, OnnxOpsError
+from onnx_ops.ports import Exporter, ExportRequest, Tensors
+from onnx_ops.stages.asking import ask_source
+from onnx_ops.stages.parity import measure_parity
+
+TARGET = Target(name="truth")
+
+EXPORTS = 200
+QUICK_STEP = 12
+"""A quick run tries every twelfth."""
+
+_OFF = 1e-3
+_OFF_ROWS = 0.05
+"""An export is wrong if one in twenty real rows is off by a thousandth of the largest answer: trees jump where their
+input is rounded, in up to 4.7 % of rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One model, and how to export it; `write` raises whatever the converter does."""
+
+    name: str
+    exporter: Exporter
+    model: object
+    samples: Tensors
+    write: Callable[[Path], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`right` says whether the export is right on real rows, whatever the gate says of it."""
+
+    name: str
+    right: bool
+    verdict: Verdict
+    reason: str
+    advised: bool
+    seconds: float
+
+
+def prove(*, quick: bool) -> list[Claim]:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    found: list[Outcome] = []
+    unable = 0
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-truth-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, source in enumerate(islice(sources(), None, None, QUICK_STEP if quick else 1)):
+            path = Path(folder) / f"{number}.onnx"
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):  # the older exporter prints graphs
+                    source.write(path)
+                found.append(outcome(source, path))
+            except Exception:  # converters raise anything; what they cannot convert is not asked here
+                unable += 1
+    right = [one for one in found if one.right]
+    refused = [one for one in right if one.verdict is not Verdict.PASS]
+    slow = [one for one in found if one.seconds > SOURCE_TIME_S]
+    table(
+        f"correct exports ({len(right)}; {len(found) - len(right)} wrong ones, {unable} could not be converted)",
+        ("refused", "why"),
+        [(one.name, one.reason[:150]) for one in refused],
+    )
+    passed = [one.name for one in found if not one.right and one.verdict is Verdict.PASS]
+    table("wrong exports that pass", ("export",), [(name,) for name in passed])
+    seconds = sorted(one.seconds for one in found)
+    print(f"  source asked for: median {np.median(seconds):.2f} s, longest {seconds[-1]:.1f} s", flush=True)
+    print(f"  told as advice only: {sum(one.advised for one in right)}", flush=True)
+    enough = quick or len(right) >= EXPORTS
+    return [
+        Claim(gate="parity", what="correct exports", bound=f"≥ {EXPORTS}", figure=str(len(right)), held=enough),
+        at_most("parity", "correct exports refused", len(refused), len(right), 0.01, quick=quick),
+        at_most("parity", "wrong exports that pass", len(passed), len(found), 0, quick=False),
+        at_most("parity", f"sources asked for more than {SOURCE_TIME_S:g} s", len(slow), len(found), 0, quick=False),
+    ]
+
+
+def sources() -> Iterator[Source]:
+    for case in cases():
+        exporter = TorchExporter()
+        section = Export(framework="torch", dynamic=case.dynamic)
+        for name, write in (
+            ("dynamo", _plain(exporter, case.module, section, case.samples)),
+            ("legacy", _legacy(case)),
+        ):
+            yield Source(
+                name=f"{name} {case.name}",
+                exporter=exporter,
+                model=case.module,
+                samples=case.samples,
+                write=write,
+            )
+    exporters: Mapping[str, Exporter] = {
+        "sklearn": SklearnExporter(),
+        "xgboost": XgboostExporter(),
+        "lightgbm": LightgbmExporter(),
+    }
+    for one in fitted_models():
+        exporter_of = exporters[one.framework]
+        samples = {"x": one.rows}
+        yield Source(
+            name=one.name,
+            exporter=exporter_of,
+            model=one.model,
+            samples=samples,
+            write=_plain(exporter_of, one.model, Export(framework=one.framework), samples),
+        )
+
+
+def _plain(exporter: Exporter, model: object, section: Export, samples: Tensors) -> Callable[[Path], None]:
+    return lambda path: exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
+
+
+def _legacy(case: Any) -> Callable[[Path], None]:
+    """By the exporter of TorchScript, with the batch free only."""
+
+    def write(path: Path) -> None:
+        rows = {name: torch.from_numpy(array[:2]) for name, array in case.samples.items()}
+        with torch.no_grad():
+            names = output_names(case.module(*rows.values()))
+        torch.onnx.export(
+            case.module,
+            tuple(rows.values()),
+            str(path),
+            dynamo=False,
+            opset_version=17,
+            input_names=list(rows),
+            output_names=names,
+            dynamic_axes={name: {0: "batch"} for name in (*rows, *names)},
+        )
+
+    return write
+
+
+def outcome(source: Source, path: Path) -> Outcome:
+    begun = time.perf_counter()
+    asked = ask_source(source.exporter, source.model, path, source.samples)
+    seconds = time.perf_counter() - begun
+    try:
+        measured = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
+        results = tuple(judge_parity(ParityGate(), evidence(parity=measured)))
+        worst = max((r for r in results if not r.advisory), key=lambda r: r.verdict.rank)
+        verdict, reason = worst.verdict, worst.reason
+        advised = any(r.advisory and r.verdict is not Verdict.PASS for r in results)
+    except MeasurementFailure as error:
+        verdict, reason, advised = Verdict.FAIL, str(error), False
+    right = _right(source, path)
+    return Outcome(name=source.name, right=right, verdict=verdict, reason=reason, advised=advised, seconds=seconds)
+
+
+def _right(source: Source, path: Path) -> bool:
+    """Whether all but one in twenty real rows have the source's answer."""
+    expected = source.exporter.reference(source.model, source.samples, "float64")
+    expected = expected or source.exporter.reference(source.model, source.samples, "float32") or {}
+    try:
+        (answers,) = OnnxRuntime().run(path, TARGET, (source.samples,))
+    except OnnxOpsError:
+        return False
+    shares = [_off(answers.get(name), array) for name, array in expected.items()]
+    return max(shares, default=1.0) <= _OFF_ROWS
+
+
+def _off(answer: Any, expected: Any) -> float:
+    """Share of rows."""
+    if answer is None or answer.shape != expected.shape:
+        return 1.0
+    if expected.dtype.kind != "f":
+        wrong = answer.astype(np.str_) != expected.astype(np.str_)
+    else:
+        wrong = ~np.isclose(answer, expected, rtol=0, atol=_OFF * float(np.nanmax(np.abs(expected))), equal_nan=True)
+    return float(wrong.reshape(len(wrong), -1).any(axis=1).mean())
