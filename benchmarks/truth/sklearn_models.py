@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,32 +40,35 @@ class Fitted:
     rows: Rows
 
 
-def fitted_models(names: tuple[str, ...] = ()) -> Iterator[Fitted]:
-    """Every estimator that can be fitted, pipelines, and boosted trees with missing values and categories."""
+def fitted_models(step: int = 1) -> Iterator[Fitted]:
+    """Every `step`-th of: each estimator that can be fitted, pipelines, boosted trees with missing values and
+    categories."""
+    makers: list[Callable[[], Fitted | None]] = []
     for kind, load in (("classifier", datasets.load_iris), ("regressor", datasets.load_diabetes)):
-        data = load()
-        for name, make in estimators(kind):
-            if names and name not in names:
-                continue
-            made = None
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with contextlib.suppress(Exception):  # an estimator for other data raises whatever it meets
-                    made = fitted(make, kind, data.data.astype(np.float32), data.target)
-            if made is not None:
-                yield Fitted(name=name, framework="sklearn", model=made[0], rows=_shuffled(made[1]))
-    for name, make_pipe, load in PIPELINES:
-        if names and name not in names:
-            continue
-        rows, labels = load()
+        makers += [functools.partial(_estimator, kind, name, make, load) for name, make in estimators(kind)]
+    for name, make_pipe, load_set in PIPELINES:
+        makers.append(functools.partial(_fit, name, "sklearn", make_pipe, load_set))
+    for name, make_model, load_set, framework in BOOSTED:
+        makers.append(functools.partial(_fit, name, framework, make_model, load_set))
+    for maker in makers[::step]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield Fitted(name=name, framework="sklearn", model=make_pipe().fit(rows, labels), rows=_shuffled(rows))
-    for name, make_model, load, framework in BOOSTED:
-        if names and name not in names:
-            continue
-        rows, labels = load()
-        yield Fitted(name=name, framework=framework, model=make_model().fit(rows, labels), rows=_shuffled(rows))
+            one = maker()
+        if one is not None:
+            yield one
+
+
+def _estimator(kind: str, name: str, make: Any, load: Callable[[], Any]) -> Fitted | None:
+    data = load()
+    with contextlib.suppress(Exception):  # an estimator for other data raises whatever it meets
+        model, rows = fitted(make, kind, data.data.astype(np.float32), data.target)
+        return Fitted(name=name, framework="sklearn", model=model, rows=_shuffled(rows))
+    return None
+
+
+def _fit(name: str, framework: str, make: Callable[[], Any], load: Callable[[], tuple[Rows, Rows]]) -> Fitted:
+    rows, labels = load()
+    return Fitted(name=name, framework=framework, model=make().fit(rows, labels), rows=_shuffled(rows))
 
 
 def _shuffled(rows: Rows) -> Rows:

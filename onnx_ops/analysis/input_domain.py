@@ -62,14 +62,17 @@ def learn_domains(
         bounds: least and largest index that the graph takes of whole-number inputs that are indices.
 
     Raises:
-        ValueError: there is no row.
+        ValueError: there is no row, or texts are declared for an input of numbers.
     """
     if not min((len(array) for array in samples.values()), default=0):
         raise ValueError("the domain is learnt from real samples, and there are none")
-    return {
-        name: _learn(array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name))
-        for name, array in samples.items()
-    }
+    found = {}
+    for name, array in samples.items():
+        try:
+            found[name] = _learn(array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name))
+        except ValueError as error:
+            raise ValueError(f"input {name!r}: {error}") from error
+    return found
 
 
 def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None) -> InputDomain:
@@ -86,6 +89,8 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
             recombined=array.ndim == 2 and kind != "b",
             missing=False,
         )
+    if categories is not None and categories.dtype.kind not in "fiu":
+        raise ValueError(f"its values are numbers, and {declared.values} are declared")
     values = array.astype(np.float64)
     finite = np.isfinite(values)
     by_place = array.ndim <= 2 and values[0].size <= _MOST_PLACES

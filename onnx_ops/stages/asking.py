@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ _OTHERWISE = 0.01
 
 _FEW, _SOME = 2, 32
 """Rows of two short questions that tell how slow a source is."""
+
+_TIMES = 3
 
 _ROWS_OF_SLOW = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Rows of each group that a slow source may be asked."""
@@ -159,26 +162,32 @@ def ask_source(
 def _affordable(source: _Source, probes: Mapping[str, ProbeGroup], seconds: float) -> int | None:
     """How many rows of each group the source can be asked in the time; None if all.
 
-    Two short questions tell what a call and what a row costs.
+    Two short questions tell what a call and what a row costs; where that seems too much they are asked again, since
+    another process may have been in the way.
     """
     real = probes[REAL].inputs
     sizes = [len(next(iter(probe.inputs.values()))) for probe in probes.values()]
-    few, some = min(_FEW, sizes[0]), min(_SOME, sizes[0])
+    few, some = (rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
+    copies = COPIES / 2 if source.jumps else 0  # these are asked in float64 only
+    affordable: list[int] = []
     try:
-        source.answers(rows(real, 0, few))  # the first call pays for what is made once
-        per_call, longer = (_seconds_of(source, rows(real, 0, size)) for size in (few, some))
+        source.answers(few)  # the first call pays for what is made once
+        per_call = longer = math.inf
+        for _ in range(_TIMES):
+            per_call = min(per_call, _seconds_of(source, few))
+            longer = min(longer, _seconds_of(source, some))
+            per_row = max(0.0, longer - per_call) / max(1, _SOME - _FEW)
+            affordable = [
+                most
+                for most in (*_ROWS_OF_SLOW, max(sizes))
+                if len(sizes) * per_call * (2 if copies else 1)
+                + per_row * sum(min(size, most) for size in sizes) * (1 + copies)
+                <= seconds
+            ]
+            if affordable and affordable[-1] == max(sizes):
+                return None
     except ValueError as error:
         raise _refuses_samples(error) from error
-    per_row = max(0.0, longer - per_call) / max(1, some - few)
-    copies = COPIES / 2 if source.jumps else 0  # only in float64
-
-    def cost(most: int) -> float:
-        kept = [min(size, most) for size in sizes]
-        return len(kept) * per_call * (2 if copies else 1) + per_row * sum(kept) * (1 + copies)
-
-    if cost(max(sizes)) <= seconds:
-        return None
-    affordable = [most for most in _ROWS_OF_SLOW if cost(most) <= seconds]
     return max(affordable, default=min(_ROWS_OF_SLOW))
 
 
@@ -213,7 +222,10 @@ def _difference(name: str, first: Array, again: Array, tolerance: float) -> str:
 def probes(path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None) -> dict[str, ProbeGroup]:
     """Groups of inputs that the export takes, the real samples first: at a fixed batch, whole ones only."""
     fixed = _fixed_batch(path)
-    domains = learn_domains(samples, declared, index_bounds(path))
+    try:
+        domains = learn_domains(samples, declared, index_bounds(path))
+    except ValueError as error:
+        raise UserError(str(error), where="inputs", remedy="Declare values of the input's own type.") from error
     found = probe_groups(samples, domains, empty=not fixed and not aborts_without_rows(path))
     if (splits := split_probes(path, samples)) is not None:
         found[SPLITS] = ProbeGroup(inputs=splits)

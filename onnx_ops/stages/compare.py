@@ -263,12 +263,12 @@ def _coarse(expected: Tensors | MeasurementFailure, found: Tensors | Measurement
 
 
 def _outside(differences: Sequence[Difference]) -> list[str]:
-    """One line on what differs where callers do not send anything, as far as is known."""
+    """One line on what differs where the rows are not like."""
     departed = [d for d in differences if d.verdict is not Verdict.PASS]
     if not departed:
         return []
     groups = ", ".join(sorted({d.group for d in departed}))
-    return [f"not counted, since no row is like that: B differs on {groups} ({departed[0].reason})"]
+    return [f"not judged, since no row is like that: B differs on {groups} ({departed[0].reason})"]
 
 
 def _refused(group: str, error: MeasurementFailure) -> ParityMeasurement:

@@ -38,7 +38,7 @@ from onnx_ops.domain.gate import (
     Verdict,
 )
 from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.structure import ActivationMeasurement
+from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits
 from tests.support.golden import Golden
 
 D = Digest("sha256:" + "0" * 64)
@@ -199,6 +199,34 @@ class TestParity:
         result = only(judge([ParityGate()], evidence), "parity", "outputs")
         assert result.verdict is Verdict.FAIL
         assert "shape (1,)" in result.reason
+
+    def test_a_difference_where_callers_send_nothing_is_told_once_and_blocks_nothing(self) -> None:
+        outside = [replace(parity(99.0, group=group), inside=False) for group in ("missing", "beyond_range:x1e3")]
+        evidence = replace(FP32, parity=(parity(), *outside))
+        decision = judge([ParityGate()], evidence)
+        assert decision.verdict is Verdict.PASS
+        (advice,) = [r for r in decision.results if r.advisory]
+        assert (advice.verdict, advice.estimate) == (Verdict.FAIL, 99.0)
+        assert "beyond_range:x1e3, missing" in advice.reason
+        assert judge([ParityGate(groups={"missing": "fail"})], evidence).verdict is Verdict.FAIL
+        ignored = ParityGate(groups={"missing": "ignore", "beyond_range": "ignore"})
+        assert [r.advisory for r in judge([ignored], evidence).results] == [False]
+
+    def test_a_group_that_callers_send_can_be_made_advice(self) -> None:
+        evidence = replace(FP32, parity=(parity(), parity(99.0, group="lengths:length=7")))
+        assert judge([ParityGate()], evidence).verdict is Verdict.FAIL
+        assert judge([ParityGate(groups={"lengths": "advise"})], evidence).verdict is Verdict.PASS
+
+    def test_advice_alone_is_no_measurement(self) -> None:
+        outside = replace(parity(), inside=False)
+        assert judge([ParityGate()], replace(FP32, parity=(outside,))).verdict is Verdict.INCONCLUSIVE
+
+    def test_a_slow_source_is_told_with_what_it_leaves_unseen(self) -> None:
+        evidence = replace(FP32, parity=(parity(),), source=SourceLimits(rows=64, samples=512))
+        (told,) = [r for r in judge([ParityGate()], evidence).results if r.metric == "rows"]
+        assert told.advisory
+        assert "64 of 512 rows" in told.reason
+        assert "47%" in told.reason
 
     def test_one_wrong_label_fails(self) -> None:
         wrong = parity(error=1 / 128, noise=0.0, ratio=1e30)
