@@ -126,9 +126,18 @@ def gaussian_process() -> Any:
     return GaussianProcessRegressor(alpha=0.1, optimizer=None)
 
 
+def neighbours_after_scaler() -> Any:
+    from sklearn.neighbors import KNeighborsRegressor
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), KNeighborsRegressor())
+
+
 @pytest.mark.parametrize(
     ("make", "data"),
     [
+        (neighbours_after_scaler, "diabetes"),
         (one_against_one, "iris"),
         (discriminant_after_scaler, "iris"),
         (gaussian_process, "diabetes"),
@@ -137,7 +146,7 @@ def gaussian_process() -> Any:
 def test_answers_have_the_names_and_shapes_of_scikit_learn_s(
     tmp_path: Path, make: Callable[[], Any], data: str
 ) -> None:
-    """skl2onnx gives labels as a row or a column, and calls a variable GPmean."""
+    """skl2onnx gives labels as a row or a column, and calls a variable GPmean, or calls a value inside so."""
     from sklearn.datasets import load_diabetes, load_iris
 
     found = {"iris": load_iris, "diabetes": load_diabetes}[data]()

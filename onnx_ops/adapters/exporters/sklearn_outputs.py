@@ -43,12 +43,14 @@ def _last(model: object) -> object:
 
 
 def _rename(converted: Any, old: str, new: str) -> None:
+    """Give the output its new name, which skl2onnx may have given to a value inside."""
     if old == new:
         return
+    names = {old: new, new: f"{new}_inside"}
     converted.graph.output[0].name = new
     for node in converted.graph.node:
-        node.input[:] = [new if name == old else name for name in node.input]
-        node.output[:] = [new if name == old else name for name in node.output]
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
 
 
 def _flatten(converted: Any, label: str) -> None:
