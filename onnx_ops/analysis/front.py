@@ -34,11 +34,15 @@ def _beats(m: int, other: tuple[float, ...], n: int, point: tuple[float, ...]) -
     return all(a <= b for a, b in zip(other, point, strict=True)) and (other != point or m < n)
 
 
-def assign(known: Known, name: str, roles: Sequence[Role]) -> tuple[Slot, ...]:
-    """Which trial of the front each role gets; a role that another one's variant fills too stays empty."""
+def assign(known: Known, name: str, roles: Sequence[Role], *, unfinished: str = "") -> tuple[Slot, ...]:
+    """Which trial of the front each role gets; a role that another one's variant fills too stays empty.
+
+    `unfinished` says why the search ended before everything was tried.
+    """
     trials, places = known.trials, front(known)
     if not places:
-        return tuple(Slot(role=role, reason=_nothing(known)) for role in roles)
+        reason = f"{_nothing(known)}; not everything was tried: {unfinished}" if unfinished else _nothing(known)
+        return tuple(Slot(role=role, reason=reason) for role in roles)
     fast = min(places, key=lambda n: (speed(trials[n]), n))
     taken: dict[Role, int] = {}
     slots = []

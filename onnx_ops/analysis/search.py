@@ -6,6 +6,7 @@ goes on from its journal as if it never had been.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
+    """`timed_out`: there was more to try."""
+
     reason: str
+    timed_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,28 +63,45 @@ class Known:
 
 
 def next_action(known: Known) -> Build | Probe | Stop:
-    """What to do next: each recipe as a whole, the repair of those that are fast but not right, late ones."""
-    budget = known.budget
-    action = _wanted(known)
-    before = known.trials[-1:] if isinstance(action, Build) else known.sensitivities[-1:]
-    if not isinstance(action, Stop) and known.seconds + sum(one.seconds for one in before) > 60 * budget.max_minutes:
-        return Stop(reason=f"max_minutes: a further step would take it beyond {budget.max_minutes:g} minutes")
-    if isinstance(action, Build) and len(known.trials) >= budget.max_builds:
-        return Stop(reason=f"max_builds: {budget.max_builds} models were built")
-    return action
+    """What to do next: each recipe as a whole, the repair of those that are fast but not right, late ones.
 
-
-def _wanted(known: Known) -> Build | Probe | Stop:
-    new = [recipe for recipe in known.recipes if known.find(recipe.name, ()) is None]
-    if soon := [recipe for recipe in new if not recipe.late]:
-        return Build(recipe=soon[0].name, excluded=(), why="the recipe as it is")
-    for recipe in _repairable(known):
-        action = next(_repair(known, recipe), None)
-        if action is not None:
+    A step that by what is known would take the search beyond its time is passed over for the next that would not.
+    """
+    late: list[tuple[Build | Probe, float]] = []
+    left = 60 * known.budget.max_minutes - known.seconds
+    for action in _wanted(known):
+        cost = _expected_seconds(known, action)
+        if left <= 0 or cost > left:
+            late.append((action, cost))
+        elif isinstance(action, Build) and len(known.trials) >= known.budget.max_builds:
+            return Stop(reason=f"max_builds: {known.budget.max_builds} models were built")
+        else:
             return action
-    if new:
-        return Build(recipe=new[0].name, excluded=(), why="the recipe as it is")
+    if late:
+        action, cost = late[0]
+        what = action.recipe if isinstance(action, Build) else f"{action.recipe}, node {action.node}"
+        why = f"{max(0.0, left):.2g} s are left, and the next step ({what}) would take about {cost:.2g} s"
+        return Stop(reason=f"max_minutes: of {known.budget.max_minutes:g} minutes {why}", timed_out=True)
     return Stop(reason="every recipe was tried, and what could be repaired was")
+
+
+def _wanted(known: Known) -> Iterator[Build | Probe]:
+    """The next step of every recipe that still wants one, the most promising first."""
+    new = [recipe for recipe in known.recipes if known.find(recipe.name, ()) is None]
+    for late in (False, True):
+        for recipe in new:
+            if recipe.late == late:
+                yield Build(recipe=recipe.name, excluded=(), why="the recipe as it is")
+        if not late:
+            for recipe in _repairable(known):
+                yield from itertools.islice(_repair(known, recipe), 1)
+
+
+def _expected_seconds(known: Known, action: Build | Probe) -> float:
+    """What the same kind of step took last, for this recipe; 0 for one that was not tried yet."""
+    if isinstance(action, Build):
+        return next((t.seconds for t in reversed(known.trials) if t.recipe == action.recipe), 0.0)
+    return next((s.seconds for s in reversed(known.sensitivities) if s.recipe == action.recipe), 0.0)
 
 
 def fits(trial: Trial, budget: Budget) -> bool:

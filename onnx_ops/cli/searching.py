@@ -45,9 +45,8 @@ def quantize_by_search(
     tell: Callable[[str], None],
 ) -> Derived:
     """Find the variant, write it, and beside it everything that was tried."""
-    from onnx_ops import codec
     from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.domain.search import AUTO, ROLES, SEARCH_FILE
+    from onnx_ops.domain.search import AUTO, ROLES
     from onnx_ops.stages.derive_searched import Order, derive_searched
 
     if section.exclude or section.options:
@@ -68,9 +67,7 @@ def quantize_by_search(
         calibration=calibration,
         data={str(use): digest_file(path) for use, path in (("tune", tuning.tune), ("data", tuning.data)) if path},
     )
-    found, record = derive_searched(ports, order, tell=tell)
-    out.with_name(f"{out.name}.{SEARCH_FILE}").write_bytes(codec.dumps(record))
-    return found
+    return derive_searched(ports, order, tell=tell)
 
 
 def _metric(name: str) -> MetricDefinition:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, doc
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.quantities import Bytes, Count, Fraction, Json, Seconds
+from onnx_ops.domain.quantities import LATER, Bytes, Count, Fraction, Json, Seconds
 
 AUTO = "auto"
 """The method that is no recipe but a search for one."""
@@ -125,7 +125,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """Everything that a search saw. `front` are numbers of trials; `stopped` says why it ended."""
+    """Everything that a search saw. `front` are numbers of trials; `stopped` says why it ended, and `timed_out` that
+    there was more to try."""
 
     schema: int = 1
     name: str
@@ -142,3 +143,4 @@ class SearchRecord:
     slots: tuple[Slot, ...] = ()
     stopped: str = ""
     seconds: float = 0.0
+    timed_out: bool = field(default=False, metadata=LATER)

@@ -16,31 +16,47 @@ if TYPE_CHECKING:
 
 Range = tuple[float, float]
 
-OPERATORS: Mapping[str, tuple[str, ...]] = {"static": ("Conv", "Gemm", "MatMul"), "dynamic": ("Gemm", "MatMul")}
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "static": ("Conv", "Gemm", "MatMul"),
+    "dynamic": ("Gather", "Gemm", "MatMul"),
+}
 """Operators that may be kept in float, by the method that else quantizes them."""
 
 _DYNAMIC_OPSET = 11
 """DynamicQuantizeLinear is there from this opset on."""
 
 _LEVELS = 255
+_FLOAT = 1
+_TABLE = 1024
+"""Fewest numbers of a table of embeddings that is worth quantizing."""
 
 
 def products(path: Path, method: str) -> tuple[str, ...]:
-    """Names of the matrix products and convolutions that the method quantizes, in the order of the graph.
+    """Names of the operators that a search quantizes by the method, in the order of the graph.
 
     Nodes without a name cannot be excluded, and so are not among them; nor, for dynamic quantization, are products of
-    two activations.
+    two activations, and choices from anything but a table of floats.
     """
     model = read_structure(path)
-    stored = set(constants(model))
+    stored = constants(model)
     return tuple(
         node.name
         for node in model.graph.node
         if node.name
         and node.op_type in OPERATORS.get(method, ())
-        and not set(node.input[:2]) <= stored
-        and (method == "static" or node.input[1] in stored)
+        and not set(node.input[:2]) <= set(stored)
+        and (method == "static" or _weight(node) in stored)
+        and (node.op_type != "Gather" or _is_table(stored[node.input[0]]))
     )
+
+
+def _weight(node: onnx.NodeProto) -> str:
+    return str(node.input[0 if node.op_type == "Gather" else 1])
+
+
+def _is_table(tensor: onnx.TensorProto) -> bool:
+    """Whether it may be a table of embeddings: what is smaller saves nothing."""
+    return tensor.data_type == _FLOAT and len(tensor.dims) == 2 and tensor.dims[0] * tensor.dims[1] >= _TABLE
 
 
 def activations(path: Path) -> dict[str, tuple[str, ...]]:
@@ -57,11 +73,11 @@ def activations(path: Path) -> dict[str, tuple[str, ...]]:
 def quantize_alone(
     path: Path, node_name: str, copy: Path, *, ranges: Mapping[str, Range] | None, weight_levels: int
 ) -> None:
-    """Write a copy in which one matrix product or convolution computes with rounded numbers, in float.
+    """Write a copy in which one operator computes with rounded numbers, in float.
 
     Args:
         path: a float model with a node of that name.
-        node_name: of a Conv, Gemm or MatMul.
+        node_name: of a Conv, Gather, Gemm or MatMul.
         copy: the new file.
         ranges: (low, high) of each activation; None finds them anew in each run, as dynamic quantization does.
         weight_levels: largest level of a weight: 127 for 8 bits, 63 for 7.
@@ -78,7 +94,7 @@ def quantize_alone(
     nodes = list(model.graph.node)
     node, stored = nodes[place], constants(model)
     before: list[onnx.NodeProto] = []
-    for slot, name in enumerate(node.input[:2]):
+    for slot, name in enumerate(node.input[: 1 if node.op_type == "Gather" else 2]):
         if name in stored:
             rounded = _rounded(node, numpy_helper.to_array(stored[name]), weight_levels)
             node.input[slot] = f"{name}_alone"
@@ -92,10 +108,10 @@ def quantize_alone(
 
 
 def _rounded(node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int) -> npt.NDArray[np.generic]:
-    """To the nearest of so many levels on either side of zero, with one scale per output channel."""
+    """To the nearest of so many levels on either side of zero, with one scale per output channel, or per table."""
     turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
     axis = 0 if node.op_type == "Conv" or turned else weight.ndim - 1
-    others = tuple(i for i in range(weight.ndim) if i != axis)
+    others = tuple(i for i in range(weight.ndim) if i != axis or node.op_type == "Gather")
     values = weight.astype(np.float64)
     largest = np.abs(values).max(axis=others, keepdims=True)
     step = np.where(largest > 0, largest, 1.0) / levels

@@ -92,10 +92,12 @@ def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
 
 def _stored(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[_Stored]:
     consumers = {name: node.op_type for node in model.graph.node for name in node.input}
+    tables = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Gather"}
     for node in model.graph.node:
-        if node.op_type == "DequantizeLinear" and node.input[0] in tensors:
+        weight = tables.get(node.input[0], node.input[0]) if node.input else ""  # rows are read after they are chosen
+        if node.op_type == "DequantizeLinear" and weight in tensors:
             yield _Stored(
-                weight=node.input[0],
+                weight=weight,
                 scale=node.input[1],
                 zero_point=node.input[2] if len(node.input) > 2 else "",
                 axis=next((a.i for a in node.attribute if a.name == "axis"), 1),

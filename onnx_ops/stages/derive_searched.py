@@ -11,7 +11,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, digest_file, digest_json
 from onnx_ops.domain.metric import MetricDefinition
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.search import Budget, SearchRecord
+from onnx_ops.domain.search import SEARCH_FILE, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Dataset, Ports, Tensors
@@ -35,8 +35,10 @@ class Order:
     data: Mapping[str, Digest] = field(default_factory=dict)
 
 
-def derive_searched(ports: Ports, order: Order, *, tell: Tell) -> tuple[Derived, SearchRecord]:
+def derive_searched(ports: Ports, order: Order, *, tell: Tell) -> Derived:
     """Search, and write the variant of the wanted role to its path; the same order goes on where it was stopped.
+
+    Everything that was tried is written beside it, `PATH.search.json`, whatever comes of it.
 
     Raises:
         UserError: a file is not valid or exists already, or nothing keeps the budget.
@@ -66,15 +68,22 @@ def derive_searched(ports: Ports, order: Order, *, tell: Tell) -> tuple[Derived,
             seed=int(key[-8:], 16),
         )
         found = search(ground, ports.journal(key), tell)
+        tried = order.path.with_name(f"{order.path.name}.{SEARCH_FILE}")
+        tried.write_bytes(codec.dumps(found.record))
         if not found.models:
             raise UserError(
                 "nothing keeps the budget",
                 where=order.path.name,
                 why="; ".join(slot.reason for slot in found.record.slots),
-                remedy="Allow more with `--budget metric_drop=…`, or keep the float model.",
+                remedy=(
+                    f"Allow more time with `--budget max_minutes=…`; {tried.name} holds what was tried."
+                    if found.record.timed_out
+                    else "Allow more with `--budget metric_drop=…`, or keep the float model; "
+                    f"{tried.name} holds what was tried."
+                ),
             )
         ((made, trial),) = found.models.values()
-        derived = delivered(
+        return delivered(
             ports,
             made,
             source,
@@ -83,7 +92,6 @@ def derive_searched(ports: Ports, order: Order, *, tell: Tell) -> tuple[Derived,
             recipe=tuple(recipe_notes(found.record, trial)),
             excluded=trial.excluded,
         )
-    return derived, found.record
 
 
 def _key(ports: Ports, order: Order) -> Digest:

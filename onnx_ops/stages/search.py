@@ -93,7 +93,7 @@ def search(ground: Ground, journal: Journal, tell: Tell) -> Found:
         journal.append(codec.to_json(entry))
         known = _with(known, entry)
         tell(f"{_told(entry)}; {known.seconds:.0f} s of {60 * ground.budget.max_minutes:.0f} s")
-    record = _record(ground, known, action.reason)
+    record = _record(ground, known, action)
     models: dict[Role, tuple[Path, Trial]] = {}
     for slot in record.slots:
         if slot.trial is not None:
@@ -137,7 +137,8 @@ def _recipes(ground: Ground) -> tuple[Recipe, ...]:
     return tuple(recipe for recipe in found if recipe.nodes or recipe.method not in OPERATORS)
 
 
-def _record(ground: Ground, known: Known, stopped: str) -> SearchRecord:
+def _record(ground: Ground, known: Known, stop: Stop) -> SearchRecord:
+    roles = tuple(dict.fromkeys(ground.section.keep))
     return SearchRecord(
         name=ground.section.name,
         metric=ground.metric.label,
@@ -150,8 +151,9 @@ def _record(ground: Ground, known: Known, stopped: str) -> SearchRecord:
         sensitivities=known.sensitivities,
         bought=purchases(known),
         front=front(known),
-        slots=assign(known, ground.section.name, tuple(dict.fromkeys(ground.section.keep))),
-        stopped=stopped,
+        slots=assign(known, ground.section.name, roles, unfinished=stop.reason if stop.timed_out else ""),
+        stopped=stop.reason,
+        timed_out=stop.timed_out,
         seconds=known.seconds,
     )
 

@@ -29,6 +29,7 @@ from tests.support.golden import Golden
 
 SIZE = 1000
 LATE = "weights"
+RATIO = Interval(estimate=0.5, low=0.4, high=0.6)
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,37 @@ def test_a_library_that_fails_is_told_and_left_alone(golden: Golden) -> None:
     golden("reasons", slot.reason)
 
 
+def test_a_step_that_would_take_too_long_is_passed_over_for_one_that_would_not() -> None:
+    recipes = tuple(Recipe(name=name, method=name, nodes=("a", "b")) for name in ("dear", "cheap"))
+    tried = Trial(recipe="dear", drop=0.5, ratios={"t": RATIO}, seconds=50.0)
+    known = Known(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
+    action = next_action(known)
+    assert isinstance(action, Build)
+    assert action.recipe == "cheap"
+    slow = Sensitivity(recipe="dear", node="a", error=0.1, seconds=9.0)
+    cheap = replace(tried, recipe="cheap", drop=0.4, seconds=0.5)
+    known = replace(known, trials=(tried, cheap), sensitivities=(slow,))
+    assert next_action(known) == Probe(recipe="cheap", node="a")
+
+
+def test_a_search_that_ran_out_of_time_says_so_and_blames_nothing_else() -> None:
+    recipes = tuple(Recipe(name=name, method=name) for name in ("first", "second"))
+    tried = Trial(recipe="first", drop=0.5, ratios={"t": RATIO}, seconds=70.0)
+    known = Known(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
+    stop = next_action(known)
+    assert isinstance(stop, Stop)
+    assert stop.timed_out
+    assert "second" in stop.reason
+    (slot,) = assign(known, "best", ("fast",), unfinished=stop.reason)
+    assert "not everything was tried" in slot.reason
+    assert not Stop(reason="every recipe was tried").timed_out
+
+
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
         (Budget(max_builds=3), "max_builds: 3 models were built"),
-        (Budget(max_minutes=0.05), "max_minutes: a further step"),
+        (Budget(max_minutes=0.05), "max_minutes: of 0.05 minutes"),
     ],
 )
 def test_it_stops_by_cost(budget: Budget, said: str) -> None:

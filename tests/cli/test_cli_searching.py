@@ -51,10 +51,11 @@ def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: py
     assert record.rows == 200
 
 
-def test_nothing_within_the_budget_is_told_and_nothing_is_written(folder: Path) -> None:
+def test_nothing_within_the_budget_is_told_with_what_was_tried(folder: Path) -> None:
     said = run("--method", "auto", "--tune", "tune.npz", "--budget", "size=1B", code=2)
     assert "nothing keeps the budget" in said
-    assert not list(folder.glob("best*"))
+    assert [path.name for path in folder.glob("best*")] == ["best.onnx.search.json"]
+    assert "best.onnx.search.json holds what was tried" in said
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from onnx_ops.graph.files import constants
 from onnx_ops.graph.simulate import activations, products, quantize_alone
 from onnx_ops.plugins import load
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from tests.stages.search_parts import write_words
 
 TARGET = Target(name="cpu-1t")
 
@@ -36,6 +37,18 @@ def test_the_products_of_each_method(perceptron: Path, tmp_path: Path) -> None:
     assert "Conv" in {node.op_type for node in onnx.load(tmp_path / "cnn.onnx").graph.node}
     assert len(products(tmp_path / "cnn.onnx", "static")) > len(products(tmp_path / "cnn.onnx", "dynamic"))
     assert products(perceptron, "weight-only") == ()
+
+
+def test_a_table_is_rounded_with_one_scale_and_its_indices_are_not(tmp_path: Path) -> None:
+    write_words(tmp_path / "words.onnx")
+    assert products(tmp_path / "words.onnx", "dynamic") == ("table", "head")
+    copy = tmp_path / "alone.onnx"
+    quantize_alone(tmp_path / "words.onnx", "table", copy, ranges=None, weight_levels=127)
+    before, after = (constants(onnx.load(path)) for path in (tmp_path / "words.onnx", copy))
+    table, rounded = numpy_helper.to_array(before["table.w"]), numpy_helper.to_array(after["table.w_alone"])
+    step = np.abs(table).max() / 127
+    assert 0.3 * step < np.abs(table - rounded).max() <= 0.51 * step
+    assert len(onnx.load(copy).graph.node) == 3
 
 
 @pytest.mark.parametrize("node", ["first", "second", "third"])

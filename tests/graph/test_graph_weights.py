@@ -14,6 +14,7 @@ from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.files import read_model, write_model
 from onnx_ops.graph.weights import kept_weights, quantized_weights
 from onnx_ops.testing.models import HIDDEN, write_perceptron
+from tests.stages.search_parts import write_words
 
 
 def quantize(weight: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
@@ -159,3 +160,24 @@ def test_constants_left_in_float_are_held_against_their_originals(source: Path) 
     found = other_steps(source, derived)
     assert found.pop("third.bias") > 1000
     assert set(found.values()) == {0.0}
+
+
+def test_a_table_of_embeddings_is_read_behind_the_choice_of_its_rows(tmp_path: Path) -> None:
+    source, derived = tmp_path / "words.onnx", tmp_path / "int8.onnx"
+    write_words(source)
+    model = read_model(source)
+    table = numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == "table.w"))
+    step = np.float32(np.abs(table).max() / 127)
+    levels = np.round(table / step).astype(np.int8)
+    stored = [t for t in model.graph.initializer if t.name != "table.w"]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(stored)
+    model.graph.initializer.append(numpy_helper.from_array(levels, "table.w_quantized"))
+    model.graph.initializer.append(numpy_helper.from_array(step, "table.w_scale"))
+    model.graph.node[0].input[0], model.graph.node[0].output[0] = "table.w_quantized", "rows_quantized"
+    read = helper.make_node("DequantizeLinear", ["rows_quantized", "table.w_scale"], ["rows"])
+    model.graph.node.insert(1, read)
+    write_model(model, derived)
+    (weight,) = quantized_weights(source, derived)
+    assert weight.name == "table.w"
+    assert weight_error(weight.original, weight.dequantized, weight.scale) <= 0.51

@@ -67,6 +67,34 @@ def write_fragile(path: Path, *, tuning: int = 200) -> dict[str, Path]:
     return files
 
 
+def write_words(path: Path) -> None:
+    """A classifier of words, most of whose weights are a table, and rows to tune by."""
+    rng = np.random.default_rng(3)
+    table = rng.normal(size=(500, WIDTH)).astype(np.float32)
+    head = rng.normal(size=(WIDTH, CLASSES)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("Gather", ["table.w", "x"], ["rows"], name="table"),
+            helper.make_node("ReduceMean", ["rows", "axes"], ["mean"], name="mean", keepdims=0),
+            helper.make_node("MatMul", ["mean", "head.w"], ["scores"], name="head"),
+        ],
+        "words",
+        [helper.make_tensor_value_info("x", TensorProto.INT64, ["batch", 5])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])],
+        [
+            numpy_helper.from_array(table, "table.w"),
+            numpy_helper.from_array(head, "head.w"),
+            numpy_helper.from_array(np.array([1]), "axes"),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, path)
+    for name in ("train", "tune"):
+        x = rng.integers(0, len(table), (200, 5))
+        labels = (table[x].mean(axis=1) @ head).argmax(axis=1)
+        np.savez(path.with_name(f"{name}.npz"), x=x, label=labels)
+
+
 class Steady:
     """ONNX Runtime with a clock of its own: a product in int8 takes half the time of one in float, on SLOW more."""
 

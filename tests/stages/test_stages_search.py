@@ -23,7 +23,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageFailure
 from onnx_ops.stages.search import search
 from onnx_ops.stages.trying import Ground
-from tests.stages.search_parts import LAYERS, SLOW, fragile_ground, write_fragile
+from tests.stages.search_parts import LAYERS, SLOW, fragile_ground, write_fragile, write_words
 
 PATIENCE_S = 60.0
 
@@ -63,6 +63,18 @@ def test_the_fragile_node_is_found_and_stays_in_float(fragile: Callable[[str], P
     assert bought.time["cpu-1t"] == pytest.approx(2500 / 2000)
     assert sum("points" in line for line in lines) >= len(record.trials)
     assert codec.loads(codec.dumps(record), SearchRecord) == record
+
+
+def test_a_table_of_embeddings_is_quantized_where_the_metric_allows(tmp_path: Path) -> None:
+    root = tmp_path / "words"
+    (root / "source").mkdir(parents=True)
+    write_words(root / "source/model.onnx")
+    record = search(fragile_ground(root), FileJournal(root / "journal"), silent).record
+    dynamic = next(t for t in record.trials if t.recipe == "dynamic" and not t.excluded)
+    assert dynamic.drop == pytest.approx(0, abs=0.05)
+    assert dynamic.size_bytes < 0.4 * record.export_bytes
+    assert "table" in next(r for r in record.recipes if r.name == "dynamic").nodes
+    assert not dynamic.failure
 
 
 def test_static_ranges_are_found_once_and_the_saturating_machine_gets_7_bits(fragile: Callable[[str], Path]) -> None:
