@@ -173,7 +173,7 @@ def test_a_table_of_embeddings_is_read_behind_the_choice_of_its_rows(tmp_path: P
     del model.graph.initializer[:]
     model.graph.initializer.extend(stored)
     model.graph.initializer.append(numpy_helper.from_array(levels, "table.w_quantized"))
-    model.graph.initializer.append(numpy_helper.from_array(step, "table.w_scale"))
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(step), "table.w_scale"))
     model.graph.node[0].input[0], model.graph.node[0].output[0] = "table.w_quantized", "rows_quantized"
     read = helper.make_node("DequantizeLinear", ["rows_quantized", "table.w_scale"], ["rows"])
     model.graph.node.insert(1, read)
