@@ -40,11 +40,11 @@ def _judge_outputs(
         groups = ", ".join(sorted({m.group for m in departed}))
         yield GateResult(
             gate="parity",
-            metric=f"{metric} outside the data's range",
+            metric=f"{metric} outside the domain",
             limit=_limit(gate),
             verdict=Verdict.FAIL,
             reason=(
-                f"differs on inputs that callers do not send by the data: {groups}; {_told(worst)}; "
+                f"differs on inputs outside the domain: {groups}; {_told(worst)}; "
                 f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it"
             ),
             estimate=None if worst.mismatch else worst.ratio,
