@@ -40,8 +40,10 @@ class Look:
 
 
 def worst_of(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | None:
-    """The measurement farthest beyond the parity gate's usual limit, of inputs that callers can send; one with rows before
-    one without."""
+    """The measurement farthest beyond the parity gate's usual limit, of inputs that callers can send.
+
+    One with rows comes before one without.
+    """
     bad = [m for m in measured if m.inside and departed(m, LIMIT)]
     return max(bad, key=lambda m: (m.rows > 0, bool(m.mismatch), m.ratio), default=None)
 
