@@ -173,6 +173,17 @@ def test_what_is_no_model_of_the_framework_is_told(tmp_path: Path) -> None:
             exporter.load(tmp_path)
 
 
+def test_class_of_the_project_that_is_called_like_one_of_transformers_is_refused(tmp_path: Path) -> None:
+    transformers = importlib.import_module("transformers")
+    own = type("BertModel", (transformers.BertModel,), {})
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    with pytest.raises(UserError, match="BertModel is no class of transformers"):
+        HuggingfaceExporter().save(own(config), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_both_are_plugins() -> None:
     assert isinstance(plugins.load("exporters", "keras"), KerasExporter)
     assert isinstance(plugins.load("exporters", "huggingface"), HuggingfaceExporter)

@@ -28,6 +28,13 @@ class HuggingfaceExporter(TorchExporter):
                 where="train.run",
                 remedy="It must return a PreTrainedModel; export.framework: torch takes any module.",
             )
+        if getattr(importlib.import_module("transformers"), type(model).__name__, None) is not type(model):
+            raise UserError(
+                f"{type(model).__name__} is no class of transformers",
+                where="train.run",
+                why="the files of save_pretrained hold no code, and another class of that name would be loaded",
+                remedy="Set export.framework: torch, which takes any module, and give it inputs and outputs there.",
+            )
         model.save_pretrained(folder)
 
     def load(self, folder: Path) -> object:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import os
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +36,34 @@ class KerasExporter(TorchExporter):
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1:
             raise NotFound(f"{len(files)} .keras files there", where=str(folder), remedy="There must be exactly one.")
+        keras = _keras()
         try:
-            model = _keras().saving.load_model(files[0], compile=False)
-        except (ValueError, TypeError, OSError) as error:
+            import_classes(files[0])
+            model = keras.saving.load_model(files[0], compile=False)
+        except (ValueError, TypeError, OSError, ImportError) as error:
             raise UserError(f"cannot load the model: {error}", where=files[0].name) from error
         return model.eval()
+
+
+def import_classes(path: Path) -> None:
+    """Import the modules of a `.keras` file's own classes, which register them there: Keras imports none but its own.
+
+    Raises:
+        ImportError: a module cannot be imported.
+    """
+    with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
+        for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
+            importlib.import_module(module)
+
+
+def _own_modules(config: Any) -> Iterator[str]:
+    if isinstance(config, dict):
+        if config.get("module") and config.get("registered_name"):
+            yield config["module"]
+        config = list(config.values())
+    if isinstance(config, list):
+        for part in config:
+            yield from _own_modules(part)
 
 
 def _keras() -> Any:
