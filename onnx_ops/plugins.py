@@ -6,7 +6,8 @@ import difflib
 import functools
 import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib import metadata
+from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points
 from typing import Any
 
 from onnx_ops.errors import MissingPackage, NotFound
@@ -35,6 +36,10 @@ _EXTRAS = {
     "xgboost": "xgboost",
 }
 """Extras that bring a package, by the name it is imported under."""
+
+
+MISSING = "not installed"
+"""Version of a distribution that is not there."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -85,8 +90,8 @@ def find(kind: str, name: str) -> EntryPoint:
     raise NotFound(f"no {kind} plugin is called {name!r}", remedy=hint)
 
 
-def distribution(kind: str, name: str) -> tuple[str, str] | None:
-    """Name and version of the distribution that offers a plugin; None if there is none.
+def distribution(kind: str, name: str) -> str | None:
+    """Name of the distribution that offers a plugin; None if there is none.
 
     Raises:
         NotFound: as for `find`.
@@ -95,11 +100,34 @@ def distribution(kind: str, name: str) -> tuple[str, str] | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _distribution(path: tuple[str, ...], kind: str, name: str) -> tuple[str, str] | None:
+def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
     """Read once: every question to a distribution parses its metadata, and a plan asks for each of its stages."""
     del path
     found = find(kind, name).dist
-    return None if found is None else (found.name, found.version)
+    return None if found is None else found.name
+
+
+@functools.cache
+def version(name: str) -> str:
+    """Version of a distribution, or of what brings its package instead, such as onnxruntime-gpu.
+
+    Nothing is imported. Read once: a plan asks very often.
+    """
+    try:
+        return metadata.version(name)
+    except PackageNotFoundError:
+        others = bringing(name.replace("-", "_"))
+        return ", ".join(f"{other} {found}" for other, found in others.items()) or MISSING
+
+
+def bringing(package: str) -> Mapping[str, str]:
+    """The distributions that bring an importable package, with their versions."""
+    return {name: version(name) for name in sorted(set(_packages().get(package, ())))}
+
+
+@functools.cache
+def _packages() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
 
 
 def install_hint(package: str) -> str:

@@ -23,6 +23,20 @@ HEAVY = ("numpy", "onnx", "onnxruntime", "sklearn", "torch", "boto3", "azure", "
 
 
 @pytest.fixture
+def versions_unread() -> Iterator[None]:
+    plugins.version.cache_clear()
+    yield
+    plugins.version.cache_clear()
+
+
+@pytest.mark.usefixtures("versions_unread")
+def test_version_is_that_of_the_distribution_that_brings_the_package_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_packages", lambda: {"acme_runtime": ["numpy"]})
+    assert plugins.version("acme-runtime") == f"numpy {plugins.version('numpy')}"
+    assert plugins.version("acme-runtime-of-nobody") == plugins.MISSING
+
+
+@pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A distribution `acme-plugins` with two exporters, as an installer would have left it."""
     for name, source in MODULES.items():

@@ -100,7 +100,7 @@ def _plugins(project: Project) -> Iterator[Finding]:
     del project
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
-            missing = [tool for tool in _tools(kind, name) if not _installed(tool)]
+            missing = [tool for tool in _tools(kind, name) if plugins.version(tool) == plugins.MISSING]
             found = f"needs {', '.join(missing)}" if missing else "ready"
             # A framework that nobody uses here is no fault.
             yield from tuple(_own(kind, name)) or (Finding(check=f"{kind} {name}", ok=True, found=found),)
@@ -113,15 +113,8 @@ def _own(kind: str, name: str) -> Iterable[Finding]:
 
 
 def _tools(kind: str, name: str) -> tuple[str, ...]:
-    return tuple(getattr(plugins.load(kind, name), "tools", ()))
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
+    found = plugins.load(kind, name)
+    return (*getattr(found, "tools", ()), *getattr(found, "converters", ()))
 
 
 def _providers() -> Iterator[Finding]:

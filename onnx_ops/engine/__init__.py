@@ -6,7 +6,7 @@ from onnx_ops.engine.crew import in_order
 from onnx_ops.engine.parts import Probe
 from onnx_ops.engine.planning import plan
 from onnx_ops.engine.run import Handler, InlineExecutor, RunResult, Silent, preview, run
-from onnx_ops.engine.usercode import code_digest, code_files, referred_modules
+from onnx_ops.engine.usercode import UserCode, referred_modules, user_code
 
 __all__ = [
     "Handler",
@@ -14,11 +14,11 @@ __all__ = [
     "Probe",
     "RunResult",
     "Silent",
-    "code_digest",
-    "code_files",
+    "UserCode",
     "in_order",
     "plan",
     "preview",
     "referred_modules",
     "run",
+    "user_code",
 ]

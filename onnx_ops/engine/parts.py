@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol
 
 from onnx_ops import codec
@@ -14,13 +13,17 @@ from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Qu
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
+from onnx_ops.engine.usercode import UserCode
+
+REQUIREMENTS = "requirements"
+"""Stands among a stage's tools where they live in an environment of their own."""
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.EXPORT: 3,
     StageKind.VALIDATE: 3,
     StageKind.QUANTIZE: 5,
-    StageKind.BENCHMARK: 6,
+    StageKind.BENCHMARK: 7,
     StageKind.GATE: 4,
     StageKind.REGISTER: 5,
 }
@@ -38,14 +41,21 @@ class Probe(Protocol):
         """Where a data set comes from, if its source knows."""
         ...
 
-    def code(self, reference: str, depends: tuple[str, ...]) -> Digest: ...
+    def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode: ...
 
     def model(self, path: str) -> Digest:
         """Digest of a model file or folder that the pipeline brings."""
         ...
 
-    def tools(self, kind: str, name: str) -> Mapping[str, str]:
-        """Versions of the distributions that shape what a plugin produces."""
+    def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
+        """Versions of the distributions that shape what a plugin produces, or its environment's requirements.
+
+        Args:
+            kind: of plugin.
+            name: of the plugin.
+            env: the environment that the pipeline or the target asks for.
+            trains: leave out what shapes the export only.
+        """
         ...
 
     def settled(self, entry: Quantize) -> Quantize:
@@ -132,6 +142,7 @@ def plain(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def measured_target(target: Target) -> Target:
-    """The target without its price and its limits: neither changes a measurement."""
-    return replace(target, price_per_hour=None, gates=())
+def is_isolated(stage: Stage) -> bool:
+    """Whether the stage's exporter runs in an environment of its own, whose packages are not those of this
+    installation."""
+    return REQUIREMENTS in stage.tools

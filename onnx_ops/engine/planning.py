@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onnx_ops import codec
+from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.gate import MetricGate, gates_on
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.metric import ACCURACY
@@ -12,19 +13,20 @@ from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 from onnx_ops.engine.parts import (
+    REQUIREMENTS,
     Probe,
     benchmark_id,
     data_id,
     env_of,
     gate_id,
     make_stage,
-    measured_target,
     operators_of,
     section_of,
     variant_id,
 )
 from onnx_ops.engine.releasing import policy_of, release
 from onnx_ops.engine.variants import derived, is_quantized
+from onnx_ops.stages.data import source_of
 
 
 def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, until: StageKind | None = None) -> Plan:
@@ -54,21 +56,28 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
             data_id(name),
             None,
             {"section": codec.to_json(section), "fingerprint": probe.data(section)},
+            tools=probe.tools("data", source_of(section)),
         )
         for name, section in pipeline.data.items()
     ]
     scored = pipeline.validate.samples.data
     framework = pipeline.export.framework
-    env, hints = env_of((pipeline.train.env if pipeline.train else None) or pipeline.export.env)
+    wanted = (pipeline.train.env if pipeline.train else None) or pipeline.export.env
+    env, hints = env_of(wanted)
+    tools = probe.tools("exporters", framework, wanted, trains=True)
     if pipeline.train is not None:
         code = probe.code(pipeline.train.run, pipeline.train.depends)
-        settings: dict[str, Json] = {**section_of(pipeline.train), "code": code, "framework": framework}
+        settings: dict[str, Json] = {
+            **section_of(pipeline.train),
+            "code": digest_json(dict(code.files)),
+            "framework": framework,
+        }
+        tools = {**tools, **({} if REQUIREMENTS in tools else code.packages)}
         needs = [data_id(name) for name in pipeline.data if name != scored]
     else:
         brought = pipeline.model or ""
         settings = {"model": brought, "digest": probe.model(brought), "framework": framework}
         needs = []
-    tools = probe.tools("exporters", framework)
     # A user's code may crash, or be edited while this process lives: it runs in a process of its own.
     own = pipeline.train is not None
     stages.append(
@@ -90,7 +99,7 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
     """Converters, quantizers and the runtime may take their process down: each stage has its own."""
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
-    tools = probe.tools("exporters", pipeline.export.framework)
+    tools = probe.tools("exporters", pipeline.export.framework, pipeline.export.env)
     env, hints = env_of(pipeline.export.env)
     operators, libraries = operators_of(pipeline, targets)
     hints |= libraries
@@ -146,7 +155,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
     measure: dict[str, Json] = {
         "pipeline": pipeline.pipeline,
         "model": model,
-        "target": codec.to_json(measured_target(target)),
+        "target": target.digest(),
         "hardware": probe.hardware(target),
         "batch": pipeline.benchmark.batch,
         "limit": pipeline.validate.samples.limit,
@@ -169,11 +178,11 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
             pipeline.benchmark,
             measure,
             needs=list(dict.fromkeys(needs)),
-            tools=probe.tools("runtimes", target.runtime),
+            tools=probe.tools("runtimes", target.runtime, target.env),
             variant=variant,
             target=target.name,
             own_process=True,
-            hints={"tolerances": codec.to_json(asked)["tolerances"]},
+            hints={"target": codec.to_json(target), "tolerances": codec.to_json(asked)["tolerances"]},
         ),
         make_stage(
             StageKind.GATE,
@@ -198,6 +207,6 @@ def _metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
     """What the metric gates want measured, without their limits; accuracy is measured wherever it can be."""
     asked = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
     return [
-        {"definition": codec.to_json(one), "code": probe.code(one.use, ()) if one.use else None}
+        {"definition": codec.to_json(one), "code": probe.code(one.use).digest() if one.use else None}
         for one in sorted(asked, key=lambda one: one.label)
     ]

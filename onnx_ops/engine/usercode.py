@@ -1,24 +1,31 @@
-"""A user's code: the modules of a function or of a model's classes, and those of the project that they import, found
-without importing any."""
+"""A user's code: the modules of a function or of a model's classes and what they import, found without importing."""
 
 from __future__ import annotations
 
 import ast
 import bz2
 import contextlib
+import functools
 import gzip
+import importlib.util
 import lzma
 import re
+import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFound, UserError
 from onnx_ops.spec.functions import parse_python
 
 _OURS = __name__.partition(".")[0]
+
+_WRITER = "joblib"
+"""Names itself in the files that it writes, and computes nothing of what stands there."""
 
 _NAMED = re.compile(
     rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # texts of pickles, with their lengths
@@ -38,48 +45,51 @@ _UNPACKED: Mapping[bytes, Callable[[bytes], bytes]] = {
 """How joblib may have compressed a file, by its first bytes."""
 
 
-def code_digest(reference: str, root: Path, depends: tuple[str, ...] = ()) -> Digest:
-    """Digest of all the project's source that `package.module:function` can reach, and of `depends`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """What modules compute with: source files by path with their digests, installed packages with their versions."""
+
+    files: Mapping[str, Digest]
+    packages: Mapping[str, str]
+
+    def digest(self) -> Digest:
+        return digest_json([dict(self.files), dict(self.packages)])
+
+
+def user_code(references: Iterable[str], root: Path, depends: tuple[str, ...] = ()) -> UserCode:
+    """Return all that `package.module:function`, or a module, can reach by import statements, and `depends`.
+
+    Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). A
+    package of the installation counts with its version, and so does what shapes the results of this product, wherever
+    it lies: the revisions of its stages. The standard library is left to the version of Python.
 
     Raises:
-        NotFound, UserError: as for `code_files`.
-    """
-    return digest_json(code_files(reference, root, depends))
-
-
-def code_files(reference: str, root: Path, depends: tuple[str, ...] = ()) -> dict[str, Digest]:
-    """Each of the project's files that `package.module:function` can reach by import statements, and `depends`.
-
-    By path relative to `root`, with its digest.
-
-    Modules outside `root` are left to the versions of installed packages, and this product's own to the revisions of
-    its stages, wherever it lies.
-
-    Raises:
-        NotFound: the module, or a file in `depends`, does not exist below `root`.
+        NotFound: a module, or a file in `depends`, does not exist.
         UserError: a file is not Python.
     """
-    module = reference.partition(":")[0]
-    path = _module_file(module, root)
-    if path is None:
-        raise NotFound(
-            f"module {module} is not in the project", where=str(root), remedy="It must lie below the project's root."
-        )
-    seen: dict[str, Digest] = {}
-    for package in _with_packages(module):  # importing a module runs its packages too
-        if (file := _module_file(package, root)) is not None:
-            _collect(file, root, seen)
+    files: dict[str, Digest] = {}
+    packages: dict[str, str] = {}
+    for reference in references:
+        module = reference.partition(":")[0]
+        if _source(module, root) is None and not installed_with(module.partition(".")[0]):
+            raise NotFound(
+                f"module {module} is not in the project",
+                where=str(root),
+                remedy="Put it below the project's root, or install it.",
+            )
+        for package in _with_packages(module):  # importing a module runs its packages too
+            _collect(package, root, files, packages)
     for name in depends:
         file = root / name
         if not file.is_file():
             raise NotFound(f"no file {name}", where="train.depends", remedy="Paths are relative to the project's root.")
-        seen[name] = digest_file(file)
-    return seen
+        files[name] = digest_file(file)
+    return UserCode(files=files, packages=packages)
 
 
 def referred_modules(path: Path, root: Path) -> frozenset[str]:
-    """The project's modules that a trained model's file, or its folder's files, name, as pickles and JSON documents do
-    those of classes.
+    """Return the modules that a trained model's file, or its folder's files, name, as pickles and JSON documents do
+    those of classes; of an installed package its first name only.
 
     The file is not loaded: that would take its framework, and run its code. A name that stands there for another reason
     does no harm.
@@ -94,10 +104,18 @@ def referred_modules(path: Path, root: Path) -> frozenset[str]:
     elif unpack := next((call for first, call in _UNPACKED.items() if content.startswith(first)), None):
         with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # else it only looks like one
             content = unpack(content)
-    return frozenset(module for module in set(_named(content)) if _module_file(module, root) is not None)
+    found = set()
+    for name, is_module in set(_named(content)):
+        first = name.partition(".")[0]
+        if _module_file(name, root) is not None or (is_module and _source(name, root) is not None):
+            found.add(name)
+        elif is_module and installed_with(first):
+            found.add(first)
+    return frozenset(found)
 
 
-def _named(content: bytes) -> Iterator[str]:
+def _named(content: bytes) -> Iterator[tuple[str, bool]]:
+    """Names, and whether each is certainly a module's: a text without a dot may be any word of a vocabulary."""
     for match in _NAMED.finditer(content):
         kind = match.lastgroup
         name = match[kind or 0]
@@ -105,32 +123,49 @@ def _named(content: bytes) -> Iterator[str]:
             name = name[: match["short"][0]]
         elif kind == "b":
             name = name[: int.from_bytes(match["long"], "little")]
-        yield name.decode("ascii")
+        yield name.decode("ascii"), kind == "c" or b"." in name or (kind == "a" and _is_class(content, match))
 
 
-def _collect(path: Path, root: Path, seen: dict[str, Digest]) -> None:
-    name = path.relative_to(root).as_posix()
-    if name in seen:
+def _is_class(content: bytes, match: re.Match[bytes]) -> bool:
+    """Whether a text of a pickle is followed by a second one and the operation that takes both for a class."""
+    second = re.compile(rb"\x94?\x8c(.)", re.DOTALL).match(content, match.start("a") + match["short"][0])
+    return second is not None and content[second.end() + second[1][0] :][:2] in (b"\x94\x93", b"\x93\x94", b"\x93")
+
+
+def _collect(module: str, root: Path, files: dict[str, Digest], packages: dict[str, str]) -> None:
+    found = _source(module, root)
+    if found is None:
+        first = module.partition(".")[0]
+        if not any((root / first).glob("*.py")):  # else it is a name in a module of the project
+            packages.update(installed_with(first))
         return
-    seen[name] = digest_file(path)
-    for imported in _imports(path, root):
-        file = _module_file(imported, root)
-        if file is not None:
-            _collect(file, root, seen)
+    path, base = found
+    name = path.relative_to(root if path.is_relative_to(root) else base).as_posix()
+    if name in files:
+        return
+    files[name] = digest_file(path)
+    for imported in set(_imports(path, base)):
+        _collect(imported, root, files, packages)
 
 
-def _imports(path: Path, root: Path) -> Iterator[str]:
-    """Every dotted name that an import statement of the file might mean; names that are no modules do no harm."""
-    package = list(path.relative_to(root).parts[:-1])
+def _imports(path: Path, base: Path) -> Iterator[str]:
+    """Every dotted name that an import might mean; names that are no modules do no harm."""
+    package = list(path.relative_to(base).parts[:-1])
     for node in ast.walk(_parsed(path)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            prefix = ".".join([*base, *([node.module] if node.module else [])])
-            names = [prefix, *(f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)]
-        else:
-            continue
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                above = package[: len(package) - node.level + 1] if node.level else []
+                prefix = ".".join([*above, *([node.module] if node.module else [])])
+                names = [prefix, *(f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)]
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                names = [".".join([*package, name.lstrip(".")]) if name.startswith(".") else name]
+            case _:
+                continue
         for name in names:
             yield from _with_packages(name)
 
@@ -148,12 +183,42 @@ def _parsed(path: Path) -> ast.Module:
         raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
 
 
-def _module_file(module: str, root: Path) -> Path | None:
+def _source(module: str, root: Path) -> tuple[Path, Path] | None:
+    """A module's file, and the folder that its name begins in; None for one that is installed, or is none."""
+    first = module.partition(".")[0]
+    for base in (root, _developed(first)):
+        if base is not None and (file := _module_file(module, base)) is not None:
+            return file, base
+    return None
+
+
+def _module_file(module: str, base: Path) -> Path | None:
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts) or parts[0] == _OURS:
         return None
-    base = root.joinpath(*parts)
-    for candidate in (base / "__init__.py", base.with_suffix(".py")):
+    path = base.joinpath(*parts)
+    for candidate in (path / "__init__.py", path.with_suffix(".py")):
         if candidate.is_file():
             return candidate
     return None
+
+
+@functools.cache
+def _developed(package: str) -> Path | None:
+    """Folder from which a package is imported as source, outside of the installation; None if it is not."""
+    spec = None
+    if package.isidentifier() and package not in sys.stdlib_module_names:
+        with contextlib.suppress(ImportError, ValueError):  # the latter: a module without a specification
+            spec = importlib.util.find_spec(package)
+    places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin]
+    place = next((Path(place) for place in places if place is not None), None)
+    if place is None or {"site-packages", "dist-packages"}.intersection(place.parts):
+        return None
+    return place.parent
+
+
+def installed_with(package: str) -> Mapping[str, str]:
+    """Return the distributions that bring an importable package, with their versions; none for the project's own."""
+    if package in (_OURS, _WRITER) or package in sys.stdlib_module_names:
+        return {}
+    return plugins.bringing(package)

@@ -17,7 +17,6 @@ from onnx_ops.engine.parts import (
     data_id,
     env_of,
     make_stage,
-    measured_target,
     operators_of,
     plain,
     search_id,
@@ -64,7 +63,7 @@ def _quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
             **env,
         },
         needs=["export", *calibration],
-        tools=probe.tools("optimizers", entry.method),
+        tools=probe.tools("optimizers", entry.method, entry.env),
         variant=entry.name,
         own_process=True,
         hints=hints,
@@ -86,7 +85,7 @@ def _searched(
         {
             "section": section_of(entry),
             "machines": list(machines),
-            "targets": [codec.to_json(measured_target(target)) for target in here],
+            "targets": [[target.name, target.digest()] for target in here],
             "hardware": [probe.hardware(target) for target in here],
             "batch": pipeline.benchmark.batch,
             "data": tune.data if tune else "",
@@ -96,6 +95,7 @@ def _searched(
         needs=list(dict.fromkeys(["export", *rows, *calibration])),
         tools=_tools(here, probe),
         own_process=True,
+        hints={"targets": codec.to_json(here)},
     )
     return [
         search,
@@ -120,7 +120,7 @@ def _role(entry: Quantize, role: str, search: str, calibration: Sequence[str], p
 def _tools(targets: Sequence[Target], probe: Probe) -> dict[str, str]:
     found = dict(probe.tools("optimizers", "dynamic"))
     for target in targets:
-        found |= probe.tools("runtimes", target.runtime)
+        found |= probe.tools("runtimes", target.runtime, target.env)
     return found
 
 
@@ -129,7 +129,7 @@ def _metric(pipeline: Pipeline, probe: Probe) -> Json:
     gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
     definition = gate.definition() if gate else ACCURACY
     better = gate.higher_is_better if gate and gate.use else definition.higher_is_better
-    code = probe.code(definition.use, ()) if definition.use else None
+    code = probe.code(definition.use).digest() if definition.use else None
     return {"definition": codec.to_json(definition), "lower": better is False, "code": code}
 
 

@@ -31,7 +31,8 @@ class Exporter(Protocol):
     """Turns a framework's model into an ONNX file and runs the original for comparison."""
 
     tools: tuple[str, ...]
-    """Distributions whose versions shape the export."""
+    """Distributions whose versions shape the trained model and its answers; an exporter may name further ones, which
+    shape the export only, as `converters`."""
 
     def save(self, model: object, folder: Path) -> None:
         """Write a trained model into an empty folder."""

@@ -50,7 +50,7 @@ class Bench:
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     settings: Mapping[str, Any] = stage.settings
-    target = codec.from_json(settings["target"], Target, where=stage.id)
+    target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     store = ports.store
     variant = inputs[settings["source"]]
     data = get_dataset(store, inputs[f"data/{settings['data']}"]).head(settings["limit"])

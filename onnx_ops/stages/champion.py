@@ -60,7 +60,7 @@ def with_champion(stage: Stage, ports: Ports) -> Stage:
     The baseline is evidence and no part of the key, so it travels as a hint.
     """
     settings: Mapping[str, Any] = stage.settings
-    champion = find_champion(ports, settings["model"], settings["target"]["name"])
+    champion = find_champion(ports, settings["model"], str(stage.target))
     return replace(stage, hints={**stage.hints, HINT: codec.to_json(champion)})
 
 
@@ -68,6 +68,6 @@ def champion_of(stage: Stage, ports: Ports) -> Champion | None:
     """The champion that the stage was told, or else what the registry says."""
     settings: Mapping[str, Any] = stage.settings
     if HINT not in stage.hints:
-        return find_champion(ports, settings["model"], settings["target"]["name"])
+        return find_champion(ports, settings["model"], str(stage.target))
     told = stage.hints[HINT]
     return None if told is None else codec.from_json(told, Champion, where=stage.id)

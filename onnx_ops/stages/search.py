@@ -31,6 +31,7 @@ Tell = Callable[[str], None]
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     """Models of the roles that a variant was found for, under `<role>/`, and everything that was tried."""
     settings: Mapping[str, Any] = stage.settings
+    hints: Mapping[str, Any] = stage.hints
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     metric = codec.from_json(settings["metric"]["definition"], MetricDefinition, where=stage.id)
     calibration = None
@@ -44,7 +45,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             section=section,
             source=source,
             folder=folder / "trials",
-            targets=tuple(codec.from_json(one, Target, where=stage.id) for one in settings["targets"]),
+            targets=tuple(codec.from_json(one, Target, where=stage.id) for one in hints["targets"]),
             machines=tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"]),
             tune=get_dataset(ports.store, inputs[f"data/{settings['data']}"]).head(settings["samples"]),
             calibration=calibration.inputs if calibration else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from onnx_ops.domain.search import AUTO
-from onnx_ops.engine import code_files, referred_modules
+from onnx_ops.engine import referred_modules, user_code
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, UserError
 from onnx_ops.ports import ConfiguredOptimizer, TracedSource
 from onnx_ops.settings import FILE
@@ -99,17 +99,16 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
     if pipeline.model:
         yield from _with_pointers(pipeline.model)
         if pipeline.export.framework != "onnx":  # whose files hold all that they compute
-            for module in referred_modules(root / pipeline.model, root):
-                yield from code_files(module, root)
+            yield from user_code(referred_modules(root / pipeline.model, root), root).files
     if pipeline.train is not None:
-        yield from code_files(pipeline.train.run, root, pipeline.train.depends)
+        yield from user_code((pipeline.train.run,), root, pipeline.train.depends).files
     for entry in pipeline.quantize:
         optimizer = None if entry.method == AUTO else project.ports.optimizer(entry.method, entry.env)
         if isinstance(optimizer, ConfiguredOptimizer):
             yield from optimizer.files(entry)
     for gate in pipeline.gates:
         if isinstance(gate, MetricGate) and gate.use:
-            yield from code_files(gate.use, root)
+            yield from user_code((gate.use,), root).files
 
 
 def _with_pointers(path: str) -> Iterator[str]:

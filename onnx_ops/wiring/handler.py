@@ -19,7 +19,8 @@ from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import alias
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
-from onnx_ops.engine import code_files, referred_modules
+from onnx_ops.engine import referred_modules, user_code
+from onnx_ops.engine.parts import is_isolated
 from onnx_ops.errors import Conflict, EnvironmentFailure, NotFound, Refused, ServiceUnavailable
 from onnx_ops.operations.journal import stream
 from onnx_ops.operations.promote import configure, promote
@@ -32,7 +33,7 @@ from onnx_ops.wiring.turns import claimed
 Execute = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
 
 CODE = "code.json"
-"""Of a trained model: by module the project's files that its classes rest on, with their digests."""
+"""Of a trained model: the modules of its classes, and what those rest on: the project's files, and packages."""
 
 RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
 """Stages whose result is the state of an endpoint: the ledger knows it, not the store."""
@@ -67,7 +68,7 @@ class StageHandler:
             return self._registered(key)
         if stage.kind not in RELEASE:
             manifest = self.ports.store.lookup(key)
-            return None if manifest is not None and self._outdated(manifest) else manifest
+            return None if manifest is not None and self._outdated(stage, manifest) else manifest
         chosen = _chosen(self.ports, stage, inputs)
         current = _promoted if stage.kind is StageKind.PROMOTE else _deployed
         return Manifest(files={}) if current(self.ports, stage, *chosen) else None
@@ -97,26 +98,37 @@ class StageHandler:
             case _:
                 manifest = self.perform(stage, key, inputs)
                 if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":  # whose files hold all
-                    manifest = self._with_code(manifest)
+                    manifest = self._with_code(stage, manifest)
                 self.ports.store.record(key, manifest)
                 if stage.kind is StageKind.BENCHMARK:
                     remember(self.ports.store, stage, key, inputs, manifest["evidence.json"])
                 return manifest
 
-    def _with_code(self, trained: Manifest) -> Manifest:
-        """With the project's code that the model's files name: what they compute changes with it, and they do not."""
+    def _with_code(self, stage: Stage, trained: Manifest) -> Manifest:
+        """With the code that the model's files name: what they compute changes with it, and they do not."""
         ports, files = self.ports, trained.subset(TRAINED).files.values()
-        modules = {name for digest in files for name in referred_modules(ports.store.path(digest), ports.root)}
-        code = {name: code_files(name, ports.root) for name in sorted(modules)}
-        return replace(trained, files={**trained.files, CODE: put_document(ports.store, code)}) if code else trained
+        named = (referred_modules(ports.store.path(digest), ports.root) for digest in files)
+        code = self._code(stage, sorted(frozenset[str]().union(*named)))
+        if not code["files"] and not code["packages"]:
+            return trained
+        return replace(trained, files={**trained.files, CODE: put_document(ports.store, code)})
 
-    def _outdated(self, manifest: Manifest) -> bool:
+    def _code(self, stage: Stage, modules: list[str]) -> dict[str, Any]:
+        """Raises NotFound if a module is gone."""
+        settings: Mapping[str, Any] = stage.settings
+        code = user_code(modules, self.ports.root)
+        if code.files:  # what they read when they run
+            code = user_code(modules, self.ports.root, tuple(settings.get("depends", ())))
+        packages = {} if is_isolated(stage) else dict(code.packages)
+        return {"modules": modules, "files": dict(code.files), "packages": packages}
+
+    def _outdated(self, stage: Stage, manifest: Manifest) -> bool:
         """Whether a trained model's classes are other ones by now, or are gone."""
         if CODE not in manifest:
             return False
-        known: Mapping[str, Any] = codec.loads(self.ports.store.read(manifest[CODE]), dict[str, dict[str, str]])
+        known = codec.loads(self.ports.store.read(manifest[CODE]), dict[str, Any])
         with contextlib.suppress(NotFound):
-            return any(code_files(name, self.ports.root) != files for name, files in known.items())
+            return self._code(stage, known["modules"]) != known
         return True
 
     def _registered(self, key: Digest) -> Manifest | None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import DataSection, Quantize
 from onnx_ops.domain.recipes import Arithmetic, arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.engine import code_digest
+from onnx_ops.engine import UserCode, user_code
+from onnx_ops.engine.parts import REQUIREMENTS
 from onnx_ops.ports import ConfiguredOptimizer, Ports, TracedSource
 from onnx_ops.stages.data import source_of
+from onnx_ops.wiring.housing import environment
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,24 @@ class ProjectProbe:
         source = self.ports.source(source_of(section))
         return source.origin(section, self.ports.root) if isinstance(source, TracedSource) else {}
 
-    def code(self, reference: str, depends: tuple[str, ...]) -> Digest:
-        return code_digest(reference, self.ports.root, depends)
+    def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
+        return user_code((reference,), self.ports.root, depends)
 
     def model(self, path: str) -> Digest:
         return self.ports.models.digest(path)
 
-    def tools(self, kind: str, name: str) -> Mapping[str, str]:
-        found = {"onnx-ops": _version("onnx-ops")}
+    def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
+        found = {"onnx-ops": plugins.version("onnx-ops"), "python": ".".join(platform.python_version_tuple()[:2])}
         if (offered := plugins.distribution(kind, name)) is not None:
-            found[offered[0]] = offered[1]
-        if kind in ("exporters", "optimizers") and (own := getattr(plugins.load(kind, name), "requirements", ())):
-            return found | {"requirements": ", ".join(own)}
-        return found | {tool: _version(tool) for tool in self._shaping(kind, name)}
+            found[offered] = plugins.version(offered)
+        plugin = plugins.load(kind, name)
+        shaping = tuple(getattr(plugin, "tools", (name,) if kind == "runtimes" else ()))
+        if kind == "runtimes":
+            # One in an environment of its own has its build in its target's digest.
+            return found | ({} if env is not None and env.isolated else _versions(shaping))
+        if kind != "data" and (wanted := environment(plugin, env)) is not None:
+            return found | {"python": wanted.python or found["python"], REQUIREMENTS: ", ".join(wanted.requirements)}
+        return found | _versions(shaping if trains else (*shaping, *getattr(plugin, "converters", ())))
 
     def settled(self, entry: Quantize) -> Quantize:
         found = self.ports.optimizer(entry.method, entry.env)
@@ -68,21 +75,6 @@ class ProjectProbe:
         signer = self.ports.signer()
         return None if signer is None else signer.key
 
-    def _shaping(self, kind: str, name: str) -> tuple[str, ...]:
-        match kind:
-            case "exporters":
-                return self.ports.exporter(name).tools
-            case "optimizers":
-                return self.ports.optimizer(name).tools
-            case "runtimes":
-                return tuple(getattr(self.ports.runtime(name), "tools", (name,)))
-            case _:
-                return (name,)
 
-
-@functools.cache
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
+def _versions(distributions: Iterable[str]) -> dict[str, str]:
+    return {name: plugins.version(name) for name in distributions}

@@ -26,8 +26,8 @@ def pool_of(stage: Stage) -> str:
     """The pool that measures this stage; empty for this machine."""
     if stage.kind is not StageKind.BENCHMARK:
         return ""
-    settings: Mapping[str, Any] = stage.settings
-    return str(settings["target"].get("pool", ""))
+    hints: Mapping[str, Any] = stage.hints
+    return str(hints["target"].get("pool", ""))
 
 
 def ask(

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_json
+from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.gate import Decision, LatencyGate, SizeGate
 from onnx_ops.domain.pipeline import (
     Benchmark,
@@ -28,6 +29,7 @@ from onnx_ops.domain.pipeline import (
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.target import Target
+from onnx_ops.engine import UserCode
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import Work
 
@@ -70,14 +72,16 @@ class TableProbe:
         told = self.world.get("origin", "")
         return {"kind": "dvc", "commit": told} if told else {}
 
-    def code(self, reference: str, depends: tuple[str, ...]) -> Digest:
-        return digest_json([reference, list(depends), self.world.get("code", "")])
+    def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
+        digest = digest_json([reference, list(depends), self.world.get("code", "")])
+        return UserCode(files={"code": digest}, packages={"library": self.world.get("library", "1.0")})
 
     def model(self, path: str) -> Digest:
         return digest_bytes(path.encode())
 
-    def tools(self, kind: str, name: str) -> Mapping[str, str]:
-        return {name: self.world.get(f"{kind}/{name}", "1.0")}
+    def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
+        del env
+        return {name: self.world.get(f"{kind}/{name}", "1.0"), "trains": str(trains)}
 
     def settled(self, entry: Quantize) -> Quantize:
         return entry

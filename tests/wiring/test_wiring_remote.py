@@ -21,8 +21,8 @@ REVISION = REVISIONS[StageKind.BENCHMARK]
 
 
 def benchmark(kind: StageKind = StageKind.BENCHMARK, pool: str = "boards", revision: int = REVISION) -> Stage:
-    settings: dict[str, Json] = {"target": {"name": "board", "pool": pool}, "revision": revision}
-    return Stage(id="benchmark/fp32@board", kind=kind, settings=settings)
+    hints: dict[str, Json] = {"target": {"name": "board", "pool": pool}}
+    return Stage(id="benchmark/fp32@board", kind=kind, settings={"revision": revision}, hints=hints)
 
 
 class Nearby:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping
-from importlib.metadata import distributions
 from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -17,15 +16,11 @@ _CLASSIFIER_OPTIONS = {"nocl": [True, False], "zipmap": [True, False, "columns"]
 _CONVERTERS = "onnxmltools.convert"
 
 
-def _installed(*names: str) -> str:
-    """Which of the distributions that bring the same package is here; the first if none is."""
-    return next((name for name in names if any(distributions(name=name))), names[0])
-
-
 class _BoostedExporter(SklearnExporter):
     """A pipeline around such an estimator answers in float64 up to it; its trees compare and add in their own
     precision."""
 
+    converters = ("onnxmltools", *SklearnExporter.converters)
     _package: str
     _native: str
     _estimators: tuple[tuple[str, bool], ...]
@@ -90,7 +85,7 @@ class _BoostedExporter(SklearnExporter):
 
 
 class XgboostExporter(_BoostedExporter):
-    tools = (_installed("xgboost-cpu", "xgboost"), "onnxmltools", *SklearnExporter.tools)
+    tools = ("xgboost", *SklearnExporter.tools)
     _package = "xgboost"
     _native = "an XGBClassifier or XGBRegressor (its `load_model` reads a Booster's file)"
     _estimators = (("XGBClassifier", True), ("XGBRegressor", False))
@@ -100,7 +95,7 @@ class XgboostExporter(_BoostedExporter):
 
 
 class LightgbmExporter(_BoostedExporter):
-    tools = ("lightgbm", "onnxmltools", *SklearnExporter.tools)
+    tools = ("lightgbm", *SklearnExporter.tools)
     _package = "lightgbm"
     _native = "an LGBMClassifier or LGBMRegressor"
     _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False))

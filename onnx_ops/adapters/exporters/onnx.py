@@ -30,7 +30,8 @@ _THIS_BUILD = Target(name="this-build", description="What the ONNX Runtime of th
 class OnnxExporter:
     """The model object is the path of the file. Its source is unknown, so it is held against itself unoptimised."""
 
-    tools: tuple[str, ...] = ("onnx", "onnxruntime")
+    tools: tuple[str, ...] = ("onnx",)
+    converters: tuple[str, ...] = ("onnxruntime",)
 
     def __init__(self, custom_ops: tuple[CustomOps, ...] = ()) -> None:
         self._custom_ops = custom_ops

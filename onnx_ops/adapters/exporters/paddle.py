@@ -24,7 +24,8 @@ OPSETS = (11, 21)
 class PaddleExporter:
     """A layer made static: `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`."""
 
-    tools: tuple[str, ...] = ("paddlepaddle", "paddle2onnx", "onnx", "numpy")
+    tools: tuple[str, ...] = ("paddlepaddle", "numpy")
+    converters: tuple[str, ...] = ("paddle2onnx", "onnx")
     requirements = (
         "numpy==2.4.6",
         "onnx==1.23.2",

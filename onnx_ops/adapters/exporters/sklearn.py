@@ -36,7 +36,8 @@ _ML_OPSET = 3
 class SklearnExporter:
     """One float32 matrix in; label and probabilities, or a variable, out."""
 
-    tools: tuple[str, ...] = ("scikit-learn", "skl2onnx", "onnx", "numpy")
+    tools: tuple[str, ...] = ("scikit-learn", "scipy", "numpy")
+    converters: tuple[str, ...] = ("skl2onnx", "onnx")
 
     def save(self, model: object, folder: Path) -> None:
         _joblib().dump(model, folder / FILE)

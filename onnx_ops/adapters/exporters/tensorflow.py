@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from onnx_ops.adapters.exporters.keras import import_classes
 from onnx_ops.adapters.exporters.naming import (
     check_opset,
     free_axes,
@@ -40,7 +41,8 @@ _GENERATED = r"__(\d+)"
 class TensorflowExporter:
     """Inputs are passed by name to a SavedModel; to a Keras model by name where it has such inputs, else in order."""
 
-    tools: tuple[str, ...] = ("tensorflow-cpu", "tf2onnx", "onnx", "numpy")
+    tools: tuple[str, ...] = ("tensorflow-cpu", "numpy")
+    converters: tuple[str, ...] = ("tf2onnx", "onnx")
     requirements = REQUIREMENTS
 
     def save(self, model: object, folder: Path) -> None:
@@ -69,9 +71,10 @@ class TensorflowExporter:
         tf = tensorflow()
         try:
             if files:
+                import_classes(files[0])
                 return importlib.import_module("keras").saving.load_model(files[0], compile=False)
             return tf.saved_model.load(str(folder))
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, TypeError, OSError, ImportError) as error:
             raise UserError(f"cannot load the model: {error}", where=folder.name) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
@@ -124,6 +127,7 @@ class TfliteExporter:
     """A LiteRT (TensorFlow Lite) file, as far as tf2onnx knows its operators."""
 
     tools = TensorflowExporter.tools
+    converters = TensorflowExporter.converters
     requirements = REQUIREMENTS
 
     def save(self, model: object, folder: Path) -> None:

@@ -35,7 +35,8 @@ _NOISY = ("torch", "onnxscript", "onnx_ir")
 class TorchExporter:
     """Inputs are passed to `forward` in the order of the data set's `inputs:`."""
 
-    tools: tuple[str, ...] = ("torch", "onnxscript", "onnx", "numpy")
+    tools: tuple[str, ...] = ("torch", "numpy")
+    converters: tuple[str, ...] = ("onnxscript", "onnx-ir", "onnx")
 
     def save(self, model: object, folder: Path) -> None:
         torch = importlib.import_module("torch")

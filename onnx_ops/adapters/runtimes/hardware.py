@@ -7,19 +7,9 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from onnx_ops.domain.hardware import SPEED_FLAGS, HardwareFingerprint
-
-
-@functools.cache
-def installed(distribution: str) -> str:
-    """Version of a distribution of this installation; nothing is imported. Read once: a plan asks very often."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:

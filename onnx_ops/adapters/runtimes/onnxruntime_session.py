@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.runtimes.hardware import fingerprint, installed
+from onnx_ops import plugins
+from onnx_ops.adapters.runtimes.hardware import fingerprint
 from onnx_ops.adapters.runtimes.onnxruntime_providers import (
     append,
     available_providers,
@@ -47,7 +48,7 @@ _QUIET = 4
 
 def machine(target: Target) -> HardwareFingerprint:
     """What figures of the target are bound to here."""
-    return fingerprint(target.runtime, runtime_version(target, installed(DISTRIBUTION)))
+    return fingerprint(target.runtime, runtime_version(target, plugins.version(DISTRIBUTION)))
 
 
 def check_machine(target: Target) -> None:
