@@ -78,7 +78,7 @@ def _finished(stage: Stage, outcome: StageOutcome) -> str:
     told = {
         StageStatus.CACHED: "unchanged",
         StageStatus.DONE: f"{outcome.seconds:.1f} s",
-        StageStatus.FAILED: outcome.reason,
+        StageStatus.FAILED: f"failed after {outcome.seconds:.1f} s",  # the report says why
         StageStatus.SKIPPED: f"skipped: {outcome.reason}",
     }[outcome.status]
     text = f"{escape(stage.id):<28} {escape(told)}"

@@ -70,6 +70,4 @@ def _tell(out: Console, ended: Ended) -> None:
         return
     done, known = len(ended.summary.executed), len(ended.summary.outcomes)
     out.print(f"[bold]{escape(str(ended.file))}[/bold] ({done} of {known} stages executed)")
-    choice_lines(out, ended.summary.choices)
-    for stage, error in ended.errors.items():
-        out.print(f"[red]{escape(stage)} failed[/red]: {escape(str(error))}")
+    choice_lines(out, ended.summary.choices, ended.errors)

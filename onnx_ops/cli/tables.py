@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -80,26 +81,34 @@ def _verdict(row: ResultRow) -> str:
 def summary_report(summary: Summary, errors: Mapping[str, OnnxOpsError], project: Project) -> None:
     out = console()
     if summary.decisions:
-        gate_report(out, result_table(summary.decisions))
-    choice_lines(out, summary.choices)
-    for stage, error in errors.items():
-        out.print(f"[red]{escape(stage)} failed[/red]: {escape(str(error))}")
+        rows = result_table(summary.decisions)
+        gate_report(out, [replace(row, reason=_without(errors, row.reason)) for row in rows])
+    choice_lines(out, summary.choices, errors)
     if not summary.executed:
         out.print("Nothing changed: no stage was executed.")
     if summary.registration is not None:
         _release_lines(out, summary, project)
 
 
-def choice_lines(out: Console, choices: Sequence[Choice]) -> None:
-    """What each target gets."""
+def choice_lines(out: Console, choices: Sequence[Choice], errors: Mapping[str, OnnxOpsError]) -> None:
+    """Print what each target gets, and then each error of a stage, once."""
     for choice in choices:
         if choice.variant is not None:
             text = f"{escape(choice.target)}: {escape(choice.variant)} is chosen ({escape(choice.reason)})"
             out.print(f"[green]PASS[/green] {text}")
         else:
             colour = _COLOURS[choice.verdict]
-            text = f"{escape(choice.target)}: no release. {escape(choice.reason)}"
+            text = f"{escape(choice.target)}: no release. {escape(_without(errors, choice.reason))}"
             out.print(f"[{colour}]{choice.verdict.value.upper()}[/{colour}] {text}")
+    for stage, error in errors.items():
+        out.print(f"[red]{escape(stage)} failed[/red]: {escape(str(error))}")
+
+
+def _without(errors: Mapping[str, OnnxOpsError], reason: str) -> str:
+    """A reason that names a failed stage without the stage's error, which is printed below."""
+    for stage, error in errors.items():
+        reason = reason.replace(f"{stage}: {error}", f"{stage} failed")
+    return reason
 
 
 def _release_lines(out: Console, summary: Summary, project: Project) -> None:
