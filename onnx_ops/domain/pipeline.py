@@ -76,7 +76,9 @@ class Train(Attempts):
     with_: Annotated[Mapping[str, Json], doc("Its parameters, recorded with the version.")] = field(
         default_factory=dict
     )
-    depends: Annotated[tuple[str, ...], doc("Further files whose content the training depends on.")] = ()
+    depends: Annotated[
+        tuple[str, ...], doc("Further files that training, the model's classes and own metrics read.")
+    ] = ()
     env: Annotated[Environment | None, doc("Environment to train in; that of `export` if left out.")] = None
 
 

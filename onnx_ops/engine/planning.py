@@ -25,7 +25,7 @@ from onnx_ops.engine.parts import (
     variant_id,
 )
 from onnx_ops.engine.releasing import policy_of, release
-from onnx_ops.engine.variants import derived, is_quantized
+from onnx_ops.engine.variants import derived, is_quantized, metric_code
 from onnx_ops.stages.data import source_of
 
 
@@ -207,6 +207,6 @@ def _metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
     """What the metric gates want measured, without their limits; accuracy is measured wherever it can be."""
     asked = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
     return [
-        {"definition": codec.to_json(one), "code": probe.code(one.use).digest() if one.use else None}
+        {"definition": codec.to_json(one), "code": metric_code(pipeline, one, probe)}
         for one in sorted(asked, key=lambda one: one.label)
     ]

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.gate import MetricGate
-from onnx_ops.domain.metric import ACCURACY
+from onnx_ops.domain.metric import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import Pipeline, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.search import AUTO
@@ -129,8 +130,18 @@ def _metric(pipeline: Pipeline, probe: Probe) -> Json:
     gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
     definition = gate.definition() if gate else ACCURACY
     better = gate.higher_is_better if gate and gate.use else definition.higher_is_better
-    code = probe.code(definition.use).digest() if definition.use else None
-    return {"definition": codec.to_json(definition), "lower": better is False, "code": code}
+    return {
+        "definition": codec.to_json(definition),
+        "lower": better is False,
+        "code": metric_code(pipeline, definition, probe),
+    }
+
+
+def metric_code(pipeline: Pipeline, metric: MetricDefinition, probe: Probe) -> Digest | None:
+    """Digest of the code of an own metric; None for one that is known here."""
+    if not metric.use:
+        return None
+    return probe.code(metric.use, pipeline.train.depends if pipeline.train else ()).digest()
 
 
 def is_quantized(pipeline: Pipeline, variant: str, probe: Probe) -> bool:

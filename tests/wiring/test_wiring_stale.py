@@ -202,7 +202,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     "a constant that the class imports": (text("shop/constants.py", "2", "3"), TRAINED),
     "the package around the class": (text("shop/__init__.py", "import Net", "import Net as Net"), TRAINED),
     "the training function": (text("shop/training.py", "return", "pass; return"), {"train"}),
-    "a file that training and class read": (text("shop/table.json", "{}", "[]"), TRAINED),
+    "a file that code reads": (text("shop/table.json", "{}", "[]"), TRAINED),
     "an own metric": (text("judging/score.py", "1.0", "2.0"), MEASURED),
     "a helper of an own metric": (text("judging/parts.py", "/ 2", "/ 3"), MEASURED),
     # Data.
@@ -221,7 +221,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     ),
     # Options.
     "a parameter of training": (text("params.yaml", "rate: 0.5", "rate: 0.7"), {"train", "register"}),
-    "what training depends on": (pipeline("[shop/table.json]", "[]"), TRAINED),
+    "what code depends on": (pipeline("[shop/table.json]", "[]"), TRAINED),
     "the opset": (pipeline("opset: 18", "opset: 17"), EXPORTED),
     "the IR version": (pipeline("ir_version: 10", "ir_version: 9"), EXPORTED),
     "free axes": (pipeline("ir_version: 10", "ir_version: 10, dynamic: {x: {0: rows}}"), EXPORTED),
@@ -286,7 +286,8 @@ QUANTIZED = {"quantize/int8", "quantize/half"} | of("int8", MEASURED) | of("half
 OTHERWISE: dict[tuple[str, str], set[str]] = {
     # An ONNX file holds all that it computes, and the runtime answers for its source.
     **{("onnx", edit): {"train"} for edit, (_, again) in EDITS.items() if "class" in edit and again == TRAINED},
-    ("onnx", "what training depends on"): {"train"},
+    ("onnx", "a file that code reads"): {"train"} | MEASURED,
+    ("onnx", "what code depends on"): {"train"} | MEASURED,
     ("onnx", "numpy"): QUANTIZED,
     ("onnx", "onnxruntime"): EXPORTED,
     # Packages of this installation are not those of an environment.
