@@ -226,6 +226,12 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     "the IR version": (pipeline("ir_version: 10", "ir_version: 9"), EXPORTED),
     "free axes": (pipeline("ir_version: 10", "ir_version: 10, dynamic: {x: {0: rows}}"), EXPORTED),
     "an option of the exporter": (pipeline("ir_version: 10", "ir_version: 10, options: {convert: true}"), EXPORTED),
+    "what callers send": (pipeline("prefer: latency", "prefer: latency\ninputs: {x: {min: -9}}"), EXPORTED),
+    "how long the source may answer": (pipeline("limit: 20}", "limit: 20}, source_time: 5 s"), EXPORTED),
+    "what parity does with a group": (
+        pipeline("{kind: parity}", "{kind: parity, groups: {beyond_range: ignore}}"),
+        JUDGED,
+    ),
     "how many rows validate": (pipeline("limit: 20", "limit: 10"), EXPORTED),
     "which rows validate": (pipeline("samples: {data: test", "samples: {data: train"), TRAINED),
     "per channel": (
