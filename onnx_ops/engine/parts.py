@@ -20,11 +20,12 @@ REQUIREMENTS = "requirements"
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
-    StageKind.EXPORT: 3,
-    StageKind.VALIDATE: 3,
+    StageKind.EXPORT: 4,
+    StageKind.VALIDATE: 4,
+    StageKind.SEARCH: 2,
     StageKind.QUANTIZE: 5,
-    StageKind.BENCHMARK: 7,
-    StageKind.GATE: 4,
+    StageKind.BENCHMARK: 8,
+    StageKind.GATE: 5,
     StageKind.REGISTER: 5,
 }
 """Raised by one when the code of a stage changes what it produces from the same inputs."""
