@@ -6,6 +6,8 @@ import math
 
 from scipy import special
 
+from onnx_ops.domain.evidence import Interval, PairedCounts
+
 CONFIDENCE = 0.90
 """Of two-sided intervals: each bound has a one-sided error rate of 5 %."""
 
@@ -14,8 +16,50 @@ FEW_SAMPLES = 500
 _EDGE = 1e-12
 
 
+def change_interval(counts: PairedCounts) -> Interval:
+    """Change of a share of right rows, candidate minus baseline; grouped rows count as fewer independent ones.
+
+    Raises:
+        ValueError: see `tango_interval`.
+    """
+    n, lost, won = _independent(counts)
+    estimate, low, high = tango_interval(n, lost, won)
+    return Interval(estimate=estimate, low=low, high=high)
+
+
+def change_p_value(counts: PairedCounts, bound: float) -> float:
+    """Chance of so good a change, or a better one, where the true change equals `bound`."""
+    n, lost, won = _independent(counts)
+    return float(special.ndtr(-_tango_score(n, lost, won, bound)))
+
+
+def value_interval(counts: PairedCounts) -> Interval:
+    """The candidate's share of right rows; grouped rows count as fewer independent ones."""
+    right, n = _independent_value(counts)
+    estimate, low, high = clopper_pearson(right, n)
+    return Interval(estimate=estimate, low=low, high=high)
+
+
+def value_p_value(counts: PairedCounts, bound: float) -> float:
+    """Chance of so large a share, or a larger one, where the true share equals `bound`."""
+    right, n = _independent_value(counts)
+    return float(special.betainc(right, n - right + 1, bound)) if right > 0 else 1.0
+
+
+def _independent_value(counts: PairedCounts) -> tuple[float, float]:
+    """Right rows, and rows, of as much evidence without groups."""
+    effect = min(counts.value_effect, max(1, counts.n))
+    return (counts.both + counts.only_candidate) / effect, counts.n / effect
+
+
+def _independent(counts: PairedCounts) -> tuple[float, float, float]:
+    """Rows, lost and won ones of as much evidence without groups."""
+    effect = min(counts.change_effect, max(1, counts.n))
+    return counts.n / effect, counts.only_baseline / effect, counts.only_candidate / effect
+
+
 def tango_interval(
-    n: int, only_baseline: int, only_candidate: int, confidence: float = CONFIDENCE
+    n: float, only_baseline: float, only_candidate: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
     """Score interval for the difference of two proportions on the same rows, candidate minus baseline.
 
@@ -23,7 +67,7 @@ def tango_interval(
     discordant, where an interval from the normal approximation collapses.
 
     Args:
-        n: rows, at least one.
+        n: rows, at least one; not a whole number where grouped rows count as fewer.
         only_baseline: rows that only the baseline got right.
         only_candidate: rows that only the candidate got right.
         confidence: of the two-sided interval.
@@ -52,7 +96,7 @@ def tango_interval(
     return estimate, low, high
 
 
-def _tango_score(n: int, b: int, c: int, difference: float) -> float:
+def _tango_score(n: float, b: float, c: float, difference: float) -> float:
     """Standardised distance of (c - b) / n from `difference`, the variance estimated under that difference."""
     linear = (2 * n - c + b) * difference - b - c
     constant = -b * difference * (1 - difference)
@@ -64,7 +108,7 @@ def _tango_score(n: int, b: int, c: int, difference: float) -> float:
     return math.copysign(math.inf, distance) if distance else 0.0
 
 
-def clopper_pearson(successes: int, n: int, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
+def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
     """Exact interval for a proportion (Clopper and Pearson 1934, Biometrika 26:404-413).
 
     Returns:

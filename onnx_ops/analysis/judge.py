@@ -10,7 +10,7 @@ from typing import assert_never
 from onnx_ops.analysis.latency import compare
 from onnx_ops.analysis.rules.common import one_line
 from onnx_ops.analysis.rules.latency import judge_latency
-from onnx_ops.analysis.rules.metric import judge_metric
+from onnx_ops.analysis.rules.metric import judge_independence, judge_metric
 from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.analysis.rules.provider import judge_provider
 from onnx_ops.analysis.rules.size import judge_size
@@ -61,6 +61,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
     sound = _sound(evidence)
     results = (
         *(result for gate in gates for result in _apply(gate, sound)),
+        *judge_independence(gates, sound),
         *_not_numbers(evidence),
         *judge_provider(evidence),
     )

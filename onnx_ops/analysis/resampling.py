@@ -1,4 +1,4 @@
-"""The paired bootstrap over rows: one draw of rows for all models, so that what they share cancels out.
+"""The paired bootstrap over rows or groups: one draw for all models, so that what they share cancels out.
 
 A statistic is a function of weights (how often each row counts), which lets it be computed for many resamples at once.
 """
@@ -31,6 +31,9 @@ GROUPS = 200
 _CELLS = 1 << 21
 """Resamples times rows that are held at once."""
 
+_TAIL = 0.85
+"""With some hundred rows the interval of f1 and auc errs in up to 7 % in place of 5 % on one side without it."""
+
 _UNDEFINED_SHARE = 0.01
 """Of resamples. Where more of them are undefined, an interval would tell of the lucky ones only."""
 
@@ -57,17 +60,25 @@ class Replicates:
 
 
 def replicate(
-    statistics: Mapping[str, Statistic], rows: int, seed: int, resamples: int = RESAMPLES
+    statistics: Mapping[str, Statistic], groups: npt.NDArray[np.int64], seed: int, resamples: int = RESAMPLES
 ) -> dict[str, Replicates]:
-    """All statistics on the same resamples of the rows, drawn from the seed."""
+    """All statistics on the same resamples, drawn from the seed.
+
+    Args:
+        statistics: of the rows.
+        groups: number of each row's group; groups are drawn and left out as wholes. `arange` draws rows.
+        seed: of the draws.
+        resamples: how many.
+    """
     draw = np.random.default_rng(seed)
+    rows, units = len(groups), int(groups.max()) + 1
     at_once = max(1, _CELLS // rows)
     found: dict[str, list[Any]] = {name: [] for name in statistics}
     for start in range(0, resamples, at_once):
-        weights = _draw(draw, min(at_once, resamples - start), rows)
+        weights = _draw(draw, min(at_once, resamples - start), units)[:, groups]
         for name, statistic in statistics.items():
             found[name].append(statistic(weights))
-    kept = _left_out(rows)
+    kept = _left_out(units)[:, groups]
     return {
         name: Replicates(
             observed=float(statistic(np.ones((1, rows)))[0]),
@@ -81,7 +92,8 @@ def replicate(
 def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Interval | None:
     """Bias-corrected and accelerated bootstrap interval; None where too many resamples are undefined.
 
-    Efron 1987, Journal of the American Statistical Association 82:171-185; the acceleration is that of the jackknife
+    Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL` times the nominal
+    size; the acceleration is that of the jackknife
     over groups of rows, which has the same expectation as over single ones.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
@@ -89,7 +101,7 @@ def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Inte
         return None
     below = np.mean(values < replicates.observed) + np.mean(values == replicates.observed) / 2
     bias = special.ndtri(np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1)))
-    tail = (1 - confidence) / 2
+    tail = _TAIL * (1 - confidence) / 2
     levels = bias + special.ndtri([tail, 1 - tail])
     levels = special.ndtr(bias + levels / np.maximum(1 - _acceleration(replicates.left_out) * levels, 0.1))
     low, high = np.quantile(values, levels, method="weibull")

@@ -1,10 +1,11 @@
 """A task metric of several models on the same rows, with intervals that any limit can be held against later.
 
-Intervals are of the paired bootstrap over rows (`resampling`). It knows nothing of kinds of rows that it has not seen,
-so the interval of a metric with a range is never narrower than what such rows could do: though none of n rows went
-wrong, up to 3/n of all rows may (at 5 % error), each at the metric's largest step. A metric without a range has no
-largest step: its interval is a point where two models answer every row alike, and is not given where only the scores
-of the rows are alike.
+Intervals of mae, rmse and r2 are of ratios of losses (`loss_ratios`), those of the others of the paired bootstrap over
+rows (`resampling`); where the data names groups, rows are groups. The bootstrap knows nothing of kinds of rows that it
+has not seen, so the interval of a metric with a range is never narrower than what such rows could do: though none of n
+rows went wrong, up to 3/n of all rows may (at 5 % error), each at the metric's largest step. A metric without a range
+has no largest step: its interval is a point where two models answer every row alike, and is not given where only the
+scores of the rows are alike.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from dataclasses import replace
 import numpy as np
 
 from onnx_ops.analysis.agreement import CONFIDENCE
+from onnx_ops.analysis.grouping import typical_size
+from onnx_ops.analysis.loss_ratios import UNSEEN_CHANGES, few_heavy, ratio_interval
 from onnx_ops.analysis.metrics import Array, OwnMetric
 from onnx_ops.analysis.resampling import RESAMPLES, Replicates, bca_interval, replicate
 from onnx_ops.analysis.sides import Side, side
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.metric import MetricDefinition
 
+_NAMED = 10
+"""At most so many rows are named as those that carry an error."""
+
 CANDIDATE = ""
 """Key of the candidate among the models; the others are named as in `ScoreComparison.against`."""
 
 FEW_ROWS = 20
-"""Below it a bootstrap interval has no level to speak of."""
+"""Below it, in rows or groups, an interval has no level to speak of."""
 
 UNSEEN_ROWS = -math.log((1 - CONFIDENCE) / 2)
 """Rows of a kind of which none was seen that may be missing by chance: the upper 95 % bound of a Poisson count of 0."""
@@ -40,6 +46,7 @@ def score(
     seed: int,
     function: OwnMetric | None = None,
     resamples: int = RESAMPLES,
+    group: Array | None = None,
 ) -> tuple[ScoreComparison, ...]:
     """The candidate's own score, and one comparison with each other model. The order of rows has no influence.
 
@@ -53,16 +60,17 @@ def score(
         seed: of the resamples.
         function: the own metric.
         resamples: fewer make it faster and coarser.
+        group: number of each row's group, where rows belong together.
     """
     if label is not None:
-        return _score(definition, label, answers, seed, function, resamples)
+        return _score(definition, label, answers, seed, function, resamples, group)
     found = []
     for name, reference in answers.items():
         if name != CANDIDATE and not _numbers(reference):
             found.append(_senseless(definition, len(reference), name))
         elif name != CANDIDATE:
             pair = {CANDIDATE: answers[CANDIDATE], name: reference}
-            entries = _score(definition, reference, pair, seed, function, resamples)
+            entries = _score(definition, reference, pair, seed, function, resamples, group)
             found += [_at_most_equal(entry, name) for entry in entries if entry.against or not entry.candidate]
     return tuple(found)
 
@@ -88,43 +96,154 @@ def _score(
     seed: int,
     function: OwnMetric | None,
     resamples: int,
+    group: Array | None,
 ) -> tuple[ScoreComparison, ...]:
-    label, answers = _in_order(label, answers)
+    order = _order(label, answers)
     if definition.name == "token_agreement":
-        counted = (label != definition.ignore).any(axis=1)
-        label, answers = label[counted], {name: array[counted] for name, array in answers.items()}
-    if problem := _problem(definition, label, answers[CANDIDATE], function):
+        order = order[(label != definition.ignore).any(axis=1)[order]]
+    label, answers = label[order], {name: array[order] for name, array in answers.items()}
+    groups = None if group is None else np.unique(group[order], return_inverse=True)[1].astype(np.int64)
+    if problem := _problem(definition, label, answers[CANDIDATE], function, groups):
         return (problem,)
     sound = {name: array for name, array in answers.items() if _numbers(array)}
-    sides = {name: side(definition, label, array, function) for name, array in sound.items()}
-    replicates = replicate({name: one.statistic for name, one in sides.items()}, len(label), seed, resamples)
-    mine = _alone(definition, sides[CANDIDATE], replicates[CANDIDATE])
+    units = np.arange(len(label)) if groups is None else groups
+    if definition.name in ("mae", "rmse", "r2"):
+        entries = _losses(definition, label, sound, units)
+        entries = {n: replace(e, heavy=tuple(int(order[row]) for row in e.heavy)) for n, e in entries.items()}
+    else:
+        entries = _bootstrapped(definition, label, sound, function, units, seed, resamples)
+    if groups is not None:
+        entries = {name: replace(entry, groups=int(units.max()) + 1) for name, entry in entries.items()}
+    mine = entries[CANDIDATE]
     if mine.candidate is None:
         return (mine,)
-    entries = [mine]
-    for name in answers:
-        if name not in sound:
-            entries.append(_senseless(definition, mine.n, name))
-        elif name != CANDIDATE:
-            pair = (sides[CANDIDATE], sides[name])
-            entries.append(_against(definition, mine, name, pair, (replicates[CANDIDATE], replicates[name])))
-    return tuple(entries)
+    others = [name for name in answers if name != CANDIDATE]
+    return (mine, *(entries[name] if name in sound else _senseless(definition, mine.n, name) for name in others))
+
+
+def _bootstrapped(
+    definition: MetricDefinition,
+    label: Array,
+    answers: Mapping[str, Array],
+    function: OwnMetric | None,
+    units: Array,
+    seed: int,
+    resamples: int,
+) -> dict[str, ScoreComparison]:
+    size = typical_size(units)
+    sides = {name: side(definition, label, array, function) for name, array in answers.items()}
+    sides = {name: replace(one, step=one.step and size * one.step) for name, one in sides.items()}
+    replicates = replicate({name: one.statistic for name, one in sides.items()}, units, seed, resamples)
+    mine = _alone(definition, sides[CANDIDATE], replicates[CANDIDATE])
+    if mine.candidate is None:
+        return {CANDIDATE: mine}
+    return {CANDIDATE: mine} | {
+        name: _against(
+            definition, mine, name, (sides[CANDIDATE], sides[name]), (replicates[CANDIDATE], replicates[name])
+        )
+        for name in answers
+        if name != CANDIDATE
+    }
+
+
+def _losses(
+    definition: MetricDefinition, label: Array, answers: Mapping[str, Array], units: Array
+) -> dict[str, ScoreComparison]:
+    """Of means of a loss a row: mae, rmse, and r2, where the loss is divided by the label's variance."""
+    losses = {
+        n: np.abs(label - said) if definition.name == "mae" else np.square(label - said) for n, said in answers.items()
+    }
+    sums: dict[str, Array] = {name: np.bincount(units, weights=loss) for name, loss in losses.items()}
+    share = np.bincount(units, weights=np.square(label - label.mean()) if definition.name == "r2" else None).astype(
+        float
+    )
+    mine = sums[CANDIDATE]
+    if share.sum() <= 1e-12 * np.square(label).sum() and definition.name == "r2":
+        return {
+            CANDIDATE: refused(
+                definition, len(label), undefined="r2 is not defined on these rows: the labels are constant"
+            )
+        }
+    if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
+        why = "every row scores the same: no spread to estimate an interval from"
+        return {CANDIDATE: refused(definition, len(label), undefined=why)}
+    alone = ratio_interval(mine, share, UNSEEN_ROWS)
+    entry = ScoreComparison(
+        metric=definition.label,
+        against=CANDIDATE,
+        n=len(label),
+        candidate=_mirrored(alone) if definition.name == "r2" else _rooted(definition, alone),
+        confidence=CONFIDENCE,
+        method="Student's t of the losses, with rows of the worst kind seen that may be missing",
+        effective=few_heavy(mine)[0],
+        heavy=few_heavy(losses[CANDIDATE])[1][:_NAMED],
+    )
+    return {CANDIDATE: entry} | {
+        name: _loss_change(
+            definition, replace(entry, against=name), (answers[CANDIDATE], answers[name]), (mine, sums[name]), share
+        )
+        for name in answers
+        if name != CANDIDATE
+    }
+
+
+def _loss_change(
+    definition: MetricDefinition,
+    entry: ScoreComparison,
+    answers: tuple[Array, Array],
+    sums: tuple[Array, Array],
+    share: Array,
+) -> ScoreComparison:
+    """What the losses of two models say of each other. Without a range there is no largest step: models that answer
+    alike have a point."""
+    mine, theirs = sums
+    equal = np.array_equal(*answers)
+    total = float(theirs.sum() / share.sum())
+    if definition.name == "r2":
+        if not equal and np.allclose(mine, theirs, rtol=1e-9, atol=0):
+            return _no_change(definition, entry)
+        none = Interval(estimate=0.0, low=0.0, high=0.0)
+        change = none if equal else ratio_interval(theirs - mine, share, UNSEEN_CHANGES)
+        return replace(entry, baseline=1 - total, difference=change)
+    if total <= 0 or (not equal and np.allclose(mine, theirs, rtol=1e-9, atol=0)):
+        return _no_change(definition, entry)
+    one = Interval(estimate=1.0, low=1.0, high=1.0)
+    ratio = one if equal else _rooted(definition, ratio_interval(mine, theirs, UNSEEN_CHANGES))
+    return replace(
+        entry, baseline=_rooted(definition, Interval(estimate=total, low=total, high=total)).estimate, ratio=ratio
+    )
+
+
+def _no_change(definition: MetricDefinition, entry: ScoreComparison) -> ScoreComparison:
+    name = entry.against
+    why = f"no row scores otherwise than with {name}, or {name} is without error: no interval for the change"
+    return refused(definition, entry.n, against=name, undefined=why)
+
+
+def _rooted(definition: MetricDefinition, found: Interval) -> Interval:
+    """In the metric's own terms: rmse is the root of the mean loss."""
+    ends = (max(value, 0.0) for value in (found.estimate, found.low, found.high))
+    estimate, low, high = map(math.sqrt, ends) if definition.name == "rmse" else ends
+    return Interval(estimate=estimate, low=low, high=high)
+
+
+def _mirrored(found: Interval) -> Interval:
+    return Interval(estimate=1 - found.estimate, low=1 - found.high, high=min(1.0, 1 - found.low))
 
 
 def _senseless(definition: MetricDefinition, n: int, name: str) -> ScoreComparison:
     return refused(definition, n, against=name, undefined=f"{name} answers with NaN or infinity")
 
 
-def _in_order(label: Array, answers: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
-    """The rows in an order that depends on what they hold and not on how they came."""
+def _order(label: Array, answers: Mapping[str, Array]) -> Array:
+    """An order of the rows that depends on what they hold and not on how they came."""
     columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
     keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
-    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
-    return label[order], {name: array[order] for name, array in answers.items()}
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
 
 
 def _problem(
-    definition: MetricDefinition, label: Array, candidate: Array, function: OwnMetric | None
+    definition: MetricDefinition, label: Array, candidate: Array, function: OwnMetric | None, groups: Array | None
 ) -> ScoreComparison | None:
     """Why the candidate cannot be scored at all."""
     n = len(label)
@@ -134,6 +253,8 @@ def _problem(
         return refused(definition, n, failed="the labels hold NaN or infinity")
     if n < FEW_ROWS:
         return refused(definition, n, undefined=f"{n} rows are too few for an interval, which needs {FEW_ROWS}")
+    if groups is not None and (count := int(groups.max()) + 1) < FEW_ROWS:
+        return refused(definition, n, undefined=f"{count} groups are too few for an interval, which needs {FEW_ROWS}")
     if function is None:
         return None
     try:
@@ -175,8 +296,7 @@ def _against(
     difference = None if better is False else _difference(pair, replicates)
     ratio = None if better is True else _ratio(pair, replicates)
     if difference is None and ratio is None:
-        why = f"no row scores otherwise than with {name}, or {name} is without error: no interval for the change"
-        return refused(definition, mine.n, against=name, undefined=why)
+        return _no_change(definition, replace(mine, against=name))
     return replace(mine, against=name, baseline=replicates[1].observed, difference=difference, ratio=ratio)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onnx_ops.analysis.agreement import tango_interval
+from onnx_ops.analysis.agreement import change_interval
 from onnx_ops.analysis.latency import compare, quantile_limit
 from onnx_ops.domain.evidence import Evidence, Interval
 from onnx_ops.domain.gate import Gate, MetricGate
@@ -53,10 +53,9 @@ def _change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
     for counts in evidence.metrics:
         if (counts.metric, counts.against) == (metric, EXPORT):
             try:
-                estimate, low, high = tango_interval(counts.n, counts.only_baseline, counts.only_candidate)
+                return change_interval(counts)
             except ValueError:  # impossible counts, which the gate tells
                 return None
-            return Interval(estimate=estimate, low=low, high=high)
     for score in evidence.scores:
         if (score.metric, score.against) == (metric, EXPORT):
             if not lower:

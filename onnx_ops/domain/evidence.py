@@ -10,7 +10,7 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.quantities import LATER
 from onnx_ops.domain.structure import ActivationMeasurement, Advice, Int8Coverage, SourceLimits, TreeStructure
 
-EVIDENCE_SCHEMA = 3
+EVIDENCE_SCHEMA = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,9 @@ class PairedCounts:
 
     `both` rows are right in both, `only_baseline` and `only_candidate` in one, the rest of `n` in neither.
     `against` is `champion`, `fp32` or, for an absolute value, empty.
+
+    Where the data names groups, `groups` counts them. It then takes `change_effect` times as many rows as of
+    independent ones to know the change as well, and `value_effect` times as many for the candidate's own value.
     """
 
     metric: str
@@ -95,6 +98,9 @@ class PairedCounts:
     both: int
     only_baseline: int
     only_candidate: int
+    groups: int = field(default=0, metadata=LATER)
+    change_effect: float = field(default=1.0, metadata=LATER)
+    value_effect: float = field(default=1.0, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +119,9 @@ class ScoreComparison:
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `difference` is candidate minus
     baseline, `ratio` candidate over baseline; an entry has those that make sense for its metric. Where there is no
     figure, `undefined` says why these rows give none, or `failed` why it could not be measured.
+
+    `groups` counts the groups that were taken in place of rows. `effective` is how many equally bad rows (or groups)
+    would carry the candidate's error as evenly; `heavy` numbers the rows that carry half of it, the worst first.
     """
 
     metric: str
@@ -126,6 +135,9 @@ class ScoreComparison:
     method: str = ""
     undefined: str = ""
     failed: str = ""
+    groups: int = field(default=0, metadata=LATER)
+    effective: float | None = field(default=None, metadata=LATER)
+    heavy: tuple[int, ...] = field(default=(), metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +251,7 @@ class Evidence:
     `failure` says why a measurement is missing; it blames the environment, never the model. `raw` is the digest of
     the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source, or else
     that of the target from that place. `recipe` tells in sentences how the variant was made, `advice` what slows it
-    down on the target.
+    down on the target. `grouped` says why the scored rows look as if some belonged together, where no key names groups.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -269,6 +281,7 @@ class Evidence:
     advice: tuple[Advice, ...] = ()
     metrics: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
+    grouped: tuple[str, ...] = field(default=(), metadata=LATER)
     comparisons: tuple[LatencyComparison, ...] = ()
     latency: LatencySamples | None = None
     throughput: tuple[Throughput, ...] = ()

@@ -198,8 +198,9 @@ def gates_on(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Ga
 class GateResult:
     """One line of the gate table.
 
-    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts what they rest on. An
-    advisory result is shown and never enters a verdict.
+    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts what they rest on, and
+    `groups` in how many groups it came. `p_value` is the chance of a figure at least as good if the truth were at the
+    limit. An advisory result is shown and never enters a verdict.
     """
 
     gate: str
@@ -214,6 +215,8 @@ class GateResult:
     unit: str = ""
     n: int = 0
     advisory: bool = False
+    groups: int = field(default=0, metadata=LATER)
+    p_value: float | None = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnx_ops.analysis.agreement import clopper_pearson
+from onnx_ops.analysis.agreement import value_interval
 from onnx_ops.analysis.latency import quantile_gate
 from onnx_ops.domain.evidence import Evidence, LatencySamples
 from onnx_ops.domain.gate import Decision
@@ -53,8 +53,8 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
     for counts in evidence.metrics:
         right = counts.both + counts.only_candidate
         if not counts.against and counts.metric == name and 0 <= right <= counts.n and counts.n:
-            estimate, low, high = clopper_pearson(right, counts.n)
-            return Measured(estimate=estimate, low=low, high=high, unit="1", n=counts.n, of="rows")
+            found = value_interval(counts)
+            return Measured(estimate=found.estimate, low=found.low, high=found.high, unit="1", n=counts.n, of="rows")
     baselines = ("", evidence.baseline)
     for score in evidence.scores:
         if score.metric == name and score.against in baselines and score.candidate is not None:

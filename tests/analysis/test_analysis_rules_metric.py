@@ -168,3 +168,32 @@ def test_scores_are_json_and_are_judged_again_alike() -> None:
     for limit in (0.001, 0.05):
         gate = MetricGate(name="f1", max_drop=limit)
         assert codec.dumps(judge([gate], again)) == codec.dumps(judge([gate], found))
+
+
+def test_few_rows_that_carry_an_error_are_named_and_never_pass_an_absolute_limit() -> None:
+    few = entry("rmse", "", candidate=interval(1.0), effective=4.2, heavy=(17, 93), n=200)
+    (found,) = judged(MetricGate(name="rmse", max=1.5), evidence(few))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "17, 93" in found.reason
+    even = replace(few, effective=66.0)
+    assert judged(MetricGate(name="rmse", max=1.5), evidence(even))[0].verdict is Verdict.PASS
+    assert judged(MetricGate(name="rmse", max=0.5), evidence(few))[0].verdict is Verdict.FAIL
+
+
+def test_rows_that_look_grouped_are_told_without_a_verdict() -> None:
+    scored = evidence(entry("f1 macro", difference=interval(0.0, 0.001)), grouped=("the data holds 'patient'",))
+    decision = judge([MetricGate(name="f1", max_drop=0.05)], scored)
+    (result,) = (result for result in decision.results if result.metric == "f1 macro vs fp32")
+    assert result.verdict is Verdict.PASS
+    (advice,) = (result for result in decision.results if result.advisory)
+    assert "'patient'" in advice.reason
+    assert "group:" in advice.reason
+
+
+def test_a_p_value_is_below_one_in_twenty_where_the_gate_passes() -> None:
+    for estimate in (-0.02, -0.035, -0.045):
+        (found,) = judged(
+            MetricGate(name="f1", max_drop=0.05), evidence(entry("f1 macro", difference=interval(estimate)))
+        )
+        assert found.p_value is not None
+        assert (found.p_value < 0.05) == (found.verdict is Verdict.PASS)

@@ -24,6 +24,11 @@ class Limit:
         return self.kind in ("max_drop", "max_increase")
 
     @property
+    def from_above(self) -> bool:
+        """Whether figures must stay below the bound."""
+        return self.kind in ("max_increase", "max")
+
+    @property
     def bound(self) -> float:
         """The number that intervals are held against."""
         return -self.value if self.kind == "max_drop" else self.value

@@ -6,13 +6,34 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from onnx_ops.analysis.agreement import clopper_pearson, sample_advice, tango_interval
+from scipy import special
+
+from onnx_ops.analysis.agreement import (
+    CONFIDENCE,
+    change_interval,
+    change_p_value,
+    sample_advice,
+    value_interval,
+    value_p_value,
+)
 from onnx_ops.analysis.rules.common import baseline_of, no_limit, not_measured
 from onnx_ops.analysis.rules.limit import Limit, limits_of
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
-from onnx_ops.domain.gate import GateResult, MetricGate, Verdict
+from onnx_ops.domain.gate import Gate, GateResult, MetricGate, Verdict
 
 _Entry = PairedCounts | ScoreComparison
+
+INDEPENDENCE = "independent rows"
+"""What the advisory result is about that tells of rows which look as if some belonged together."""
+
+_P_VALUES = 4
+"""Schema of evidence since which results tell p-values; older is judged as it was, to the byte."""
+
+_EVEN_ROWS = 50
+"""Least effective rows (or groups) for a PASS of a largest error; chosen by simulation."""
+
+_CONCENTRATED = 1 / 8
+"""Share of the rows below which so few equally bad ones carry the error that they are named; 1/3 in a normal one."""
 
 
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
@@ -31,14 +52,32 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
         return
     for limit in limits:
         if limit.of_change:
-            yield from _changes(name, limit, entries, evidence)
+            yield from (_aged(result, evidence) for result in _changes(name, limit, entries, evidence))
         elif entries:
             # Every entry tells the candidate's own value; where they differ, the worst counts.
             telling = [entry for entry in entries if _tells_value(entry)] or entries
             results = [_judge(name, limit, entry) for entry in telling]
-            yield max(results, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n))
+            yield _aged(max(results, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n)), evidence)
         else:
             yield not_measured("metric", name, limit.text)
+
+
+def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[GateResult]:
+    """Advice to name groups, where metric gates take rows as independent that look as if some belonged together."""
+    if evidence.grouped and any(isinstance(gate, MetricGate) for gate in gates):
+        yield GateResult(
+            gate="metric",
+            metric=INDEPENDENCE,
+            limit="",
+            verdict=Verdict.INCONCLUSIVE,
+            reason=f"rows may belong together: {'; '.join(evidence.grouped)}. If they do, intervals are too narrow: "
+            "name the array that tells it with `group:` in the data set",
+            advisory=True,
+        )
+
+
+def _aged(result: GateResult, evidence: Evidence) -> GateResult:
+    return result if evidence.schema >= _P_VALUES else replace(result, p_value=None)
 
 
 def _changes(name: str, limit: Limit, entries: Sequence[_Entry], evidence: Evidence) -> Iterator[GateResult]:
@@ -61,7 +100,13 @@ def _tells_value(entry: _Entry) -> bool:
 
 def _judge(name: str, limit: Limit, entry: _Entry) -> GateResult:
     blank = GateResult(
-        gate="metric", metric=name, limit=limit.text, verdict=Verdict.ERROR, reason="", n=max(0, entry.n)
+        gate="metric",
+        metric=name,
+        limit=limit.text,
+        verdict=Verdict.ERROR,
+        reason="",
+        n=max(0, entry.n),
+        groups=entry.groups,
     )
     if isinstance(entry, ScoreComparison) and (entry.failed or entry.undefined):
         verdict = Verdict.ERROR if entry.failed else Verdict.INCONCLUSIVE
@@ -72,6 +117,8 @@ def _judge(name: str, limit: Limit, entry: _Entry) -> GateResult:
     if found is None:
         return replace(blank, verdict=Verdict.INCONCLUSIVE, reason=f"{name} has no interval that fits {limit.text}")
     verdict = limit.verdict(found.low, found.high)
+    if verdict is Verdict.PASS and limit.kind == "max" and _is_uneven(entry):
+        verdict = Verdict.INCONCLUSIVE
     return replace(
         blank,
         verdict=verdict,
@@ -81,7 +128,24 @@ def _judge(name: str, limit: Limit, entry: _Entry) -> GateResult:
         high=found.high,
         bound=limit.bound,
         unit=limit.unit,
+        p_value=_p_value(limit, entry, found),
     )
+
+
+def _is_uneven(entry: _Entry) -> bool:
+    """Whether few rows carry the error: then an unseen one may be as bad as all that were seen together."""
+    return isinstance(entry, ScoreComparison) and entry.effective is not None and entry.effective < _EVEN_ROWS
+
+
+def _p_value(limit: Limit, entry: _Entry, found: Interval) -> float:
+    """Exact for counts; for other intervals as if the distance to the limit were normal."""
+    if isinstance(entry, PairedCounts):
+        return (change_p_value if limit.of_change else value_p_value)(entry, limit.bound)
+    safe = limit.bound - found.estimate if limit.from_above else found.estimate - limit.bound
+    end = found.high - found.estimate if limit.from_above else found.estimate - found.low
+    if end <= 0:
+        return 0.0 if safe > 0 else 1.0
+    return float(special.ndtr(-special.ndtri((1 + CONFIDENCE) / 2) * safe / end))
 
 
 def _interval(limit: Limit, entry: _Entry) -> Interval | None:
@@ -103,17 +167,15 @@ def _interval(limit: Limit, entry: _Entry) -> Interval | None:
 def _counted(limit: Limit, counts: PairedCounts) -> Interval | None:
     """Tango's interval of the change, Clopper and Pearson's of the value."""
     if limit.kind == "max_drop":
-        estimate, low, high = tango_interval(counts.n, counts.only_baseline, counts.only_candidate)
-    elif limit.of_change:
-        return None
-    else:
-        estimate, low, high = clopper_pearson(counts.both + counts.only_candidate, counts.n)
-    return Interval(estimate=estimate, low=low, high=high)
+        return change_interval(counts)
+    return None if limit.of_change else value_interval(counts)
 
 
 def _problem(entry: _Entry) -> str:
     if isinstance(entry, PairedCounts):
         parts = (entry.both, entry.only_baseline, entry.only_candidate)
+        if not (1 <= entry.change_effect < math.inf and 1 <= entry.value_effect < math.inf):
+            return "groups of rows do not add to what rows tell"
         return "its counts do not add up" if min(parts) < 0 or sum(parts) > entry.n else ""
     intervals = [i for i in (entry.candidate, entry.difference, entry.ratio) if i is not None]
     if not all(math.isfinite(v) for i in intervals for v in (i.estimate, i.low, i.high)):
@@ -128,7 +190,22 @@ def _reason(name: str, limit: Limit, entry: _Entry, found: Interval, verdict: Ve
     against = f" against {entry.against}" if limit.of_change else ""
     figures = f"{limit.told(found.estimate)} [{limit.told(found.low)}, {limit.told(found.high)}]{against}"
     reason = f"{verb} {figures}, limit {limit.told(limit.bound)}, n = {entry.n}"
+    if entry.groups:
+        reason += f" in {entry.groups} groups"
     if isinstance(entry, PairedCounts) and limit.of_change:
         reason += f" ({entry.only_baseline} lost, {entry.only_candidate} won)"
-    advice = sample_advice(entry.n) if verdict is Verdict.INCONCLUSIVE else ""
-    return f"{reason}; {advice}" if advice else reason
+    if verdict is not Verdict.INCONCLUSIVE:
+        return reason
+    told = (_carried(limit, entry), sample_advice(entry.n))
+    return "; ".join((reason, *(one for one in told if one)))
+
+
+def _carried(limit: Limit, entry: _Entry) -> str:
+    """Which rows carry the error, where few do."""
+    if isinstance(entry, PairedCounts) or entry.effective is None or not entry.heavy:
+        return ""
+    units = entry.groups or entry.n
+    if entry.effective >= _CONCENTRATED * units and not (limit.kind == "max" and _is_uneven(entry)):
+        return ""
+    rows = ", ".join(str(row) for row in sorted(entry.heavy))
+    return f"few rows carry the error ({entry.effective:.0f} of {units} count): look at rows {rows}"
