@@ -67,6 +67,7 @@ EXAMPLES: Mapping[str, Any] = {
     "inputs": {"x": "data"},
     "keep": ["fast"],
     "label": "target",
+    "group": "patient",
     "memory": "4 GB",
     "output": "probabilities",
     "pause": ["50%"],

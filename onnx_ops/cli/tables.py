@@ -60,7 +60,7 @@ def gate_report(out: Console, rows: Sequence[ResultRow]) -> None:
         if last not in (place, ("", "")):
             table.add_section()
         shown = place if place != last else ("", "")
-        cells = (*shown, _gate_name(row), row.limit, f"{row.figure} {row.interval}".strip(), str(row.n or ""))
+        cells = (*shown, _gate_name(row), row.limit, f"{row.figure} {row.interval}".strip(), row.counted)
         table.add_row(*(escape(cell) for cell in cells), _verdict(row))
         last = place
     out.print(table)

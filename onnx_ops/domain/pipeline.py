@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
 from onnx_ops.domain.inputs import InputValues
-from onnx_ops.domain.quantities import FOUND, Bytes, Fraction, Json, Seconds
+from onnx_ops.domain.quantities import FOUND, LATER, Bytes, Fraction, Json, Seconds
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.search import AUTO, ROLES, Budget, Role, Tune
 from onnx_ops.domain.standing import Prefer
@@ -23,6 +23,9 @@ NAME_PATTERN = r"[a-z0-9][a-z0-9-]*"
 
 EXPORT = "fp32"
 """Name of the variant that the export stage makes."""
+
+
+GROUP = "Name of the array that says which rows belong together (patient, customer, session); gates then count groups."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class FileData:
     file: Annotated[str, doc("Path of a .npz file, relative to the project's root.")]
     inputs: Annotated[Mapping[str, str], MinLen(1), doc("ONNX input name -> array name.")]
     label: Annotated[str | None, doc("Name of the array that holds the labels.")] = None
+    group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,7 @@ class PluginData:
     with_: Annotated[Mapping[str, Json], doc("Its own settings.")] = field(default_factory=dict)
     inputs: Annotated[Mapping[str, str], MinLen(1), doc("ONNX input name -> array name.")]
     label: Annotated[str | None, doc("Name of the label array.")] = None
+    group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=LATER)
 
 
 DataSection: TypeAlias = FileData | SklearnData | PluginData

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -24,18 +24,28 @@ Tensors = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Named arrays of equal length along axis 0: model inputs by ONNX name, and labels if there are any."""
+    """Named arrays of equal length along axis 0: model inputs by ONNX name, and labels if there are any.
+
+    `group` numbers the group of each row, where the pipeline names one. Else `columns` holds the same for arrays of the
+    data that are neither input nor label and that may tell which rows belong together.
+    """
 
     inputs: Tensors
     label: Array | None = None
+    group: Array | None = None
+    columns: Tensors = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(next(iter(self.inputs.values())).shape[0])
 
     def head(self, rows: int) -> Dataset:
         """The first `rows` rows."""
-        label = None if self.label is None else self.label[:rows]
-        return Dataset(inputs={name: array[:rows] for name, array in self.inputs.items()}, label=label)
+        return Dataset(
+            inputs={name: array[:rows] for name, array in self.inputs.items()},
+            label=None if self.label is None else self.label[:rows],
+            group=None if self.group is None else self.group[:rows],
+            columns={name: array[:rows] for name, array in self.columns.items()},
+        )
 
 
 class DataSource(Protocol):

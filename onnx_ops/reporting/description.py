@@ -36,9 +36,15 @@ class ResultRow:
     figure: str
     interval: str
     n: int
+    groups: int
     verdict: Verdict
     reason: str
     advisory: bool
+
+    @property
+    def counted(self) -> str:
+        """What the figure rests on."""
+        return f"{self.n} in {self.groups} groups" if self.groups else str(self.n or "")
 
 
 def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
@@ -86,6 +92,7 @@ def _row(decision: Decision, result: GateResult) -> ResultRow:
         figure=format_figure(result.estimate, result.unit),
         interval=format_interval(result.low, result.high, result.unit, near=result.estimate),
         n=result.n,
+        groups=result.groups,
         verdict=result.verdict,
         reason=result.reason,
         advisory=result.advisory,

@@ -115,6 +115,8 @@ def _count(result: GateResult, evidence: Evidence | None) -> str:
         return f"{result.n} runs<br>1 session"
     if result.gate == "parity" and result.metric == "weights":
         return f"{result.n} elements"
+    if result.groups:
+        return f"{result.n} rows<br>{result.groups} groups"
     return f"{result.n} {_COUNTED[result.gate]}" if result.gate in _COUNTED else str(result.n)
 
 

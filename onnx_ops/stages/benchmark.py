@@ -105,6 +105,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             recipe=() if is_export else _documents(ports, variant["recipe.json"], str),
             metrics=metrics.counts,
             scores=metrics.scores,
+            grouped=metrics.grouped,
             comparisons=speed.comparisons,
             latency=speed.latency,
             throughput=speed.throughput,

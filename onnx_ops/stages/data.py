@@ -40,13 +40,32 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     dataset = Dataset(
         inputs={name: _pick(arrays, array, stage.id) for name, array in section.inputs.items()},
         label=_pick(arrays, section.label, stage.id) if section.label else None,
+        **_grouping(arrays, section, stage.id),
     )
-    lengths = {
-        name: len(array) for name, array in {**dataset.inputs, "label": dataset.label}.items() if array is not None
-    }
+    others = {"label": dataset.label, "group": dataset.group}
+    lengths = {name: len(array) for name, array in {**dataset.inputs, **others}.items() if array is not None}
     if len(set(lengths.values())) != 1 or not len(dataset):
         raise UserError(f"arrays must have the same number of rows, and at least one: {lengths}", where=stage.id)
     return put_dataset(ports.store, dataset)
+
+
+def _grouping(arrays: Mapping[str, Any], section: DataSection, where: str) -> dict[str, Any]:
+    """The group of each row by number, or the arrays that nothing names and that may tell it."""
+    from onnx_ops.analysis.grouping import group_columns, group_numbers  # numpy: what names a source needs none
+
+    name = None if isinstance(section, SklearnData) else section.group
+    if name is None:
+        used = {*section.inputs.values(), section.label}
+        return {"columns": group_columns({n: array for n, array in arrays.items() if n not in used})}
+    numbers = group_numbers(_pick(arrays, name, where))
+    if numbers is None:
+        array = arrays[name]
+        raise UserError(
+            f"the group must be one value a row, none of them missing; it is {array.dtype} {tuple(array.shape)}",
+            where=f"{where}: group {name!r}",
+            remedy="Name an array such as the patient's or the customer's number.",
+        )
+    return {"group": numbers}
 
 
 def _pick(arrays: Mapping[str, Any], name: str, where: str) -> Any:

@@ -54,16 +54,29 @@ def unpack(store: Store, digest: Digest) -> dict[str, Any]:
 
 
 def put_dataset(store: Store, dataset: Dataset) -> Manifest:
-    arrays = {f"input/{name}": array for name, array in dataset.inputs.items()}
-    if dataset.label is not None:
-        arrays["label"] = dataset.label
+    arrays = _prefixed("input/", dataset.inputs) | _prefixed("column/", dataset.columns)
+    arrays |= {
+        name: array for name, array in {"label": dataset.label, "group": dataset.group}.items() if array is not None
+    }
     return Manifest(files={"dataset.npz": store.put_bytes(pack(arrays))})
 
 
 def get_dataset(store: Store, manifest: Manifest) -> Dataset:
     arrays = unpack(store, manifest["dataset.npz"])
-    inputs = {name.removeprefix("input/"): array for name, array in arrays.items() if name.startswith("input/")}
-    return Dataset(inputs=inputs, label=arrays.get("label"))
+    return Dataset(
+        inputs=_below("input/", arrays),
+        label=arrays.get("label"),
+        group=arrays.get("group"),
+        columns=_below("column/", arrays),
+    )
+
+
+def _prefixed(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def _below(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def put_document(store: Store, value: object) -> Digest:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from onnx_ops.analysis.grouping import design_effect, grouping_signs
 from onnx_ops.analysis.metrics import Array, OwnMetric, top_k_rows
 from onnx_ops.analysis.scores import CANDIDATE, refused, score
 from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
@@ -50,6 +52,7 @@ class Scorer:
 class TaskMetrics:
     counts: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
+    grouped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,8 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
     readings = {name: scorer.known.get(name) or read_model(scorer, name, asked) for name in scorer.models}
     counts: list[PairedCounts] = []
     scores: list[ScoreComparison] = []
+    signals: list[Array] = []
+    group = scorer.dataset.group
     for definition in asked:
         found = {name: read_of[definition.label] for name, read_of in readings.items()}
         answers, problems = _comparable(definition, scorer.dataset.label, found)
@@ -88,11 +93,31 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
             continue
         if definition.name in ("accuracy", "top_k"):
             right = answers.by_model
-            counts += [paired(definition.label, name, right[name], right[CANDIDATE]) for name in right]
+            counts += [paired(definition.label, name, right[name], right[CANDIDATE], group) for name in right]
         else:
             function = scorer.functions.get(definition.use)
-            scores += score(definition, answers.label, answers.by_model, seed=scorer.seed, function=function)
-    return TaskMetrics(counts=tuple(counts), scores=tuple(scores))
+            scores += score(
+                definition, answers.label, answers.by_model, seed=scorer.seed, function=function, group=group
+            )
+        signals += _signals(definition, answers)
+    grouped: tuple[str, ...] = ()
+    if group is None and signals:
+        data = scorer.dataset
+        grouped = grouping_signs(data.inputs, data.columns, signals, data.label, scorer.seed)
+    return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped)
+
+
+def _signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
+    """What rows that belong together would have in common: right or wrong, the rank of the error, and its change."""
+    mine = answers.by_model[CANDIDATE]
+    others = [array for name, array in answers.by_model.items() if name != CANDIDATE]
+    if definition.name in ("accuracy", "top_k"):
+        return [mine.astype(np.float64), *(mine.astype(np.float64) - other for other in others)]
+    if definition.name in ("mae", "rmse", "r2") and answers.label is not None:
+        error = np.abs(mine - answers.label)
+        changes = [error, *(error - np.abs(other - answers.label) for other in others)]
+        return [np.argsort(np.argsort(change, kind="stable")).astype(np.float64) for change in changes]
+    return []
 
 
 def read_model(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> Readings:
@@ -199,8 +224,15 @@ def _coded(definition: MetricDefinition, terms: _Terms, answers: Mapping[str, Ar
     return _Answers(label=np.searchsorted(known, label), by_model=by_model)
 
 
-def paired(metric: str, against: str, baseline: Array, candidate: Array) -> PairedCounts:
+def paired(metric: str, against: str, baseline: Array, candidate: Array, group: Array | None = None) -> PairedCounts:
     """Counts of rows right in both, in one, in neither. Both arrays are boolean of shape (rows,)."""
+    grouped: dict[str, Any] = {}
+    if group is not None:
+        grouped = {
+            "groups": len(np.unique(group)),
+            "change_effect": design_effect(candidate.astype(np.float64) - baseline, group),
+            "value_effect": design_effect(candidate.astype(np.float64), group),
+        }
     return PairedCounts(
         metric=metric,
         against=against,
@@ -208,4 +240,5 @@ def paired(metric: str, against: str, baseline: Array, candidate: Array) -> Pair
         both=int((baseline & candidate).sum()),
         only_baseline=int((baseline & ~candidate).sum()),
         only_candidate=int((~baseline & candidate).sum()),
+        **grouped,
     )

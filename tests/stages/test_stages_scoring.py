@@ -248,3 +248,44 @@ class TestReading:
         found = label_of(ACCURACY, np.array([[1.0], [0.0]]))
         assert found is not None
         assert (found.dtype.kind, found.tolist()) == ("i", [1, 0])
+
+
+class TestGroups:
+    """Rows of one group count as fewer independent ones."""
+
+    def test_named_groups_are_counted_and_nothing_is_suspected(self, model: Path, scores: Any) -> None:
+        group = np.arange(ROWS) // 4
+        found = grouped(model, labels_of(scores), group=group)
+        assert [(c.groups, c.change_effect > 1, c.value_effect > 1) for c in found.counts] == [(25, True, True)] * 2
+        assert found.grouped == ()
+
+    def test_scores_resample_groups(self, model: Path, scores: Any) -> None:
+        label = labels_of(scores)
+        group = np.arange(ROWS) // 4
+        definition = MetricDefinition(name="f1", average="macro")
+        plain, by_group = (alone(grouped(model, label, definition, group=one)) for one in (None, group))
+        assert (plain.groups, by_group.groups) == (0, 25)
+        assert plain.candidate is not None
+        assert by_group.candidate is not None
+        assert by_group.candidate.estimate == plain.candidate.estimate
+        assert by_group.candidate.low < plain.candidate.low
+
+    def test_few_groups_give_no_interval(self, model: Path, scores: Any) -> None:
+        definition = MetricDefinition(name="f1", average="macro")
+        found = alone(grouped(model, labels_of(scores), definition, group=np.arange(ROWS) // 10))
+        assert "10 groups are too few" in found.undefined
+
+    def test_an_array_of_ids_that_nothing_names_is_told(self, model: Path, scores: Any) -> None:
+        found = grouped(model, labels_of(scores), columns={"patient": np.arange(ROWS) // 4})
+        assert any("'patient'" in sign for sign in found.grouped)
+
+
+def grouped(model: Path, label: Any, definition: MetricDefinition = ACCURACY, **more: Any) -> TaskMetrics:
+    scorer = Scorer(
+        runtime=RUNTIME,
+        target=TARGET,
+        models={CANDIDATE: model, "fp32": model},
+        dataset=Dataset(inputs=rows(ROWS), label=label, **more),
+        seed=0,
+    )
+    return measure_metrics(scorer, [definition])
