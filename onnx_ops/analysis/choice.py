@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.gate import Decision, Verdict, combine
+from onnx_ops.domain.gate import Decision, GateResult, Verdict, combine
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import Choice
 from onnx_ops.domain.standing import Policy
 
 LATENCY = Policy()
+
+ERROR_LEVEL = 0.05
+"""Chance that one variant exactly at the limit passes."""
+
+_FAMILY_LEVEL = 0.043
+"""Shared by several variants: `ERROR_LEVEL` times `_SURELY_WORSE`, less a tenth for targets that answer a few rows
+otherwise, each of which is a further chance (`benchmarks/truth/choice.py`)."""
+
+_SURELY_WORSE = 0.95
+"""Variants with p-values beyond it are left out of the count, as they cannot be chosen by mistake. The level is lowered
+by the same factor: Zhao, Small and Su 2019, Journal of the American Statistical Association 114:1291-1304."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +63,12 @@ def choose(decisions: Sequence[Decision], policy: Policy = LATENCY) -> Choice:
     if len(targets) != 1:
         raise ValueError(f"a choice is made for one target, not for {sorted(targets)}")
     target = targets.pop()
-    passing = [d for d in decisions if d.verdict is Verdict.PASS]
+    together, unsure = _as_family(decisions)
+    passing = [d for d in together if d.verdict is Verdict.PASS]
     if not passing:
-        verdict = combine(d.verdict for d in decisions)
-        reason = _blame(decisions)
+        verdict = Verdict.INCONCLUSIVE if unsure else combine(d.verdict for d in decisions)
+        refused = [d for d in decisions if d.variant not in unsure]
+        reason = "; ".join(text for text in (_unsure(unsure), _blame(refused)) if text)
         return Choice(target=target, variant=None, verdict=verdict, reason=reason, prefer=policy.prefer)
     loaded = policy.prefer == "cost" and all(d.standing and d.standing.load for d in passing)
     contenders = [_Contender(d, _key(d, policy, loaded=loaded), place) for place, d in enumerate(passing)]
@@ -67,6 +81,7 @@ def choose(decisions: Sequence[Decision], policy: Policy = LATENCY) -> Choice:
     chosen = min(tied, key=lambda c: (c.bytes, c.place))
     others = tuple(c.decision.variant for c in tied if c is not chosen)
     told = _praise(chosen, export, policy, loaded=loaded) + _tie(chosen, [c for c in tied if c is not chosen])
+    told += f"; {_unsure(unsure)}" if unsure else ""
     return Choice(
         target=target,
         variant=chosen.decision.variant,
@@ -74,6 +89,70 @@ def choose(decisions: Sequence[Decision], policy: Policy = LATENCY) -> Choice:
         reason=told,
         prefer=policy.prefer,
         tied=others,
+    )
+
+
+def _as_family(decisions: Sequence[Decision]) -> tuple[list[Decision], dict[str, float]]:
+    """The decisions without those that pass alone but not as one of several; of these the p-values that were asked.
+
+    Of six variants exactly at the limit one passes by chance in a quarter of all releases. So their p-values are held
+    against the limits of Holm 1979 (Scandinavian Journal of Statistics 6:65-70). A passing export comes first, at the
+    full level: what is derived from it is asked only then. One that does not pass is one of the family.
+    """
+    doubts = {d.variant: doubt for d in decisions if (doubt := _doubt(d)) is not None}
+    if any(d.variant == EXPORT and d.verdict is Verdict.PASS for d in decisions):
+        doubts.pop(EXPORT, None)
+    open_ = sorted((doubt, variant) for variant, doubt in doubts.items() if doubt <= _SURELY_WORSE)
+    passed: set[str] = set()
+    level = ERROR_LEVEL
+    for place, (doubt, variant) in enumerate(open_):
+        count = len(open_) - place
+        level = ERROR_LEVEL if len(open_) == 1 else _FAMILY_LEVEL / count
+        if doubt > level:
+            break
+        passed.add(variant)
+    unsure = {
+        d.variant: level
+        for d in decisions
+        if d.verdict is Verdict.PASS and d.variant in doubts and d.variant not in passed and len(open_) > 1
+    }
+    return [d for d in decisions if d.variant not in unsure], unsure
+
+
+def prospects(result: GateResult, tried: int) -> tuple[float, float, float] | None:
+    """What variants of a known change would meet, measured as this one; None of a result that is about no change.
+
+    Returns:
+        (chance that one without a change passes as one of `tried`, the same of one that changes by twice the limit,
+        chance that the latter fails).
+    """
+    if result.p_value is None or result.estimate is None or result.low is None or result.high is None:
+        return None
+    if not result.bound or " vs " not in result.metric:
+        return None
+    normal = NormalDist()
+    end = result.low if result.bound < 0 else result.high
+    error = abs(result.estimate - end) / normal.inv_cdf(1 - ERROR_LEVEL)
+    if error <= 0:
+        return 1.0, 0.0, 1.0
+    away = abs(result.bound) / error
+    strict = normal.inv_cdf(1 - (ERROR_LEVEL if tried <= 1 else _FAMILY_LEVEL / tried))
+    passes, wrongly = normal.cdf(away - strict), normal.cdf(-away - strict)
+    return passes, wrongly, normal.cdf(away - normal.inv_cdf(1 - ERROR_LEVEL))
+
+
+def _doubt(decision: Decision) -> float | None:
+    """The largest p-value of what must hold of the task metric."""
+    return max((r.p_value for r in decision.results if r.p_value is not None and not r.advisory), default=None)
+
+
+def _unsure(unsure: Mapping[str, float]) -> str:
+    if not unsure:
+        return ""
+    passes = "passes" if len(unsure) == 1 else "pass"
+    return (
+        f"{', '.join(unsure)} {passes} the metric gate alone, but one of so many variants passes by chance too often "
+        f"(p ≤ {min(unsure.values()):.2g} is asked): more rows decide it"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from onnx_ops import codec
+from onnx_ops.analysis.choice import prospects
 from onnx_ops.domain.artifact import Digest, digest_bytes, short
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, Verdict, combine
@@ -75,6 +76,7 @@ def release_report(
         "<h2>Gates</h2>",
         gate_table(decisions, known, stored),
         _meaning(),
+        *_prospects(decisions),
         *_plots(decisions, evidence, choices),
         *(part for record in searches for part in search_section(record, _figure)),
         "<h2>How it was measured</h2>",
@@ -89,6 +91,45 @@ def release_report(
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
     )
     return head + "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+
+
+def _prospects(decisions: Sequence[Decision]) -> Iterator[str]:
+    """What other variants would have met on the same rows: one that loses nothing, and one that loses twice the limit.
+
+    The spread of their figures is taken to be that of the variant that was measured.
+    """
+    rows = []
+    for decision in decisions:
+        tried = sum(d.target == decision.target and d.variant != EXPORT for d in decisions)
+        for result in decision.results:
+            found = prospects(result, tried if decision.variant != EXPORT else 1)
+            if found is not None:
+                names = (decision.variant, decision.target, result.metric, result.limit)
+                counted = f"{result.n} in {result.groups} groups" if result.groups else str(result.n)
+                figures = (counted, *map(_about, found))
+                cells = "".join(f'<td class="words">{escape(name)}</td>' for name in names)
+                rows.append(f"<tr>{cells}{''.join(f'<td>{escape(figure)}</td>' for figure in figures)}</tr>")
+    if rows:
+        heads = (
+            "variant",
+            "target",
+            "metric",
+            "limit",
+            "rows",
+            "loses nothing: passes",
+            "loses 2 × limit: passes",
+            "fails",
+        )
+        yield "<h3>What these rows can tell</h3>"
+        yield (
+            '<p class="soft">How often a variant that loses nothing, or twice what the limit allows, would have met '
+            "these verdicts on so many rows, as one of those that were tried here.</p>"
+        )
+        yield table(heads, "".join(rows))
+
+
+def _about(share: float) -> str:
+    return "< 1%" if share < 0.01 else "> 99%" if share > 0.99 else f"{share:.0%}"
 
 
 def _summary(choices: Sequence[Choice]) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.analysis.choice import choose
+from onnx_ops.analysis.choice import choose, prospects
 from onnx_ops.analysis.standing import standing
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import (
@@ -52,6 +52,59 @@ def test_the_fastest_wins_and_the_first_of_equals() -> None:
     found = choose([FP32, *variants])
     assert (found.variant, found.verdict) == ("b", Verdict.PASS)
     assert "0.6x" in found.reason
+
+
+def gated(variant: str, p_value: float | None, *, verdict: Verdict = Verdict.PASS, ratio: float = 0.5) -> Decision:
+    """A decision whose metric gate has a p-value."""
+    found = decision(variant, Verdict.PASS, faster=True, ratio=ratio)
+    result = GateResult(
+        gate="metric", metric="accuracy vs fp32", limit="", verdict=verdict, reason="r", p_value=p_value
+    )
+    return replace(found, results=(*found.results, result))
+
+
+class TestFamily:
+    """One of several variants at the limit passes by chance more often than one alone."""
+
+    def test_one_variant_passes_at_the_full_level(self) -> None:
+        assert choose([FP32, gated("a", 0.049)]).variant == "a"
+
+    def test_one_of_six_needs_more(self) -> None:
+        others = [gated(name, 0.5, verdict=Verdict.INCONCLUSIVE) for name in "bcdef"]
+        found = choose([FP32, gated("a", 0.02), *others])
+        assert found.variant == "fp32"
+        assert "a passes the metric gate alone" in found.reason
+        assert choose([FP32, gated("a", 0.005), *others]).variant == "a"
+
+    def test_variants_that_surely_pass_or_surely_fail_cost_the_others_little(self) -> None:
+        sure = [gated(name, 1e-6, ratio=0.9) for name in "bcd"]
+        bad = [gated(name, 0.999, verdict=Verdict.FAIL) for name in "ef"]
+        assert choose([FP32, gated("a", 0.04), *sure, *bad]).variant == "a"
+
+    def test_nothing_left_is_inconclusive(self) -> None:
+        failing = decision("fp32", Verdict.FAIL)
+        found = choose([failing, gated("a", 0.04), gated("b", 0.04)])
+        assert (found.variant, found.verdict) == (None, Verdict.INCONCLUSIVE)
+
+    def test_a_passing_export_comes_first_at_the_full_level(self) -> None:
+        export = replace(gated("fp32", 0.04), faster_than_export=None, latency_ratio=None)
+        assert choose([export, gated("a", 0.04)]).variant == "a"
+        unsure = gated("fp32", 0.2, verdict=Verdict.INCONCLUSIVE)
+        assert choose([unsure, gated("a", 0.04)]).variant is None
+
+    def test_decisions_of_old_evidence_are_no_family(self) -> None:
+        assert choose([FP32, *(gated(name, None) for name in "ab")]).variant == "a"
+
+    def test_prospects_of_a_good_and_a_bad_variant(self) -> None:
+        result = GateResult(
+            gate="metric", metric="accuracy vs fp32", limit="", verdict=Verdict.PASS, reason="", estimate=0.0,
+            low=-0.005, high=0.005, bound=-0.01, n=1000, p_value=0.001,
+        )  # fmt: skip
+        good, wrongly, caught = prospects(result, 1) or (0, 0, 0)
+        assert good == caught == pytest.approx(0.95, abs=0.001)
+        assert wrongly < 1e-5
+        assert (prospects(result, 6) or (1,))[0] < good
+        assert prospects(replace(result, p_value=None), 1) is prospects(replace(result, metric="accuracy"), 1) is None
 
 
 def test_a_failing_variant_is_not_chosen_however_fast() -> None:
