@@ -14,20 +14,21 @@ import time
 
 from benchmarks.truth.claims import Claim, summary
 
-GATES = ("metric", "parity", "exports", "quantization", "latency")
+GATES = ("metric", "grouped", "losses", "choice", "parity", "exports", "quantization", "latency")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few trials: shows gross breaks, not rates")
     parser.add_argument("--only", choices=GATES, help="one gate")
-    parser.add_argument("--trials", type=int, help="latency trials of each slow-down (300, quick 6)")
+    parser.add_argument("--trials", type=int, help="trials of each setting of latency, grouped, losses and choice")
     parser.add_argument("--load", choices=("as it is", "bursts"), help="one of the loads under which latency is tried")
     options = parser.parse_args()
     claims: list[Claim] = []
     for gate in [options.only] if options.only else GATES:
         begun = time.perf_counter()
-        extra = {"trials": options.trials, "load": options.load} if gate == "latency" else {}
+        extra = {"trials": options.trials} if gate in ("latency", "grouped", "losses", "choice") else {}
+        extra |= {"load": options.load} if gate == "latency" else {}
         claims += importlib.import_module(f"benchmarks.truth.{gate}").prove(quick=options.quick, **extra)
         print(f"  ({gate}: {time.perf_counter() - begun:.0f} s)", flush=True)
     summary(claims)
