@@ -24,6 +24,7 @@ from onnx_ops.domain.evidence import (
     ParityMeasurement,
     Starts,
     Throughput,
+    WeightMeasurement,
     gate_of,
     throughput_figure,
 )
@@ -107,7 +108,7 @@ def _sound(evidence: Evidence) -> Evidence:
         evidence,
         parity=tuple(m for m in evidence.parity if m.mismatch or _measured(m)),
         export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _measured(m)),
-        weights=tuple(w for w in evidence.weights if math.isfinite(w.steps)),
+        weights=tuple(w for w in evidence.weights if _weighed(w)),
         activations=tuple(a for a in evidence.activations if _watched(a)),
         comparisons=tuple(c for c in evidence.comparisons if _compared(c)),
         ratios=tuple(r for r in evidence.ratios if _compared(r)),
@@ -121,7 +122,7 @@ def _not_numbers(evidence: Evidence) -> Iterator[GateResult]:
     for name, measurements in (("outputs", evidence.parity), ("export", evidence.export_parity)):
         for m in sorted((m for m in measurements if not _measured(m)), key=lambda m: (m.output, m.group))[:1]:
             yield _error("parity", f"output {m.output!r}, inputs {m.group!r}: a figure is not a number", name)
-    if bad := sorted(w.tensor for w in evidence.weights if not math.isfinite(w.steps)):
+    if bad := sorted(w.tensor for w in evidence.weights if not _weighed(w)):
         yield _error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
     if strange := sorted(a.tensor for a in evidence.activations if not _watched(a)):
         yield _error("parity", f"activation {strange[0]!r}: a figure is not a number", "activations")
@@ -149,8 +150,12 @@ def _started(s: Starts) -> bool:
     return all(0 < value < math.inf for value in (*s.load_s, *s.first_s, *s.peak_bytes))
 
 
+def _weighed(w: WeightMeasurement) -> bool:
+    return all(math.isfinite(v) for v in (w.steps, w.output_error, w.stretch) if v is not None)
+
+
 def _watched(a: ActivationMeasurement) -> bool:
-    return all(map(math.isfinite, (a.noise, a.saturated)))
+    return all(math.isfinite(v) for v in (a.noise, a.saturated, a.clipping, a.stretch) if v is not None)
 
 
 def _compared(c: LatencyComparison | PairedRatios) -> bool:

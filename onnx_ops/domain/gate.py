@@ -65,6 +65,12 @@ class ParityGate:
         float, Ge(1), Le(10), doc("Largest in-range error of a quantized activation, in units of step / sqrt(12).")
     ] = 1.74
     saturation: Annotated[Fraction, doc("Largest share of an activation's values outside its quantized range.")] = 0.1
+    clipping: Annotated[
+        float, Ge(1), doc("Largest energy that an activation's range cuts off, in multiples of that lost by rounding.")
+    ] = field(default=100.0, metadata=LATER)
+    stretch: Annotated[
+        float, Ge(1), doc("Widest range of an activation or a weight, in multiples of what its values span.")
+    ] = field(default=2.5, metadata=LATER)
     groups: Annotated[
         Mapping[InputGroup, GroupRule],
         doc(

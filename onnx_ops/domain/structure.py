@@ -54,6 +54,9 @@ class ActivationMeasurement:
     deviation of rounding: rounding alone makes up to sqrt(3). `departure` is the root mean square distance from the
     float export's value in that unit, which all layers before share in; None where the float export has no such
     value. `saturated` is the share of values outside the range, without those below a range that begins at 0.
+    `clipping` is the mean square of what the range cuts off, in the mean square of rounding to 8 bits over that range.
+    `stretch` is how many times as far the range reaches as the values do, at the end where it fits best; None where the
+    range may be that of a function (Softmax, Sigmoid, Tanh) and not of values, and where no value differs from 0.
     """
 
     tensor: str
@@ -61,6 +64,8 @@ class ActivationMeasurement:
     noise: float
     saturated: float
     departure: float | None = None
+    clipping: float | None = field(default=None, metadata=LATER)
+    stretch: float | None = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnx_ops.graph.files import constants, read_model
+from onnx_ops.graph.files import constants, read_model, read_structure
+from onnx_ops.graph.qoperator import WRITTEN, as_pairs
 
 if TYPE_CHECKING:
     import onnx
 
-_OUTPUT_SUFFIX = "_QuantizeLinear_Input"
-"""ONNX Runtime's quantizer gives a graph output's name to what is read back, and this one to what is written."""
+_FOLDED = ("Relu", "Clip")
+_BOUNDED = frozenset({"Softmax", "Sigmoid", "HardSigmoid", "Tanh"})
 
 _WIDEST = 2
 """Bytes of a level: activations have 8 or 16 bits."""
@@ -41,12 +42,14 @@ class QuantizedActivation:
 def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Every pair of QuantizeLinear and DequantizeLinear with one constant scale, in the order of the graph.
 
+    Integer operators (QLinearConv …) count as the pairs that they stand for: `qoperator.as_pairs`.
+
     Scales that are computed (dynamic quantization) or differ by channel are left out.
 
     Raises:
         NotFound, UserError, Refused: as for reading the file.
     """
-    model = read_model(path)
+    model = as_pairs(read_model(path), path.name)
     stored = constants(model)
     readers: dict[str, list[str]] = {}
     for node in model.graph.node:
@@ -62,7 +65,7 @@ def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
         found += [
             QuantizedActivation(
                 name=node.input[0],
-                origin=node.input[0].removesuffix(_OUTPUT_SUFFIX),
+                origin=node.input[0].removesuffix(WRITTEN),
                 read=read,
                 step=step,
                 low=low,
@@ -71,6 +74,34 @@ def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
             for read in readers.get(node.output[0], ())
         ]
     return tuple(found)
+
+
+def cut_off(path: Path) -> dict[str, str]:
+    """What a ReLU or Clip makes of values that nothing else uses: a range can stand for those operators.
+
+    Raises:
+        NotFound, UserError, Refused: as for reading the file.
+    """
+    graph = read_structure(path).graph
+    users: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            users.setdefault(name, []).append(node)
+    shown = {value.name for value in graph.output}
+    return {
+        name: nodes[0].output[0]
+        for name, nodes in users.items()
+        if len(nodes) == 1 and nodes[0].op_type in _FOLDED and nodes[0].input[0] == name and name not in shown
+    }
+
+
+def bounded_values(path: Path) -> frozenset[str]:
+    """Values of functions with a range of their own, which quantizers take whatever the rows are.
+
+    Raises:
+        NotFound, UserError, Refused: as for reading the file.
+    """
+    return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
 
 
 def _levels(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:

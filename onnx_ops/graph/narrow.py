@@ -28,12 +28,14 @@ ends of a block by up to a step more than rounding does."""
 class Narrow:
     """One weight: the original's name, its values, and the step of each; shapes are equal.
 
-    `transposable`: it is stored for a MatMul, whichever way the original's operator takes it.
+    `spacing` is the distance of neighbouring levels. `transposable`: it is stored for a MatMul, whichever way the
+    original's operator takes it.
     """
 
     name: str
     values: Floats
     step: Floats
+    spacing: Floats
     transposable: bool = False
 
 
@@ -46,7 +48,7 @@ def halves(originals: Mapping[str, onnx.TensorProto], tensors: Mapping[str, onnx
         if before is not None and before.data_type == _FLOAT and tensor.data_type == _HALF:
             values = numpy_helper.to_array(tensor)
             step = np.spacing(np.abs(values)).astype(np.float64)
-            yield Narrow(name=name, values=values.astype(np.float64), step=step)
+            yield Narrow(name=name, values=values.astype(np.float64), step=step, spacing=step)
 
 
 def blocks(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[Narrow]:
@@ -72,6 +74,7 @@ def blocks(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> I
             name=_BLOCKED.sub("", node.input[1]),
             values=((levels - centre) * steps).T,
             step=_ENDS * np.abs(steps).T,
+            spacing=np.abs(steps).T,
             transposable=True,
         )
 

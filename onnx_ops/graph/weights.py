@@ -13,14 +13,12 @@ import numpy.typing as npt
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.files import constants, read_model
 from onnx_ops.graph.narrow import Narrow, blocks, halves
+from onnx_ops.graph.qoperator import SUFFIX, as_pairs
 
 if TYPE_CHECKING:
     import onnx
 
 Floats = npt.NDArray[np.float64]
-
-SUFFIX = "_quantized"
-"""ONNX Runtime's quantizers name a quantized tensor after its original, with this at the end."""
 
 _FLOAT = 1
 
@@ -35,12 +33,19 @@ class QuantizedWeight:
     A step is never taken as finer than the spacing of float32 at the original's own values, which is all that an
     int32 bias with a tiny scale could resolve. A constant that stayed in float has a step of 8 such spacings at its
     largest value.
+
+    `origin` is the original's name, `transposed` whether it has its axes the other way round there. `spacing` is the
+    distance of neighbouring levels where a step counts more than one. `stretch` is as in `WeightMeasurement`.
     """
 
     name: str
     original: Floats
     dequantized: Floats
     scale: Floats
+    origin: str = ""
+    transposed: bool = False
+    spacing: Floats | None = None
+    stretch: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +62,15 @@ class _Stored:
 def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
     """Every quantized weight and bias of `derived` with its float original in `source`, in order of name.
 
-    Reads what static quantization stores (constants behind a DequantizeLinear), what dynamic quantization does
-    (constants of MatMulInteger and ConvInteger), weights in float16, and weights in blocks (MatMulNBits).
+    Reads what static quantization stores (constants behind a DequantizeLinear, or of QLinearConv and its like), what
+    dynamic quantization does (constants of MatMulInteger and ConvInteger), weights in float16, and weights in blocks
+    (MatMulNBits).
 
     Raises:
         MeasurementFailure: a quantized weight has no original of its name and shape, or is stored in another way.
         NotFound, UserError, Refused: as for reading the files.
     """
-    before, after = read_model(source), read_model(derived)
+    before, after = read_model(source), as_pairs(read_model(derived), derived.name)
     originals, tensors = constants(before), constants(after)
     turned = _turned(before)
     found = {stored.weight: stored for stored in _stored(after, tensors)}
@@ -137,22 +143,49 @@ def _pair(
     if origin not in originals or stored.scale not in tensors:
         raise MeasurementFailure(f"quantized weight {name} has no original or no scale to compare with", where=where)
     original = numpy_helper.to_array(originals[origin]).astype(np.float64)
-    if stored.transposable and origin in turned:
+    transposed = stored.transposable and origin in turned
+    if transposed:
         original = original.T
-    levels = numpy_helper.to_array(tensors[stored.weight]).astype(np.float64)
+    integers = numpy_helper.to_array(tensors[stored.weight])
+    levels = integers.astype(np.float64)
     if original.squeeze().shape != levels.squeeze().shape:
         raise MeasurementFailure(
             f"quantized weight {name} has shape {levels.shape}, its original {original.shape}", where=where
         )
     scale = _along(numpy_helper.to_array(tensors[stored.scale]).astype(np.float64), levels.ndim, stored.axis)
+    centre = np.zeros_like(scale)
     if stored.zero_point in tensors:
         zero = numpy_helper.to_array(tensors[stored.zero_point]).astype(np.float64)
-        levels = levels - _along(zero, levels.ndim, stored.axis)
+        centre = _along(zero, levels.ndim, stored.axis)
+        levels = levels - centre
     original = original.reshape(levels.shape)
     spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
     return QuantizedWeight(
-        name=name, original=original, dequantized=levels * scale, scale=np.maximum(np.abs(scale), spacing)
+        name=name,
+        original=original,
+        dequantized=levels * scale,
+        scale=np.maximum(np.abs(scale), spacing),
+        origin=origin,
+        transposed=transposed,
+        stretch=_stretch(integers.dtype, levels, centre),
     )
+
+
+def _stretch(dtype: np.dtype[np.generic], levels: Floats, centre: Floats) -> float | None:
+    """How many times as far the type's levels reach as those of the part (channel, or all) that uses them best."""
+    if dtype not in (np.dtype(np.int8), np.dtype(np.uint8)) or not levels.size:
+        return None
+    limits = np.iinfo(np.int8 if dtype == np.dtype(np.int8) else np.uint8)
+    along = tuple(axis for axis in range(levels.ndim) if centre.shape[axis] == 1)
+    ends = []
+    for end, used in (
+        (limits.min, -levels.min(axis=along, keepdims=True)),
+        (limits.max, levels.max(axis=along, keepdims=True)),
+    ):
+        reach = np.abs(end - centre)
+        ends.append((reach / np.maximum(used, 1e-9))[used > 0])
+    found = np.concatenate(ends)
+    return float(found.min()) if found.size else None
 
 
 def _narrow_pair(
@@ -172,7 +205,13 @@ def _narrow_pair(
     original = original.reshape(one.values.shape)
     spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
     return QuantizedWeight(
-        name=one.name, original=original, dequantized=one.values, scale=np.maximum(one.step, spacing)
+        name=one.name,
+        original=original,
+        dequantized=one.values,
+        scale=np.maximum(one.step, spacing),
+        origin=one.name,
+        transposed=one.transposable and one.name in turned,
+        spacing=one.spacing,
     )
 
 

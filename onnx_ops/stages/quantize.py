@@ -8,22 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.analysis.parity import weight_error
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.evidence import WeightMeasurement
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord, Trial
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.metadata import write_lineage
 from onnx_ops.graph.operators import carry_libraries
-from onnx_ops.graph.weights import kept_weights, quantized_weights
 from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.stages.activations import AS_WRITTEN, ROWS, measure_activations
 from onnx_ops.stages.files import MODEL, checkout, get_dataset, put_document, put_folder
 from onnx_ops.stages.search import recipe_notes
 from onnx_ops.stages.source import environment_of, operators_of
+from onnx_ops.stages.weights import measure_weights
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -47,7 +45,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                 **files,
                 **searched,
                 "info.json": put_document(ports.store, info(made.path)),
-                "weights.json": put_document(ports.store, measure_weights(source, made.path)),
+                "weights.json": put_document(ports.store, measure_weights(source, made.path, runtime, unseen)),
                 "activations.json": put_document(ports.store, activations),
                 "excluded.json": put_document(ports.store, made.excluded),
                 "recipe.json": put_document(ports.store, made.recipe),
@@ -98,19 +96,3 @@ def _unseen(dataset: Dataset, calibrated: int) -> Tensors:
     count = len(dataset)
     order = [*range(min(calibrated, count), count), *range(min(calibrated, count))]
     return {name: array[order[:ROWS]] for name, array in dataset.inputs.items()}
-
-
-def measure_weights(source: Path, derived: Path) -> tuple[WeightMeasurement, ...]:
-    """Distance of every constant of a quantized variant from its original.
-
-    Raises:
-        MeasurementFailure: a quantized weight cannot be compared.
-    """
-    return tuple(
-        WeightMeasurement(
-            tensor=pair.name,
-            steps=weight_error(pair.original, pair.dequantized, pair.scale),
-            elements=int(pair.original.size),
-        )
-        for pair in (*quantized_weights(source, derived), *kept_weights(source, derived))
-    )

@@ -69,3 +69,32 @@ def test_the_departure_counts_what_came_before() -> None:
 def test_nan_is_never_within_a_limit() -> None:
     x = np.array([0.1, np.nan, 0.2, 0.3], dtype=np.float32)
     assert look(x, x, step=0.01, zero=0).noise == LARGEST
+
+
+def test_clipping_is_told_in_the_energy_that_rounding_loses() -> None:
+    x = np.concatenate([np.linspace(0, 2.55, 990), np.full(10, 3.55)]).astype(np.float32)
+    found = look(x, quantize(x, 0.01, 0), step=0.01, zero=0)
+    assert found.clipping == pytest.approx(0.01 * 0.995**2 / (0.01**2 / 12), rel=0.01)
+    fine = look(x, x, step=0.01 / 256, zero=0)
+    assert fine.clipping > 100  # two fine bytes excuse nothing
+
+
+def test_a_range_fits_where_one_of_its_ends_does() -> None:
+    x = np.linspace(-0.1, 2.55, 400, dtype=np.float32)
+    assert look(x, x, step=0.02, zero=128).stretch == pytest.approx(1, abs=0.01)
+    assert look(x, x, step=0.06, zero=128).stretch == pytest.approx(3, abs=0.03)
+    assert look(0 * x, 0 * x, step=0.02, zero=128).stretch is None
+    watched = Watched(tensor="softmax", step=1 / 256, low=0.0, high=255 / 256, bounded=True)
+    watched.see(x / 100, x / 100, None)
+    assert watched.measured().stretch is None
+
+
+def test_what_a_clip_cuts_off_in_the_float_export_is_no_clipping() -> None:
+    x = np.linspace(-3, 9, 400, dtype=np.float32)
+    step = 6 / 255
+    read = quantize(x, step, 0)
+    watched = Watched(tensor="conv", step=step, low=0.0, high=6.0)
+    watched.see(x, read, x, np.clip(x, 0, 6))
+    found = watched.measured()
+    assert (found.clipping, found.saturated) == (0, 0)
+    assert found.stretch == pytest.approx(1)

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.analysis.judge import judge
 from onnx_ops.analysis.parity import measure
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.evidence import Evidence, ParityMeasurement, RuntimeFacts
+from onnx_ops.domain.evidence import Evidence, ParityMeasurement, RuntimeFacts, WeightMeasurement
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.structure import (
@@ -44,6 +44,7 @@ FLOAT = Evidence(
     parity=(ParityMeasurement(output="y", group="real", rows=64, error=1e-6, noise=1e-6, ratio=1.0),),
 )
 INT8 = replace(FLOAT, variant="int8", quantized=True, export_parity=FLOAT.parity, parity=())
+WEIGHT = WeightMeasurement(tensor="w", steps=0.5, elements=64)
 QUIET = ActivationMeasurement(tensor="relu", values=1000, noise=1.73, saturated=0.001, departure=4.0)
 
 
@@ -182,3 +183,36 @@ def test_the_report_lists_all_of_it_and_nothing_that_is_not_there(golden: Golden
     )
     entries = structure_entries(evidence)
     golden("tables", "\n".join(f"{key}: {value}" for key, value in entries.items()))
+
+
+def test_ranges_that_are_too_narrow_or_too_wide_fail() -> None:
+    good = replace(QUIET, clipping=40.0, stretch=1.1)
+    sound = replace(INT8, activations=(good,), weights=(replace(WEIGHT, stretch=2.0),))
+    assert certain(sound, "clipping").verdict is Verdict.PASS
+    assert certain(sound, "ranges").verdict is Verdict.PASS
+    narrow = certain(replace(sound, activations=(good, replace(good, tensor="x", clipping=101.0))), "clipping")
+    assert narrow.verdict is Verdict.FAIL
+    assert "'x'" in narrow.reason
+    wide = replace(sound, activations=(good, replace(good, tensor="x", stretch=2.9)))
+    assert certain(wide, "ranges").verdict is Verdict.FAIL
+    assert certain(wide, "ranges", ParityGate(stretch=3.0)).verdict is Verdict.PASS
+    coarse = certain(replace(sound, weights=(replace(WEIGHT, stretch=3.0),)), "ranges")
+    assert coarse.verdict is Verdict.FAIL
+    assert "weight 'w'" in coarse.reason
+
+
+@pytest.mark.parametrize(
+    ("steps", "output_error", "verdict"),
+    [
+        (0.5, None, Verdict.PASS),
+        (0.7, None, Verdict.FAIL),
+        (0.7, 0.8, Verdict.PASS),
+        (0.7, 0.99, Verdict.FAIL),
+        (5.0, 0.1, Verdict.FAIL),
+    ],
+)
+def test_a_weight_that_moved_may_make_up_for_others(steps: float, output_error: float | None, verdict: Verdict) -> None:
+    weights = (replace(WEIGHT, tensor="v", steps=0.51), replace(WEIGHT, steps=steps, output_error=output_error))
+    found = certain(replace(INT8, weights=weights), "weights")
+    assert found.verdict is verdict
+    assert ("squared error" in found.reason) == (output_error is not None)

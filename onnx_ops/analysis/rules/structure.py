@@ -51,6 +51,8 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
     if measured:
         yield _noise(gate, measured)
         yield _saturation(gate, measured)
+        yield from _clipping(gate, measured)
+    yield from _stretch(gate, evidence)
 
 
 def _noise(gate: ParityGate, measured: list[ActivationMeasurement]) -> GateResult:
@@ -89,6 +91,56 @@ def _saturation(gate: ParityGate, measured: list[ActivationMeasurement]) -> Gate
         bound=gate.saturation,
         unit="1",
         n=worst.values,
+    )
+
+
+def _clipping(gate: ParityGate, measured: list[ActivationMeasurement]) -> Iterator[GateResult]:
+    """Nothing for evidence that is older than the figure."""
+    cut = [(a.clipping, a.tensor) for a in measured if a.clipping is not None]
+    if not cut:
+        return
+    worst, tensor = max(cut)
+    yield GateResult(
+        gate="parity",
+        metric="clipping",
+        limit=f"≤ {gate.clipping:.4g}x rounding",
+        verdict=Verdict.PASS if worst <= gate.clipping else Verdict.FAIL,
+        reason=(
+            f"the range of activation {tensor!r} cuts off {worst:.3g}x the energy that rounding loses, "
+            f"limit {gate.clipping:.4g}x, {len(cut)} activations"
+            + ("" if worst <= gate.clipping else "; too narrow: calibrate with more rows, or with another method")
+        ),
+        estimate=worst,
+        bound=gate.clipping,
+        unit="x",
+        n=sum(a.values for a in measured),
+    )
+
+
+def _stretch(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
+    """Nothing for evidence that is older than the figure, or without ranges that come from values."""
+    ranges = [
+        *((a.stretch, f"activation {a.tensor!r}") for a in evidence.activations if a.stretch is not None),
+        *((w.stretch, f"weight {w.tensor!r}") for w in evidence.weights if w.stretch is not None),
+    ]
+    if not ranges:
+        return
+    worst, what = max(ranges)
+    fits = worst <= gate.stretch
+    yield GateResult(
+        gate="parity",
+        metric="ranges",
+        limit=f"≤ {gate.stretch:.4g}x the values",
+        verdict=Verdict.PASS if fits else Verdict.FAIL,
+        reason=(
+            f"the range of {what} reaches {worst:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
+            f"{len(ranges)} ranges"
+            + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use")
+        ),
+        estimate=worst,
+        bound=gate.stretch,
+        unit="x",
+        n=len(ranges),
     )
 
 
