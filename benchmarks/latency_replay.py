@@ -91,20 +91,13 @@ def decisions(recording: Recording, ratio: float, count: int, *, probed: bool) -
 def _decide(samples: RaceSamples, ratio: float, draw: np.random.Generator) -> Decided:
     """As `stages.timing` does it, look by look."""
     recorded = len(samples.nanoseconds)
-    start, logs = int(draw.integers(recorded)), np.empty((0, samples.nanoseconds.shape[1], COPIES))
-    figures = None
-    for goal in LOOKS:
-        heats = (start + np.arange(len(logs), goal)) % recorded
-        deal = np.argsort(draw.random((len(heats), COPIES)), axis=1)
-        logs = np.concatenate([logs, _look(samples, heats, deal, ratio)])
-        figures = figure_of(logs)
-        if not needs_more(*figures, (LIMIT,)):
-            break
-    assert figures is not None
-    own, itself = figures
+    heats = (int(draw.integers(recorded)) + np.arange(LOOKS[-1])) % recorded
+    deal = np.argsort(draw.random((LOOKS[-1], COPIES)), axis=1)
+    figures = (figure_of(_look(samples, heats[:goal], deal[:goal], ratio)) for goal in LOOKS)
+    own, itself = next(figure for figure in figures if not needs_more(*figure, (LIMIT,)))
     noisy = withheld(own, itself, LIMIT) is not None
     verdict = Verdict.INCONCLUSIVE if noisy else compare(own, tolerance=LIMIT).verdict
-    return Decided(verdict=verdict, heats=len(logs))
+    return Decided(verdict=verdict, heats=len(own))
 
 
 def _look(

@@ -12,7 +12,7 @@
     │   ├── RolledBackByAlarm        an alarm that guards the endpoint took a deployment back
     │   ├── StorageFailure           the disk is full, or a file or folder cannot be used
     │   ├── StageFailure             a stage crashed, was killed or ran past its time-out
-    │   ├── MeasurementFailure       something could not be measured (missing provider, noisy host)
+    │   ├── MeasurementFailure       something could not be measured (missing provider, crash)
     │   └── StateCorrupt             a record on disk does not match its digest
     ├── Refused (5)                  policy, permission or signature said no
     │   ├── SignatureInvalid         a decision that nobody trusted has signed

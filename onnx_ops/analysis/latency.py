@@ -14,24 +14,47 @@ from scipy import special
 
 from onnx_ops.domain.gate import Verdict
 
-LOOKS = (5, 10, 20, 40)
-"""Session pairs after which the samples may be looked at. Each look spends an equal share of the error rate."""
+LOOKS = (5, 6, 8, 11, 15, 20, 28, 40)
+"""Session pairs after which the samples may be looked at."""
 
 ALPHA = 0.05
 """One-sided error rate of a whole comparison."""
+
+_SHARE = 4
+"""Part of the error rate that each look's interval may spend. Looks at the same samples err together, and all but the
+last carry `DRIFT`: `benchmarks.truth.latency` counts how often all of them together err."""
+
+DRIFT = 0.035
+"""How far the log ratio of the pairs that are not yet measured may lie from that of the others."""
+
+LARGEST_CORRELATION = 0.75
+"""Of neighbouring pairs. Forty of them cannot tell more from a trend."""
+
+_FEWEST_CORRELATED = 7
+"""Pairs from which on their correlation is estimated."""
+
+_USUAL_SD, _SPELLS_SD = 0.015, 0.035
+"""Memory layout makes sessions vary by 1 to 1.5 %, each on its own. More is the work of spells of the machine, which
+last: until pairs can show whether they are correlated, they count as if they were."""
+
+_TREND_ALPHA = 0.01
 
 _EXACT_UP_TO = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Latency of B over latency of A. `low` and `high` are one-sided bounds; 0 and infinity where there is none."""
+    """Latency of B over latency of A. `low` and `high` are one-sided bounds; 0 and infinity where there is none.
+
+    `rest` is the factor by which what is not yet measured of a run may move them: 1 after the last look.
+    """
 
     verdict: Verdict
     ratio: float
     low: float
     high: float
     pairs: int
+    rest: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,45 +134,99 @@ def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: flo
     return centre, centre - half, centre + half
 
 
-def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: float = ALPHA) -> Comparison:
-    """PASS if B is surely less than `1 + tolerance` times as slow as A, FAIL if it surely is more.
+def run_interval(log_ratios: Sequence[Sequence[float]], alpha: float = ALPHA) -> tuple[float, float, float]:
+    """`session_interval` of one look, for pairs that follow one another on a machine that has spells.
 
-    Each look is entitled to an equal share of alpha a side, so that all together stay below it (Bonferroni).
+    With the correlation r of neighbours, n pairs tell as much as n (1 - r) / (1 + r) independent ones: the interval is
+    wider by the root of that, and by what Student's distribution is wider for so few. r is estimated without the bias
+    that small samples have (Marriott and Pope 1954, Biometrika 41:390).
 
     Args:
-        log_ratios: of the blocks, one sequence for each session pair; at least one.
+        log_ratios: of the blocks, one sequence for each session pair, in the order of measuring; at least one.
+        alpha: one-sided error rate over all looks.
+
+    Raises:
+        ValueError: there is no pair.
+    """
+    estimate, low, high = session_interval(log_ratios, alpha / _SHARE)
+    factor = _widening([float(np.median(pair)) for pair in log_ratios if len(pair)], alpha / _SHARE)
+    return estimate, estimate - factor * (estimate - low), estimate + factor * (high - estimate)
+
+
+def _widening(values: Sequence[float], alpha: float) -> float:
+    """By how much an interval for independent values is too narrow for these, which follow one another."""
+    n, centred = len(values), np.asarray(values) - np.mean(values)
+    squares = float(centred @ centred)
+    if n < 2 or not squares > 0:
+        return 1.0
+    spells = (math.sqrt(squares / (n - 1)) - _USUAL_SD) / (_SPELLS_SD - _USUAL_SD)
+    r = LARGEST_CORRELATION * min(max(spells, 0.0), 1.0) * max(0.0, 1 - n / LOOKS[-1])
+    if n >= _FEWEST_CORRELATED:
+        r = max(r, min((n * float(centred[1:] @ centred[:-1]) / squares + 1) / (n - 3), LARGEST_CORRELATION))
+    fewer = (1 + r) / (1 - r)
+    few, all_of_them = special.stdtrit([max(n / fewer - 1, 1.0), n - 1], alpha)
+    return math.sqrt(fewer) * float(few / all_of_them)
+
+
+def trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
+    """Change of the log ratio from the first pair to the last, where it is surely a trend of B beside A; else None.
+
+    What slows A and B alike is in no pair. The slope is that of least squares, tested as if residuals were as many as
+    their correlation leaves.
+    """
+    values = np.array([np.median(pair) for pair in log_ratios if len(pair)])
+    n = len(values)
+    if n < _FEWEST_CORRELATED or not np.isfinite(values).all():
+        return None
+    time = np.arange(n) - (n - 1) / 2
+    slope = float(time @ values) / float(time @ time)
+    rest = values - values.mean() - slope * time
+    error = math.sqrt(float(rest @ rest) / (n - 2) / float(time @ time)) * _widening(
+        [float(x) for x in rest], _TREND_ALPHA / 2
+    )
+    surely = abs(slope) > -float(special.stdtrit(n - 2, _TREND_ALPHA / 2)) * error
+    return slope * (n - 1) if surely and slope else None
+
+
+def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: float = ALPHA) -> Comparison:
+    """PASS if B is surely less than `1 + tolerance` times as slow as A, FAIL if it surely is more: by `run_interval`.
+
+    What the rest of a run would bring, its first pairs do not tell. Before the last look a verdict must also hold if
+    each bound lay further out by `DRIFT`, times the share of the run that is missing.
+
+    Args:
+        log_ratios: of the blocks, one sequence for each session pair, in the order of measuring; at least one.
         tolerance: allowed slow-down as a fraction; 0 asks whether B is faster.
         alpha: one-sided error rate over all looks.
 
     Raises:
         ValueError: there is no pair.
     """
-    ratio, low, high = (_exp(v) for v in session_interval(log_ratios, alpha / len(LOOKS)))
-    limit = 1 + tolerance
-    verdict = Verdict.PASS if high < limit else Verdict.FAIL if low > limit else Verdict.INCONCLUSIVE
-    return Comparison(verdict=verdict, ratio=ratio, low=low, high=high, pairs=sum(1 for p in log_ratios if len(p)))
+    ratio, low, high = (_exp(v) for v in run_interval(log_ratios, alpha))
+    pairs = sum(1 for p in log_ratios if len(p))
+    rest, limit = _exp(DRIFT * max(0.0, 1 - pairs / LOOKS[-1])), 1 + tolerance
+    verdict = Verdict.PASS if high * rest < limit else Verdict.FAIL if low / rest > limit else Verdict.INCONCLUSIVE
+    return Comparison(verdict=verdict, ratio=ratio, low=low, high=high, pairs=pairs, rest=rest)
+
+
+def pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float, *, alpha: float = ALPHA) -> int | None:
+    """Pairs in one run after which the interval would lie on one side of the limit if the ratio stays what it is.
+
+    None where the limit is so near that a hundred times the longest run would not do.
+    """
+    estimate, low, high = session_interval(log_ratios, alpha / _SHARE)
+    distance = math.log1p(tolerance) - estimate
+    pairs = [float(np.median(pair)) for pair in log_ratios if len(pair)]
+    half = (high - estimate if distance > 0 else estimate - low) * _widening(pairs, alpha / _SHARE)
+    if not abs(distance) * 100 > half:
+        return None
+    needed = len(pairs) * (half / distance) ** 2
+    return max(LOOKS[-1], math.ceil(needed)) if needed <= 100 * LOOKS[-1] else None
 
 
 def faster(log_ratios: Sequence[Sequence[float]], *, alpha: float = ALPHA) -> bool:
     """Whether B beats A with confidence."""
     return compare(log_ratios, tolerance=0.0, alpha=alpha).verdict is Verdict.PASS
-
-
-def self_test(self_log_ratios: Sequence[Sequence[float]], tolerance: float, *, alpha: float = ALPHA) -> str | None:
-    """Why this host is too noisy to judge `tolerance`, or None.
-
-    A model against itself has the ratio 1: the half-width of its interval, and its distance from 1, may not
-    exceed half the tolerance.
-    """
-    if not any(len(pair) for pair in self_log_ratios):
-        return "the noise of the host was not measured"
-    against = compare(self_log_ratios, tolerance=tolerance, alpha=alpha)
-    noise = (against.high - against.low) / 2
-    if not noise <= tolerance / 2:
-        return f"noisy host: a model against itself is known to ±{100 * noise:.2g}%, needed is ±{50 * tolerance:.2g}%"
-    if abs(against.ratio - 1) > tolerance / 2:
-        return f"biased host: a model against itself has the ratio {against.ratio:.3g}"
-    return None
 
 
 def withheld(
@@ -161,20 +238,20 @@ def withheld(
 ) -> str | None:
     """Why the verdict of `compare` must not be given on this host, or None.
 
-    What `self_test` says, unless the interval lies so far from the limit that the baseline against itself, at the
-    worse end of its own interval, would not reach from one to the other: a model that is twice as slow is told on a
-    host that could not tell five percent.
+    A model against itself has the ratio 1. By as much as it was measured otherwise, the interval of B may be wrong as
+    well: where it would reach the limit then, nothing is decided. How wide the self-test's own interval is does not
+    matter: the noise of the host is in the interval of B too.
     """
-    noise = self_test(self_log_ratios, tolerance, alpha=alpha)
-    if noise is None or not any(len(pair) for pair in self_log_ratios):
-        return noise
+    if sum(1 for pair in self_log_ratios if len(pair)) < LOOKS[0]:
+        return "the noise of the host was not measured"
     found = compare(log_ratios, tolerance=tolerance, alpha=alpha)
-    against = compare(self_log_ratios, tolerance=tolerance, alpha=alpha)
-    if not against.low > 0:
-        return noise
-    reach = max(against.high, 1 / against.low)
-    limit = 1 + tolerance
-    return None if found.low > limit * reach or found.high * reach < limit else noise
+    itself = session_interval(self_log_ratios, alpha)[0]
+    off, limit = _exp(abs(itself)), 1 + tolerance
+    off *= found.rest
+    stands = {Verdict.PASS: found.high * off < limit, Verdict.FAIL: found.low / off > limit}
+    if stands.get(found.verdict, True):
+        return None
+    return f"biased host: a model against itself has the ratio {_exp(itself):.4g}, which would move the interval as far"
 
 
 def needs_more(
@@ -184,7 +261,7 @@ def needs_more(
     *,
     alpha: float = ALPHA,
 ) -> bool:
-    """Whether to measure on to the next look: a limit is undecided, or the host too noisy for it, and looks remain.
+    """Whether to measure on to the next look: a limit is undecided, or the host too biased for it, and looks remain.
 
     Args:
         log_ratios: all session pairs so far.

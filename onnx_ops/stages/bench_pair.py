@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from onnx_ops.analysis.judge import judge
-from onnx_ops.analysis.latency import ALPHA, LOOKS, faster, session_interval
+from onnx_ops.analysis.latency import faster, run_interval
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, RuntimeFacts
 from onnx_ops.domain.gate import (
@@ -218,7 +218,7 @@ def _versus(
 
 def _interval(log_ratios: LogRatios) -> tuple[float, float, float]:
     with np.errstate(over="ignore"):
-        estimate, low, high = np.exp(session_interval(log_ratios, ALPHA / len(LOOKS)))
+        estimate, low, high = np.exp(run_interval(log_ratios))
     return float(estimate), float(low), float(high)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,16 @@ RUNS_ALONE = 800
 """Enough for a 99th percentile to pass with up to three runs above its limit."""
 
 WARMUP_ALONE = 50
+
+LONGEST_S = 120.0
+"""Time of a comparison. One that is undecided then stays so, and says what would decide it."""
+
+HEAT_S = 0.6
+"""Time that the runs of a heat should take; four times as long before blocks become short."""
+
+BLOCKS, RUNS, SHORT = 12, 10, 3
+"""Rounds of a heat, runs of a block, and the fewest of them."""
+
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 Raw = Mapping[str, Array]
@@ -99,13 +110,14 @@ def time_against(race: Race) -> tuple[LatencyComparison, Raw]:
         MeasurementFailure: one of the models does not run there.
     """
 
+    alone = race.runtime.sample(race.baseline, race.target, race.feed, runs=5, warmup=1)
+    schedule = schedule_of(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
+
     def measure(heats: int, seed: int) -> RaceSamples:
-        schedule = RaceSchedule(heats=heats, seed=seed)
-        return race.runtime.race(race.models, race.target, race.feed, schedule)
+        return race.runtime.race(race.models, race.target, race.feed, replace(schedule, heats=heats, seed=seed))
 
     def figures(looks: Sequence[RaceSamples]) -> tuple[Figure]:
-        logs = [block_logs(look.nanoseconds, look.preempted, look.probe) for look in looks]
-        return (figure_of(np.concatenate(logs)),)
+        return (figure_of(_logs(looks)),)
 
     looks = look_by_look(race, "session pairs", measure, figures, (race.tolerances.get("latency", ()),))
     ((own, itself),) = figures(looks)
@@ -126,6 +138,25 @@ def time_against(race: Race) -> tuple[LatencyComparison, Raw]:
     }
 
 
+def schedule_of(run_s: float) -> RaceSchedule:
+    """Heats of about `HEAT_S`, with fewer rounds for slow models and shorter blocks for very slow ones: long runs vary
+    less, and the noise between sessions only more heats average."""
+    affordable = HEAT_S / (3 * RUNS * max(run_s, 1e-9))
+    blocks = int(np.clip(affordable, BLOCKS // 2, BLOCKS))
+    runs = int(np.clip(4 * affordable * RUNS / blocks, SHORT, RUNS))
+    return RaceSchedule(heats=LOOKS[0], blocks=blocks, runs=runs, warmup=2 * runs)
+
+
+def _logs(looks: Sequence[RaceSamples]) -> npt.NDArray[np.float64]:
+    """Of the heats of all looks together: what a probe tells is read off as many runs as there are."""
+    probes = [look.probe for look in looks if look.probe is not None]
+    return block_logs(
+        np.concatenate([look.nanoseconds for look in looks]),
+        np.concatenate([look.preempted for look in looks]),
+        np.concatenate(probes) if len(probes) == len(looks) else None,
+    )
+
+
 def look_by_look(
     race: Race,
     noun: str,
@@ -133,7 +164,7 @@ def look_by_look(
     figures: Callable[[Sequence[S]], Sequence[Figure]],
     tolerances: Sequence[Sequence[float]],
 ) -> list[S]:
-    """Measure `race.models` up to each look, until every figure is decided.
+    """Measure `race.models` up to each look, until every figure is decided or the next look would end too late.
 
     Args:
         race: the two models.
@@ -143,13 +174,16 @@ def look_by_look(
         tolerances: the limits of each figure, in the order of `figures`.
     """
     samples: list[S] = []
-    measured = 0
+    measured, begun = 0, time.monotonic()
     looks = ", ".join(map(str, LOOKS))
     while measured < LOOKS[-1]:
         goal = next_look(measured)
         race.tell(f"{goal - measured} {noun}, B and A again against A (looks after {looks})")
         samples.append(measure(goal - measured, race.seed + measured))
         measured = goal
+        spent = time.monotonic() - begun
+        if spent * next_look(measured) / measured > LONGEST_S:
+            break
         found = zip(figures(samples), tolerances, strict=True)
         if not any(needs_more(own, itself, limits) for (own, itself), limits in found if own):
             break

@@ -52,7 +52,10 @@ class TestMedians:
 
     def test_a_block_of_lost_runs_counts_them_all(self) -> None:
         nanoseconds, lost = np.full((1, 1, 2, 5), 100), np.zeros((1, 1, 2, 5), dtype=bool)
-        nanoseconds[0, 0, 1, :3], lost[0, 0, 1, :3] = 9000, True
+        nanoseconds[0, 0, 1, :4], lost[0, 0, 1, :4] = 9000, True
+        first, second = block_logs(nanoseconds, lost)[0, 0]
+        assert second == first, "one run kept its core"
+        lost[0, 0, 1, 4] = True
         first, second = block_logs(nanoseconds, lost)[0, 0]
         assert second - first == pytest.approx(math.log(90))
 

@@ -155,7 +155,7 @@ def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path])
 
     decided = Asked(throughput=(4,), tolerances={"throughput": (0.05,)})
     assert pairs(Scripted(), decided) == LOOKS[0]
-    assert pairs(Scripted(noise=0.5), decided) == LOOKS[-1]
+    assert pairs(Scripted(noise=2.0), decided) == LOOKS[-1]
     assert pairs(Scripted(noise=0.5), Asked(throughput=(4,))) == LOOKS[0], "no limit, nothing to decide"
     at_the_limit = Asked(throughput=(4,), tolerances={"throughput": (0.2,)})
     assert pairs(Scripted(noise=0.01), at_the_limit) > LOOKS[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.analysis.latency import Comparison, compare, withheld
-from onnx_ops.analysis.rules.common import baseline_of, finite, not_measured
+from onnx_ops.analysis.latency import LOOKS, Comparison, compare, pairs_needed, trend, withheld
+from onnx_ops.analysis.rules.common import baseline_of, finite, not_measured, percent
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import GateResult, Verdict
 
@@ -30,6 +31,8 @@ def judge_ratio(ratio: Ratio, max_regression: float) -> GateResult:
     noisy = withheld(ratio.log_ratios, ratio.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
     reason = ratio_text(ratio, found, limit)
+    if found.verdict is Verdict.INCONCLUSIVE:
+        reason += f"; {_what_decides(ratio, found, max_regression)}"
     return GateResult(
         gate=ratio.gate,
         metric=ratio.metric,
@@ -47,7 +50,30 @@ def judge_ratio(ratio: Ratio, max_regression: float) -> GateResult:
 
 def ratio_text(ratio: Ratio, found: Comparison, limit: str) -> str:
     figures = f"{found.ratio:.4g}x [{found.low:.4g}, {found.high:.4g}] {ratio.of}"
-    return f"{figures}, limit {limit}, {found.pairs} {ratio.pairs}{ratio.detail}"
+    change = trend(ratio.log_ratios)
+    way = "" if change is None else f"; it {'grew' if change > 0 else 'fell'} by {percent(abs(change))} over the run"
+    return f"{figures}, limit {limit}, {found.pairs} {ratio.pairs}{ratio.detail}{way}"
+
+
+def _what_decides(ratio: Ratio, found: Comparison, max_regression: float) -> str:
+    """How many pairs, or which other limit."""
+    needed = pairs_needed(ratio.log_ratios, max_regression)
+    if needed is None:
+        more = "the ratio is too near to the limit for any number of pairs"
+    elif needed > LOOKS[-1]:
+        more = f"about {needed} pairs on end would decide, and a run has {LOOKS[-1]}: measure on a quieter machine"
+    else:
+        more = f"the {needed} pairs of a whole run would decide"
+    if not (found.low > 0 and math.isfinite(found.high)):
+        return more
+    low, high = found.low / found.rest - 1, _up(found.high * found.rest - 1)
+    below = f", one of {percent(low)} broken" if low > 0 else ""
+    return f"{more}; a limit of {percent(high)} would be kept{below}"
+
+
+def _up(fraction: float) -> float:
+    """To the next tenth of a percent."""
+    return math.ceil(1000 * fraction + 1e-9) / 1000
 
 
 def judge_figure(
