@@ -30,6 +30,9 @@ LONGEST_S = 120.0
 HEAT_S = 0.6
 """Time that the runs of a heat should take; four times as long before blocks become short."""
 
+WARMUP_S = 0.02
+"""Runs before those that count, at most `2 * RUNS` and at least `SHORT`."""
+
 BLOCKS, RUNS, SHORT = 12, 10, 3
 """Rounds of a heat, runs of a block, and the fewest of them."""
 
@@ -144,7 +147,8 @@ def schedule_of(run_s: float) -> RaceSchedule:
     affordable = HEAT_S / (3 * RUNS * max(run_s, 1e-9))
     blocks = int(np.clip(affordable, BLOCKS // 2, BLOCKS))
     runs = int(np.clip(4 * affordable * RUNS / blocks, SHORT, RUNS))
-    return RaceSchedule(heats=LOOKS[0], blocks=blocks, runs=runs, warmup=2 * runs)
+    warmup = int(np.clip(WARMUP_S / max(run_s, 1e-9), SHORT, 2 * RUNS))
+    return RaceSchedule(heats=LOOKS[0], blocks=blocks, runs=runs, warmup=warmup)
 
 
 def _logs(looks: Sequence[RaceSamples]) -> npt.NDArray[np.float64]:

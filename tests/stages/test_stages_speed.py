@@ -29,7 +29,7 @@ from onnx_ops.ports import (
 from onnx_ops.stages.load import FEWEST_EACH, FEWEST_WINDOWS, MOST_REQUESTS, MOST_WINDOWS, throughput_alone
 from onnx_ops.stages.speed import Contest, Speed, measure_speed
 from onnx_ops.stages.starts import starts_alone
-from onnx_ops.stages.timing import time_alone
+from onnx_ops.stages.timing import BLOCKS, LONGEST_S, RUNS, SHORT, schedule_of, time_alone
 from onnx_ops.testing.models import rows
 
 CPU = Target(name="cpu")
@@ -222,3 +222,18 @@ def test_gates_say_what_is_measured_and_limits_how_long() -> None:
         tolerances={"latency": (0.05,), "speedup": (speedup,), "throughput": (0.1,)},
     )
     assert asked_by([ColdStartGate(load=1.0)]).starts
+
+
+def test_slow_models_have_fewer_rounds_and_then_shorter_blocks() -> None:
+    quick, slow, very_slow = (schedule_of(run_s) for run_s in (1e-4, 5e-3, 1.0))
+    assert (quick.blocks, quick.runs) == (BLOCKS, RUNS)
+    assert (slow.blocks, slow.runs) == (BLOCKS // 2, RUNS)
+    assert (very_slow.blocks, very_slow.runs, very_slow.warmup) == (BLOCKS // 2, SHORT, SHORT)
+
+
+def test_what_takes_too_long_ends_undecided(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, int(LONGEST_S * 0.6)))
+    monkeypatch.setattr("onnx_ops.stages.timing.time.monotonic", lambda: float(next(clock)))
+    asked = Asked(throughput=(4,), tolerances={"latency": (0.05,), "throughput": (0.0,)})
+    found = measured(Scripted(noise=2.0), models, asked, "fp32")
+    assert len(found.ratios[0].log_ratios) == LOOKS[1]
