@@ -39,7 +39,7 @@ EXTRA = {"A/A": 0, "+2 %": 2, "+10 %": 10}
 """Layers more than the baseline's, by the slow-down that they stand for."""
 
 TRIALS, QUICK_TRIALS = 300, 2
-SIMULATED, QUICK_SIMULATED = 1000, 20
+SIMULATED, QUICK_SIMULATED = 1000, 10
 DECISION_LIMIT_S = 1.0
 TARGET = Target(name="truth")
 
