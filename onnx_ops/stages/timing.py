@@ -182,7 +182,7 @@ def look_by_look(
     looks = ", ".join(map(str, LOOKS))
     while measured < LOOKS[-1]:
         goal = next_look(measured)
-        race.tell(f"{goal - measured} {noun}, B and A again against A (looks after {looks})")
+        race.tell(f"up to {goal} {noun}, B and A again against A (looks after {looks})")
         samples.append(measure(goal - measured, race.seed + measured))
         measured = goal
         spent = time.monotonic() - begun
