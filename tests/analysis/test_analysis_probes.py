@@ -34,7 +34,9 @@ def table(*columns: Any) -> dict[str, npt.NDArray[Any]]:
 def within(array: npt.NDArray[Any], domain: InputDomain) -> bool:
     values = array.astype(np.float64)
     finite = np.isfinite(values)
-    bounded = (values >= domain.low - 1e-6 * abs(domain.low)) & (values <= domain.high + 1e-6 * abs(domain.high))
+    rounding = float(np.finfo(array.dtype.name).eps) if array.dtype.kind == "f" else 0.0
+    below, above = (rounding * np.abs(end) + rounding for end in (domain.low, domain.high))
+    bounded = (values >= domain.low - below) & (values <= domain.high + above)
     return bool((bounded | ~finite).all())
 
 
