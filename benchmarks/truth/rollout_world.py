@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.truth.rollout_users import Users, UserTraffic
 from onnx_ops.analysis.rollout import evidence as ev
-from onnx_ops.analysis.rollout import share, slo
+from onnx_ops.analysis.rollout import share, slo, units
 from onnx_ops.analysis.rollout.judge import limit_of
 from onnx_ops.analysis.rollout.likelihood import FINE_GRID, log_likelihood
 from onnx_ops.domain.artifact import digest_bytes
@@ -26,19 +27,24 @@ Rates = Callable[[int], tuple[tuple[float, ...], tuple[float, ...]]]
 """Look -> (candidate's, stable version's) chance of each guardrail's event."""
 
 LOOK_S = 60.0
+_EVENTS = {"errors": 0, "latency_p50": 1, "latency_p99": 2}
+_SUCCESSES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """What one scenario is like. `requests` come between two looks; `routed` is the candidate's true share of them
-    as a multiple of its weight; `successes` are the two success rates of an A/B test, one outcome a request."""
+    as a multiple of its weight; `successes` are the two success rates of an A/B test, one outcome a request. `users`
+    say how often what happens instead of these; `blind` sources cannot tell them apart."""
 
     policy: RolloutPolicy
-    rates: Rates
+    rates: Rates = lambda _: ((), ())
     requests: int = 200
     looks: int = 100
     routed: float = 1.0
     successes: tuple[float, float] | None = None
+    users: Users | None = None
+    blind: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,9 +91,13 @@ class Rollouts:
         self._sums = np.zeros((trials, len(world.policy.guardrails), 25))
         self._above = np.zeros((trials, 25))
         self._below = np.zeros((trials, 24))
-        self._events = np.zeros((trials, len(world.policy.guardrails), 4), dtype=np.int64)
         self._step = np.zeros((trials, 4), dtype=np.int64)
         """Of the present step: the candidate's errors and requests, the stable version's."""
+        self._rows: list[Ints] = []
+        """At each look of a blind source: (trials, 4 events, 4)."""
+        self._users = None
+        if world.users is not None:
+            self._users = UserTraffic(world.users, world.requests, trials, self._random)
         self.exposed = np.zeros(trials, dtype=np.int64)
         self.ends = ["open"] * trials
 
@@ -115,22 +125,48 @@ class Rollouts:
         world, policy = self._world, self._world.policy
         planned = policy.planned()
         percent = np.array([planned[self._roles[index].step].percent for index in active])
-        canary = self._random.binomial(world.requests, np.minimum(percent / 100 * world.routed, 1))
+        errors, rows, outcomes = self._drawn(look, active, percent)
+        for column, rail in enumerate(policy.guardrails):
+            self._sums[active, column] += log_likelihood(rows[:, column], ev.alternatives(rail.tolerated))
+        if world.blind:
+            seen = np.zeros((len(self.ends), 4, 4), dtype=np.int64)
+            seen[active, 0], seen[active, _SUCCESSES] = errors, outcomes
+            for column, rail in enumerate(policy.guardrails):
+                seen[active, _EVENTS[rail.name]] = rows[:, column]
+            self._rows.append(seen)
+        self._step[active] += errors
+        self.exposed[active] += errors[:, 1]
+        self._decide(active, errors, percent, self._better(active, outcomes), (look + 1) * LOOK_S)
+
+    def _drawn(self, look: int, active: Ints, percent: Ints) -> tuple[Ints, Ints, Ints]:
+        """Counts since the last look: errors, each guardrail's events as (active, guardrails, 4), and outcomes."""
+        world, rails = self._world, self._world.policy.guardrails
+        shares = np.minimum(percent / 100 * world.routed, 1)
+        if self._users is not None:
+            counts = self._users.draw(active, shares, look)
+            return counts[0], np.moveaxis(counts[[_EVENTS[rail.name] for rail in rails]], 0, 1), counts[3]
+        canary = self._random.binomial(world.requests, shares)
         stable = world.requests - canary
-        rows = np.empty((len(active), len(policy.guardrails), 4), dtype=np.int64)
+        rows = np.empty((len(active), len(rails), 4), dtype=np.int64)
         timed = self._timed(canary, stable, percent)
         for column, (mine, theirs) in enumerate(zip(*world.rates(look), strict=True)):
-            a, b = (canary, stable) if policy.guardrails[column].name == "errors" else timed
-            counts = (self._random.binomial(a, mine), a, self._random.binomial(b, theirs), b)
-            rows[:, column] = np.stack(counts, axis=-1)
-            tolerated = policy.guardrails[column].tolerated
-            self._sums[active, column] += log_likelihood(rows[:, column], ev.alternatives(tolerated))
-        self._events[active] += rows
-        errors = rows[:, 0] if rows.shape[1] else np.stack([0 * canary, canary, 0 * stable, stable], axis=-1)
-        self._step[active] += errors
-        self.exposed[active] += canary
-        decisions = self._outcomes(active, canary, stable)
-        self._decide(active, errors, percent, decisions, (look + 1) * LOOK_S)
+            rows[:, column] = self._events(
+                *((canary, stable) if rails[column].name == "errors" else timed), mine, theirs
+            )
+        outcomes = self._events(canary, stable, *(world.successes or (0.0, 0.0)))
+        return rows[:, 0] if len(rails) else outcomes * (0, 1, 0, 1), rows, outcomes
+
+    def _events(self, canary: Ints, stable: Ints, mine: float, theirs: float) -> Ints:
+        counts = [self._random.binomial(canary, mine), canary, self._random.binomial(stable, theirs), stable]
+        return np.stack(counts, axis=-1)
+
+    def _effect(self, event: int, active: Ints) -> npt.NDArray[np.float64]:
+        """Design effect of an event, by rollout."""
+        if self._world.blind:
+            return units.dispersion(np.stack([rows[active, event] for rows in self._rows], axis=1))
+        if self._users is None:
+            return np.ones(len(active))
+        return units.design_effect(*self._users.sums[event, active].T)
 
     def _timed(self, canary: Ints, stable: Ints, percent: Ints) -> tuple[Ints, Ints]:
         """The requests whose times are compared: of the version with more of the traffic those that its twin gets."""
@@ -138,24 +174,33 @@ class Rollouts:
         found = self._random.binomial(np.where(percent < 50, stable, canary), twin)
         return np.where(percent < 50, canary, found), np.where(percent < 50, found, stable)
 
-    def _outcomes(self, active: Ints, canary: Ints, stable: Ints) -> list[ev.Decision]:
-        if self._world.successes is None:
+    def _better(self, active: Ints, rows: Ints) -> list[ev.Decision]:
+        if self._world.policy.ab is None:
             return ["undecided"] * len(active)
-        mine, theirs = self._world.successes
-        rows = np.stack(
-            [self._random.binomial(canary, mine), canary, self._random.binomial(stable, theirs), stable], axis=-1
-        )
         self._above[active] += log_likelihood(rows, ev.alternatives(1.0, FINE_GRID))
         self._below[active] += log_likelihood(rows, 1 / FINE_GRID)
-        higher, lower = ev.split_evidence(self._above[active], self._below[active])
+        effect = self._effect(_SUCCESSES, active)[:, None]
+        higher, lower = ev.split_evidence(self._above[active] / effect, self._below[active] / effect)
         return [ev.decided(float(h), float(w), higher_is_better=True) for h, w in zip(higher, lower, strict=True)]
 
     def _decide(self, active: Ints, last: Ints, percent: Ints, decisions: list[ev.Decision], now: float) -> None:
         policy, step = self._world.policy, self._step[active]
-        found = ev.log10_evidence(self._sums[active])
+        effects = np.ones((len(active), len(policy.guardrails), 1))
+        for column, rail in enumerate(policy.guardrails):
+            effects[:, column, 0] = self._effect(_EVENTS[rail.name], active)
+        found = ev.log10_evidence(self._sums[active] / effects)
         promised = policy.slo.error_rate if policy.slo else None
-        shown = slo.certified(step[:, 0], step[:, 1], promised) if promised else np.ones(len(active), dtype=bool)
-        split = share.mismatch(step[:, 1], step[:, 1] + step[:, 3], percent) >= share.MISMATCH_LIMIT
+        bunched, crowded, gross = np.ones((3, len(active)))
+        if self._world.blind:
+            bunched = units.burstiness(np.stack([rows[active, 0] for rows in self._rows], axis=1))
+        elif self._users is not None:
+            n, e, squared, bad, _ = self._users.sums[0, active].T
+            crowded, gross = np.maximum(1, squared / n), self._effect(0, active)
+            bunched = units.bunching(e, bad, crowded)
+        shown = np.ones(len(active), dtype=bool)
+        if promised:
+            shown = slo.certified(step[:, 0], step[:, 1], promised, bunched)
+        split = share.mismatch(step[:, 1], step[:, 1] + step[:, 3], percent, crowded) >= share.MISMATCH_LIMIT
         limit, planned = limit_of(policy), policy.planned()
         for row, index in enumerate(active):
             total = (int(step[row, 1]), planned[self._roles[index].step].minimum)
@@ -170,9 +215,9 @@ class Rollouts:
                 ),
                 short="" if shown[row] else "not shown yet",
                 mismatch="mismatch" if split[row] else "",
-                broken="gross failure" if _gross(last[row]) or _gross(step[row]) else "",
+                broken="gross failure" if any(_gross(r[row], float(gross[row])) for r in (last, step)) else "",
                 outcome=decisions[row],
-                outcome_line="the A/B test" if self._world.successes else "",
+                outcome_line="the A/B test" if policy.ab else "",
             )
             self._follow(int(index), judged, now)
 
@@ -187,5 +232,5 @@ class Rollouts:
         self.ends[index] = {ActionKind.ABORT: "rolled back", ActionKind.FINISH: "finished"}.get(action.kind, "open")
 
 
-def _gross(row: Ints) -> bool:
-    return share.grossly_failing((int(row[0]), int(row[1])), (int(row[2]), int(row[3])))
+def _gross(row: Ints, effect: float) -> bool:
+    return share.grossly_failing((int(row[0]), int(row[1])), (int(row[2]), int(row[3])), effect)

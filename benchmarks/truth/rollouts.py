@@ -5,21 +5,16 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import ndtr, ndtri
 
+from benchmarks.truth import rollout_worlds
 from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.rollout_rivals import HEAD, draw, shown
+from benchmarks.truth.rollout_users import SLACK, SPREAD
 from benchmarks.truth.rollout_world import Rates, Result, Rollouts, World
+from benchmarks.truth.rollout_worlds import NEVER, RAILS
 from onnx_ops.analysis.rollout import clean_requests, quantiles, slo
-from onnx_ops.analysis.rollout import evidence as ev
-from onnx_ops.analysis.rollout.likelihood import log_likelihood
 from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.domain.rollout_policy import Guardrail, ServiceLevel, SplitTest
+from onnx_ops.domain.rollout_policy import ServiceLevel, SplitTest
 
-RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
-SPREAD = 0.5
-"""Standard deviation of log latency."""
-SLACK = 2 ** (2 / 16)
-"""How much higher the candidate's thresholds lie: 10 %, at the nearest bound of the server's histogram."""
-NEVER = 10**9
 FIXED = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS, min_requests=(NEVER,), step_timeout=1e9)
 FULL = RolloutPolicy(
     steps=(0.01, 0.1, 0.5, 1.0),
@@ -63,7 +58,7 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
         *_split_tests(many, quick),
         *_percentiles(many, quick),
         *_levels(many, quick),
-        *_bunches(many),
+        *rollout_worlds.prove(trials or (60 if quick else 400), quick=quick),
     ]
 
 
@@ -221,19 +216,3 @@ def _wrongly_certified(random: np.random.Generator, rate: float, trials: int) ->
 
 def _parts(total: int, largest: int) -> list[int]:
     return [min(largest, total - done) for done in range(0, total, largest)]
-
-
-def _bunches(trials: int) -> list[Claim]:
-    """What is not promised: errors that come in bunches to one side, as from users who keep to one version."""
-    random = np.random.default_rng(8)
-    rows = []
-    for size in (1, 2, 5, 10):
-        canary = random.binomial(200, 0.1, (trials, 100))
-        mine = np.minimum(size * random.binomial(canary, 0.01 / size), canary)
-        theirs = np.minimum(size * random.binomial(200 - canary, 0.01 / size), 200 - canary)
-        table_ = np.stack([mine, canary, theirs, 200 - canary], axis=-1)
-        found = ev.log10_evidence(log_likelihood(table_, ev.alternatives(1.0)).cumsum(axis=1))
-        rolled = (found >= ev.limit(len(RAILS))).any(axis=1).mean()
-        rows.append((f"{size} at a time", f"{100 * rolled:.1f} %"))
-    table("not promised: 1 % errors of both, in bunches on one side", ("errors", "rolled back"), rows)
-    return []

@@ -8,6 +8,9 @@ from typing import Literal
 
 from onnx_ops.domain.rollout_policy import PlannedStep, RolloutPolicy
 
+_WORTH_TELLING = 1.5
+"""Design effect from which the line of a guardrail mentions it."""
+
 
 class WaitKind(StrEnum):
     """Why nothing is done now."""
@@ -33,8 +36,8 @@ class Guard:
     """One guardrail: events among requests of either version, and the evidence (log10) that the candidate has more.
 
     `low` and `high` bound the odds ratio at any time; None where it was not computed. `seen` counts what the evidence
-    rests on during the present step, of which `needed` are needed before the step may be left. `rule` is told where
-    the counts are not what was judged.
+    rests on during the present step, of which `needed` are needed before the step may be left. `effect` is how many
+    requests are worth one independent request. `rule` is told where the counts are not what was judged.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Guard:
     limit: float
     low: float | None = None
     high: float | None = None
+    effect: float = 1.0
     seen: int = 0
     needed: int = 0
     rule: str = ""
@@ -57,7 +61,8 @@ class Guard:
         """One line for a person."""
         counts = self.rule or f"canary {_share(*self.canary)} vs stable {_share(*self.stable)}"
         between = "" if self.low is None or self.high is None else f"odds ratio {_bounds(self.low, self.high)}, "
-        told = f"{self.name}: {counts}; {between}evidence {_to_one(self.evidence)} (limit {_to_one(self.limit)})"
+        worth = f"{self.effect:.2g} requests count as one, " if self.effect >= _WORTH_TELLING else ""
+        told = f"{self.name}: {counts}; {between}{worth}evidence {_to_one(self.evidence)} (limit {_to_one(self.limit)})"
         return f"{told} -> ROLL BACK" if self.fired else told
 
 

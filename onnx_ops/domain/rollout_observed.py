@@ -104,10 +104,25 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSums:
+    """Sums over units of n requests of which e are events, of both versions: of n, e, n squared, e squared, and e n.
+
+    A unit is what the split assigns: a user whose requests carry a key, else the single request.
+    """
+
+    requests: int = 0
+    events: int = 0
+    requests_squared: int = 0
+    events_squared: int = 0
+    products: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What a source has counted since `origin`, by name of deployment. `at` is seconds since the epoch.
 
     Another origin means that the counters began anew, as after a restart. `shadow` is about copies to the candidate.
+    `units` are by name of guardrail, and `outcomes` for those; a source that cannot tell users has none.
     """
 
     origin: str
@@ -115,6 +130,7 @@ class Reading:
     tallies: Mapping[str, Tally] = field(default_factory=dict)
     shadow: ShadowTally = field(default_factory=ShadowTally)
     quantiles: Mapping[str, Quantiles] = field(default_factory=dict)
+    units: Mapping[str, UnitSums] = field(default_factory=dict, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +150,8 @@ class Observations:
     """Everything counted of the rollout in progress. `began` is when its present step took effect.
 
     `thresholds` are the stable version's, `slower` the candidate's. `reading` is where the next interval begins; None
-    where the split has changed since. It did so last at `split_at`.
+    where the split has changed since. It did so last at `split_at`. `units` are the last ones of each origin: what is
+    counted by user begins anew with it, and grows from step to step.
     """
 
     candidate: Digest
@@ -145,6 +162,7 @@ class Observations:
     slower: Thresholds | None = None
     reading: Reading | None = None
     intervals: tuple[Interval, ...] = ()
+    units: Mapping[str, Mapping[str, UnitSums]] = field(default_factory=dict, metadata=LATER)
 
     def at_step(self, step: int, began: float) -> Observations:
         """The same rollout after its split of traffic was set (again)."""
@@ -163,7 +181,12 @@ class Observations:
             return self
         found = interval(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
         intervals = self.intervals if found is None else (*self.intervals, found)
-        return replace(self, reading=reading, intervals=intervals)
+        units = {**self.units, reading.origin: reading.units} if reading.units else self.units
+        return replace(self, reading=reading, intervals=intervals, units=units)
+
+    def units_of(self, name: str) -> tuple[UnitSums, ...]:
+        """What was counted by user of an event, in each origin."""
+        return tuple(found[name] for found in self.units.values() if name in found)
 
 
 def interval(before: Reading | None, now: Reading, *, step: int, stable: str, candidate: str) -> Interval | None:

@@ -38,6 +38,8 @@ STEPS = 16
 BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 + 1))
 """Upper bounds of the latency histogram in seconds: 10 µs to 30 s."""
 TICKETS = 1 << 15
+UNTIMED = 64
+"""First requests of a worker to a deployment, whose times are held against nobody: caches and memory are still cold."""
 
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER = len(STATUSES)

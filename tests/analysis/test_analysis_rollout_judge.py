@@ -231,27 +231,29 @@ def test_a_shadow_comes_first_and_no_client_sees_it() -> None:
 AB = RolloutPolicy(ab=SplitTest(duration=7200.0), min_requests=(100,), step_timeout=60.0)
 
 
-def reported(mine: int, theirs: int) -> Interval:
-    return Interval(step=0, canary=counted(500, good=mine), stable=counted(500, good=theirs))
+def reported(mine: int, theirs: int) -> list[Interval]:
+    """Of 500 outcomes each, in five intervals: one alone cannot tell a bunch."""
+    part = Interval(step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5))
+    return [part] * 5
 
 
 def test_an_ab_test_decides_or_waits_for_its_time() -> None:
-    acts(due(seen(reported(100, 50)), AB), ActionKind.FINISH, "-> BETTER")
-    acts(due(seen(reported(50, 100)), AB), ActionKind.ABORT, "-> WORSE")
-    waits(due(seen(reported(50, 50)), AB, now=7199.0), WaitKind.WATCHING, "-> UNDECIDED")
-    waits(due(seen(reported(50, 50)), AB, now=7200.0), WaitKind.HELD, "undecided")
+    acts(due(seen(*reported(100, 50)), AB), ActionKind.FINISH, "-> BETTER")
+    acts(due(seen(*reported(50, 100)), AB), ActionKind.ABORT, "-> WORSE")
+    waits(due(seen(*reported(50, 50)), AB, now=7199.0), WaitKind.WATCHING, "-> UNDECIDED")
+    waits(due(seen(*reported(50, 50)), AB, now=7200.0), WaitKind.HELD, "undecided")
     waits(due(seen(Interval(step=0, canary=counted(500), stable=counted(500))), AB), WaitKind.WATCHING, "no outcome")
 
 
 def test_what_happens_when_an_ab_test_stays_undecided() -> None:
     finish = replace(AB, ab=SplitTest(duration=1.0, undecided="finish"))
-    acts(due(seen(reported(50, 50)), finish), ActionKind.FINISH)
+    acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
     waits(due(seen(), finish), WaitKind.HELD, "no outcome was reported")
     few = Interval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
     waits(due(seen(few), finish), WaitKind.HELD)
-    acts(due(seen(reported(50, 50)), replace(AB, ab=SplitTest(duration=1.0, undecided="abort"))), ActionKind.ABORT)
+    acts(due(seen(*reported(50, 50)), replace(AB, ab=SplitTest(duration=1.0, undecided="abort"))), ActionKind.ABORT)
     lower = replace(AB, ab=SplitTest(duration=1.0, goal="lower"))
-    acts(due(seen(reported(50, 100)), lower), ActionKind.FINISH)
+    acts(due(seen(*reported(50, 100)), lower), ActionKind.FINISH)
 
 
 def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> None:

@@ -4,7 +4,8 @@ An e-process starts at 1 and, while its null hypothesis holds, is 1 or less in e
 the chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical
 Science 38:576-601). Here it is a mixture of likelihood ratios over odds ratios above the tolerated one (method of
 mixtures: Robbins 1970, Ann. Math. Stat. 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood
-ratio, so what holds at the tolerated odds ratio holds for all below it.
+ratio, so what holds at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design
+effect of the counts (see `units`), which is 1 where each request is assigned on its own.
 
 Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates are then taken to
 be one; it stays valid where the split did not change between them and counts of events did not decide what to merge.
@@ -54,30 +55,30 @@ def log10_evidence(summed: npt.ArrayLike) -> Array:
     return _log_mean(logs[..., 1:] - logs[..., :1]) / math.log(10)
 
 
-def evidence(table: npt.ArrayLike, tolerated: float) -> float:
+def evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> float:
     """log10 of the evidence of all intervals, each a row as `log_likelihood` takes them."""
-    return float(log10_evidence(_summed(table, alternatives(tolerated))))
+    return float(log10_evidence(_summed(table, alternatives(tolerated)) / effect))
 
 
-def evidence_path(table: npt.ArrayLike, tolerated: float) -> Array:
+def evidence_path(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> Array:
     """log10 of the evidence after each interval; (intervals,)."""
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
-    return log10_evidence(np.cumsum(log_likelihood(rows, alternatives(tolerated)), axis=0))
+    return log10_evidence(np.cumsum(log_likelihood(rows, alternatives(tolerated)), axis=0) / effect)
 
 
-def odds_ratio_bounds(table: npt.ArrayLike) -> tuple[float, float]:
+def odds_ratio_bounds(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
     """Bounds of the odds ratio that hold at all times together with a chance of 95 %.
 
     The set of odds ratios that a mixture over all of them does not speak against by 20:1, widened to the grid's next
     points. Bounds of 0.01 and 100 mean "and beyond".
     """
-    summed = _summed(table, _CONFIDENCE_GRID)
+    summed = _summed(table, _CONFIDENCE_GRID) / effect
     kept = np.flatnonzero(_log_mean(summed) - summed < math.log(1 / RISK))
     low, high = max(0, int(kept[0]) - 1), min(len(summed) - 1, int(kept[-1]) + 1)
     return float(_CONFIDENCE_GRID[low]), float(_CONFIDENCE_GRID[high])
 
 
-def split_test(table: npt.ArrayLike, *, higher_is_better: bool) -> tuple[Decision, float, float]:
+def split_test(table: npt.ArrayLike, *, higher_is_better: bool, effect: float = 1.0) -> tuple[Decision, float, float]:
     """Which version has the better success rate, at any time.
 
     Both directions are tested at half of `RISK`: the limit is 40:1.
@@ -85,12 +86,14 @@ def split_test(table: npt.ArrayLike, *, higher_is_better: bool) -> tuple[Decisio
     Args:
         table: (intervals, 4): the candidate's successes and outcomes, the stable version's successes and outcomes.
         higher_is_better: whether a success is good.
+        effect: design effect of the successes.
 
     Returns:
         (decision about the candidate, log10 evidence that its rate is higher, log10 evidence that it is lower).
     """
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
-    higher, lower = split_evidence(_summed(rows, alternatives(1.0, FINE_GRID)), _summed(rows, 1 / FINE_GRID))
+    above, below = _summed(rows, alternatives(1.0, FINE_GRID)), _summed(rows, 1 / FINE_GRID)
+    higher, lower = split_evidence(above / effect, below / effect)
     return decided(float(higher), float(lower), higher_is_better=higher_is_better), float(higher), float(lower)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onnx_ops.analysis.rollout import evidence as ev
-from onnx_ops.analysis.rollout import quantiles, share, slo
+from onnx_ops.analysis.rollout import quantiles, share, slo, units
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout import Action, Roles, Wait, Word, next_action
 from onnx_ops.domain.rollout_judged import Guard, Judged
@@ -63,23 +63,27 @@ def judge(observations: Observations, policy: RolloutPolicy) -> Judged:
     step = planned[min(observations.step, len(planned) - 1)]
     here = [one for one in observations.intervals if one.step == observations.step]
     canary, stable = _total([one.canary for one in here]), _total([one.stable for one in here])
-    guards = [guard(one, observations.intervals, here, step, policy) for one in policy.guardrails]
+    guards = [guard(one, observations, here, step, policy) for one in policy.guardrails]
     requests, short, mismatch = canary.requests, "", ""
     if step.kind == "shadow" and policy.shadow is not None:
         copies = _copies(here)
         guards.append(_answers(copies, policy.shadow, limit_of(policy)))
         requests, short = copies.seen, _not_alike(copies, policy.shadow)
     else:
-        short = service_level(canary, policy.slo)
-        mismatch = traffic(canary.requests, canary.requests + stable.requests, step)
-    outcome, line = outcomes(here, policy.ab) if step.kind == "ab" and policy.ab is not None else ("undecided", "")
+        short = service_level(canary, policy.slo, _bunching(observations, here)) or _few(observations, here, policy)
+        crowded = units.crowding(observations.units_of("errors"))
+        mismatch = traffic(canary.requests, canary.requests + stable.requests, step, crowded)
+    outcome: ev.Decision = "undecided"
+    line = ""
+    if step.kind == "ab" and policy.ab is not None:
+        outcome, line = outcomes(observations, here, policy.ab)
     return Judged(
         began=observations.began,
         requests=requests,
         guards=tuple(guards),
         short=short,
         mismatch=mismatch,
-        broken=_broken(here, canary, stable),
+        broken=_broken(here, canary, stable, _effect(observations, "errors", ())),
         outcome=outcome,
         outcome_line=line,
     )
@@ -91,10 +95,10 @@ def limit_of(policy: RolloutPolicy) -> float:
 
 
 def guard(
-    rail: Guardrail, intervals: Sequence[Interval], here: Sequence[Interval], step: PlannedStep, policy: RolloutPolicy
+    rail: Guardrail, observations: Observations, here: Sequence[Interval], step: PlannedStep, policy: RolloutPolicy
 ) -> Guard:
     """One guardrail over all intervals of the rollout; `here` are those of the present step."""
-    limit = limit_of(policy)
+    limit, intervals = limit_of(policy), observations.intervals
     rows = rows_of(rail, intervals)
     if not rows and any(one.canary_latency for one in intervals):
         return _by_signs(rail, intervals, here, step, limit)
@@ -102,15 +106,17 @@ def guard(
     seen = sum(row[1] for row in rows_of(rail, here) if row[3])
     if not rows:
         return Guard(name=rail.name, limit=limit, needed=needed)
-    low, high = ev.odds_ratio_bounds(rows)
+    effect = _effect(observations, rail.name, rows)
+    low, high = ev.odds_ratio_bounds(rows, effect)
     return Guard(
         name=rail.name,
         canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
         stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
-        evidence=ev.evidence(rows, rail.tolerated),
+        evidence=ev.evidence(rows, rail.tolerated, effect),
         limit=limit,
         low=low,
         high=high,
+        effect=effect,
         seen=seen,
         needed=needed,
     )
@@ -132,39 +138,42 @@ def paths(observations: Observations, policy: RolloutPolicy) -> tuple[EvidencePa
     for rail in policy.guardrails:
         rows = rows_of(rail, observations.intervals)
         sums = [sum(row[1] for row in rows[: index + 1]) for index in range(len(rows))]
-        values = ev.evidence_path(rows, rail.tolerated)
+        values = ev.evidence_path(rows, rail.tolerated, _effect(observations, rail.name, rows))
         limit = limit_of(policy)
         path = EvidencePath(name=rail.name, requests=tuple(sums), log10_evidence=tuple(values.tolist()), limit=limit)
         found.append(path)
     return tuple(found)
 
 
-def service_level(canary: Tally, promised: ServiceLevel | None) -> str:
+def service_level(canary: Tally, promised: ServiceLevel | None, effect: float = 1.0) -> str:
     """What is still to be shown of the error rate; empty if nothing is."""
-    if promised is None or bool(slo.certified(canary.errors, canary.requests, promised.error_rate)):
+    if promised is None or bool(slo.certified(canary.errors, canary.requests, promised.error_rate, effect)):
         return ""
-    shown = slo.upper_bound(canary.errors, canary.requests)
+    shown = slo.upper_bound(canary.errors, canary.requests, effect)
     return (
         f"{canary.errors} of {canary.requests} requests failed, which shows a rate below {100 * shown:.3g} %, "
         f"not below {100 * promised.error_rate:g} %"
     )
 
 
-def traffic(canary: int, requests: int, step: PlannedStep) -> str:
+def traffic(canary: int, requests: int, step: PlannedStep, effect: float = 1.0) -> str:
     """Why the split of requests cannot be what was asked for; empty if it can."""
-    if not 0 < step.percent < 100 or float(share.mismatch(canary, requests, step.percent)) < share.MISMATCH_LIMIT:
+    if not 0 < step.percent < 100:
+        return ""
+    if float(share.mismatch(canary, requests, step.percent, effect)) < share.MISMATCH_LIMIT:
         return ""
     return f"{canary} of {requests} requests ({100 * canary / requests:.1f} %) went to the candidate"
 
 
-def outcomes(here: Sequence[Interval], test: SplitTest) -> tuple[ev.Decision, str]:
+def outcomes(observations: Observations, here: Sequence[Interval], test: SplitTest) -> tuple[ev.Decision, str]:
     """The A/B test's decision and its line for a person."""
     mine, theirs = _total([one.canary for one in here]), _total([one.stable for one in here])
     if not mine.outcomes or not theirs.outcomes:
         return "undecided", ""
     rows = [(o.canary.successes, o.canary.outcomes, o.stable.successes, o.stable.outcomes) for o in here]
-    decision, higher, lower = ev.split_test(rows, higher_is_better=test.goal == "higher")
-    low, high = ev.odds_ratio_bounds(rows)
+    effect = _effect(observations, "outcomes", rows)
+    decision, higher, lower = ev.split_test(rows, higher_is_better=test.goal == "higher", effect=effect)
+    low, high = ev.odds_ratio_bounds(rows, effect)
     told = Guard(
         name=test.metric,
         canary=(mine.successes, mine.outcomes),
@@ -173,8 +182,25 @@ def outcomes(here: Sequence[Interval], test: SplitTest) -> tuple[ev.Decision, st
         limit=ev.limit(2),
         low=low,
         high=high,
+        effect=effect,
     )
     return decision, f"{told.line.removesuffix(' -> ROLL BACK')} -> {decision.upper()}"
+
+
+def _effect(observations: Observations, name: str, rows: Sequence[Row]) -> float:
+    """Design effect of a guardrail's events: by user where the source tells users, else by how intervals vary."""
+    epochs = observations.units_of(name)
+    return units.effect_of(epochs) if epochs else float(units.dispersion(rows)) if rows else 1.0
+
+
+def _bunching(observations: Observations, here: Sequence[Interval]) -> float:
+    """Design effect of errors for the service level."""
+    epochs = observations.units_of("errors")
+    if not epochs:
+        rows = [(o.canary.errors, o.canary.requests, o.stable.errors, o.stable.requests) for o in here]
+        return float(units.burstiness(rows)) if rows else 1.0
+    events, squared = sum(one.events for one in epochs), sum(one.events_squared**0.5 for one in epochs) ** 2
+    return float(units.bunching(events, squared, units.crowding(epochs)))
 
 
 def _events(rail: Guardrail, tally: Tally) -> tuple[int | None, int]:
@@ -224,7 +250,14 @@ def _not_alike(copies: ShadowTally, trial: ShadowTrial) -> str:
     )
 
 
-def _broken(here: Sequence[Interval], canary: Tally, stable: Tally) -> str:
+def _few(observations: Observations, here: Sequence[Interval], policy: RolloutPolicy) -> str:
+    """Why a step may not be left: what a source that tells no users counted in one interval may be of one user."""
+    if observations.units or not policy.guardrails or len(here) >= units.INTERVALS:
+        return ""
+    return f"{len(here)} of {units.INTERVALS} intervals, which a source takes that does not count by user"
+
+
+def _broken(here: Sequence[Interval], canary: Tally, stable: Tally, effect: float) -> str:
     """The last interval, and the step as a whole."""
     if share.refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
         return (
@@ -232,7 +265,7 @@ def _broken(here: Sequence[Interval], canary: Tally, stable: Tally) -> str:
             f"the stable version {stable.refused} of {stable.requests} -> ROLL BACK"
         )
     for mine, theirs in (*((one.canary, one.stable) for one in here[-1:]), (canary, stable)):
-        if share.grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests)):
+        if share.grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests), effect):
             return (
                 f"gross failure: {mine.failed} of the candidate's {mine.requests} requests failed, "
                 f"{theirs.failed} of the stable version's {theirs.requests} -> ROLL BACK"

@@ -20,12 +20,13 @@ _SHARES = np.geomspace(0.02, 0.9, 12)
 _LEAST = 1e-12
 
 
-def below(errors: npt.ArrayLike, requests: npt.ArrayLike, rate: npt.ArrayLike) -> Array:
-    """Log evidence against "the share of errors is `rate` or more"; the arguments broadcast."""
+def below(errors: npt.ArrayLike, requests: npt.ArrayLike, rate: npt.ArrayLike, effect: npt.ArrayLike = 1.0) -> Array:
+    """Log evidence against "the share of errors is `rate` or more", by the design effect; the arguments broadcast."""
     bad = np.asarray(errors, dtype=np.float64)[..., None]
     good = np.asarray(requests, dtype=np.float64)[..., None] - bad
     against = np.asarray(rate, dtype=np.float64)[..., None]
     logs = bad * np.log(_SHARES) + good * (np.log1p(-against * _SHARES) - np.log1p(-against))
+    logs = logs / np.asarray(effect, dtype=np.float64)[..., None]
     top = logs.max(axis=-1, keepdims=True)
     return np.asarray(top[..., 0] + np.log(np.exp(logs - top).mean(axis=-1)))
 
@@ -39,16 +40,18 @@ def above(errors: int, requests: int, rate: float) -> float:
     return (top + math.log(float(np.exp(logs - top).mean()))) / math.log(10)
 
 
-def certified(errors: npt.ArrayLike, requests: npt.ArrayLike, rate: float) -> npt.NDArray[np.bool_]:
+def certified(
+    errors: npt.ArrayLike, requests: npt.ArrayLike, rate: float, effect: npt.ArrayLike = 1.0
+) -> npt.NDArray[np.bool_]:
     """Whether the share of errors is shown to be below `rate`, with a chance of 5 % of ever being wrong."""
-    return np.asarray(below(errors, requests, rate) >= math.log(1 / RISK))
+    return np.asarray(below(errors, requests, rate, effect) >= math.log(1 / RISK))
 
 
-def upper_bound(errors: int, requests: int) -> float:
+def upper_bound(errors: int, requests: int, effect: float = 1.0) -> float:
     """Upper end of the confidence sequence of the share of errors; 1 where nothing is known."""
 
     def short(rate: float) -> float:
-        return float(below(errors, requests, rate)) - math.log(1 / RISK)
+        return float(below(errors, requests, rate, effect)) - math.log(1 / RISK)
 
     least = max(errors / requests, _LEAST) if requests else 1.0
     if least >= 1 - _LEAST or short(1 - _LEAST) < 0:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
-from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds, UnitSums
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import Conflict, ServiceUnavailable, UserError
 from onnx_ops.testing.fakes.process import FakeClock
@@ -128,7 +128,8 @@ class FakeMetrics:
     def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
         self._answer(config)
         ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
-        return Reading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow)
+        units = _single(ours.values())
+        return Reading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow, units=units)
 
     def count(self, deployment: str, **more: int) -> None:
         """So many more requests of a deployment, and of them so many errors, and so on."""
@@ -139,3 +140,18 @@ class FakeMetrics:
     def _answer(self, config: EndpointConfig) -> None:
         if self.down:
             raise ServiceUnavailable("the metrics do not answer", where=config.endpoint)
+
+
+def _single(tallies: Collection[Tally]) -> Mapping[str, UnitSums]:
+    """The sums over units of requests without keys."""
+
+    def sums(n: int, e: int) -> UnitSums:
+        return UnitSums(requests=n, events=e, requests_squared=n, events_squared=e, products=e)
+
+    timed = sum(one.measured for one in tallies)
+    return {
+        "errors": sums(sum(one.requests for one in tallies), sum(one.errors for one in tallies)),
+        "latency_p50": sums(timed, sum(one.over_p50 or 0 for one in tallies)),
+        "latency_p99": sums(timed, sum(one.over_p99 or 0 for one in tallies)),
+        "outcomes": sums(sum(one.outcomes for one in tallies), sum(one.successes for one in tallies)),
+    }
