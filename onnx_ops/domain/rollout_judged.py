@@ -37,7 +37,8 @@ class Guard:
 
     `low` and `high` bound the odds ratio at any time; None where it was not computed. `seen` counts what the evidence
     rests on during the present step, of which `needed` are needed before the step may be left. `effect` is how many
-    requests are worth one independent request. `rule` is told where the counts are not what was judged.
+    requests are worth one independent request. Where it `holds`, the candidate stays at its step. `rule` is told where
+    the counts are not what was judged.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Guard:
     low: float | None = None
     high: float | None = None
     effect: float = 1.0
+    holds: bool = False
     seen: int = 0
     needed: int = 0
     rule: str = ""
@@ -63,7 +65,7 @@ class Guard:
         between = "" if self.low is None or self.high is None else f"odds ratio {_bounds(self.low, self.high)}, "
         worth = f"{self.effect:.2g} requests count as one, " if self.effect >= _WORTH_TELLING else ""
         told = f"{self.name}: {counts}; {between}{worth}evidence {_to_one(self.evidence)} (limit {_to_one(self.limit)})"
-        return f"{told} -> ROLL BACK" if self.fired else told
+        return f"{told} -> {'HOLD' if self.holds else 'ROLL BACK'}" if self.fired else told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +89,17 @@ class Judged:
     @property
     def alarm(self) -> str:
         """Why the candidate must go, in one line; empty if nothing says so."""
-        fired = [guard for guard in self.guards if guard.fired]
-        if self.broken or fired:
-            return self.broken or max(fired, key=lambda guard: guard.evidence - guard.limit).line
-        return self.outcome_line if self.outcome == "worse" else ""
+        worst = self._worst(holds=False)
+        return self.broken or worst or (self.outcome_line if self.outcome == "worse" else "")
+
+    @property
+    def held(self) -> str:
+        """Why the candidate may not get more traffic, in one line; empty if nothing says so."""
+        return self._worst(holds=True)
+
+    def _worst(self, *, holds: bool) -> str:
+        fired = [guard for guard in self.guards if guard.fired and guard.holds is holds]
+        return max(fired, key=lambda guard: guard.evidence - guard.limit).line if fired else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +131,8 @@ def advise(name: str, step: PlannedStep, policy: RolloutPolicy, judged: Judged |
         return Wait(why=f"{held}; nothing was counted yet", settled=False, kind=WaitKind.WATCHING)
     if judged.alarm:
         return Stop(why=judged.alarm)
-    if judged.mismatch:
-        why = f"{held} and is paused: {judged.mismatch}"
+    if why := judged.mismatch or judged.held:
+        why = f"{held} and is paused: {why}"
         return Wait(why=why, settled=False, kind=WaitKind.PAUSED)
     spent = now - judged.began
     missing = _missing(step, policy, judged, spent)

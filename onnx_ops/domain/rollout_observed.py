@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.quantities import LATER
+from onnx_ops.domain.rollout_policy import QUANTILES, GuardrailName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,13 @@ class Thresholds:
     p50_s: float
     p99_s: float
     requests: int
+    p90_s: float | None = field(default=None, metadata=LATER)
+    p95_s: float | None = field(default=None, metadata=LATER)
+
+    def by_guardrail(self) -> Mapping[GuardrailName, float]:
+        """Those that are known, by the guardrail that they belong to."""
+        found = {name: getattr(self, f"{name.removeprefix('latency_')}_s") for name in QUANTILES}
+        return {name: latency_s for name, latency_s in found.items() if latency_s is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +36,8 @@ class Tally:
     """Requests that one deployment answered, and how many of them were something.
 
     `errors` are the server's own failures; `refused` are requests that it did not take, which is the client's fault
-    unless the other version takes them. Of the `timed` ones, which are all where that is None, `over_p50` and
-    `over_p99` took longer than the deployment's thresholds; None where the source cannot tell. `outcomes` are reports
+    unless the other version takes them. Of the `timed` ones, which are all where that is None, `over_p50` and its
+    like took longer than the deployment's thresholds; None where the source cannot tell. `outcomes` are reports
     of clients, of which `successes` good.
     """
 
@@ -40,6 +49,17 @@ class Tally:
     outcomes: int = 0
     successes: int = 0
     timed: int | None = field(default=None, metadata=LATER)
+    over_p90: int | None = field(default=None, metadata=LATER)
+    over_p95: int | None = field(default=None, metadata=LATER)
+
+    def over(self, name: GuardrailName) -> int | None:
+        """Requests that took longer than the threshold of a guardrail of latency."""
+        found: int | None = getattr(self, _over(name))
+        return found
+
+    def with_over(self, counts: Mapping[GuardrailName, int | None]) -> Tally:
+        named: dict[str, Any] = {_over(name): count for name, count in counts.items()}
+        return replace(self, **named)
 
     def minus(self, before: Tally) -> Tally | None:
         """What was counted since `before`; None if the counts do not follow each other or make no sense."""
@@ -47,19 +67,17 @@ class Tally:
             requests=self.requests - before.requests,
             errors=self.errors - before.errors,
             refused=self.refused - before.refused,
-            over_p50=_less(self.over_p50, before.over_p50),
-            over_p99=_less(self.over_p99, before.over_p99),
             outcomes=self.outcomes - before.outcomes,
             successes=self.successes - before.successes,
             timed=_less(self.timed, before.timed),
-        )
+        ).with_over({name: _less(self.over(name), before.over(name)) for name in QUANTILES})
         alike = (self.timed is None) == (before.timed is None)
         return found if found.sound and alike else None
 
     @property
     def sound(self) -> bool:
         """Whether these are counts of requests at all."""
-        over = (self.over_p50 or 0, self.over_p99 or 0)
+        over = [self.over(name) or 0 for name in QUANTILES]
         whole = min(self.errors, self.refused) >= 0 and 0 <= self.failed <= self.requests
         return whole and all(0 <= n <= self.measured for n in over) and 0 <= self.successes <= self.outcomes
 
@@ -218,11 +236,12 @@ def _unseen(later: Tally | None) -> Tally:
     """The counts of a deployment before it was counted for the first time."""
     if later is None:
         return Tally()
-    return Tally(
-        over_p50=None if later.over_p50 is None else 0,
-        over_p99=None if later.over_p99 is None else 0,
-        timed=None if later.timed is None else 0,
-    )
+    none = Tally(timed=None if later.timed is None else 0)
+    return none.with_over({name: None if later.over(name) is None else 0 for name in QUANTILES})
+
+
+def _over(name: GuardrailName) -> str:
+    return f"over_{name.removeprefix('latency_')}"
 
 
 def _less(now: int | None, before: int | None) -> int | None:

@@ -16,7 +16,14 @@ DAY = 86_400.0
 DEFAULT_MINIMUM = 300
 """Requests to the candidate that a judged step needs where the policy does not say."""
 
-GuardrailName: TypeAlias = Literal["errors", "latency_p50", "latency_p99"]
+GuardrailName: TypeAlias = Literal["errors", "latency_p50", "latency_p90", "latency_p95", "latency_p99"]
+QUANTILES: Mapping[GuardrailName, float] = {
+    "latency_p50": 0.5,
+    "latency_p90": 0.9,
+    "latency_p95": 0.95,
+    "latency_p99": 0.99,
+}
+"""Guardrails of latency: the share of the stable version's requests that are faster than the threshold."""
 StepKind: TypeAlias = Literal["shadow", "canary", "ab", "full"]
 
 Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
@@ -26,28 +33,31 @@ OddsRatio = Annotated[float, Ge(1), Lt(100)]
 SLOWER = 0.1
 """A version that gets less traffic finds its weights in the caches less often, and is somewhat slower for it alone."""
 
-_TOLERATED: Mapping[GuardrailName, float] = {"errors": 1.0, "latency_p50": 1.0, "latency_p99": 1.2}
+_TOLERATED: Mapping[GuardrailName, float] = {"latency_p95": 1.1, "latency_p99": 1.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guardrail:
     """One thing that may not get worse: errors, or latency, which is told by how many of either version's requests
-    exceed the stable version's median or 99th percentile before the rollout, for the candidate raised by `slower`."""
+    exceed the stable version's percentile before the rollout, for the candidate raised by `slower`."""
 
     name: Annotated[GuardrailName, doc("What is counted.")]
     ratio: Annotated[
         OddsRatio | None,
-        doc("Odds of such a request, as a multiple of the stable version's, that are tolerated; 1, p99 1.2."),
+        doc("Odds of such a request, as a multiple of the stable version's, that are tolerated; 1, p95 1.1, p99 1.2."),
     ] = None
-
     slower: Annotated[
         Fraction | None,
         doc("How much slower the candidate may be; 10%."),
     ] = None
+    on_violation: Annotated[
+        Literal["rollback", "hold"],
+        doc("What happens when the candidate is worse: `rollback`, or `hold` at this step for a person."),
+    ] = "rollback"
 
     @property
     def tolerated(self) -> float:
-        return _TOLERATED[self.name] if self.ratio is None else self.ratio
+        return _TOLERATED.get(self.name, 1.0) if self.ratio is None else self.ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +119,8 @@ class RolloutPolicy:
         doc("What the rollout is meant to be; the other keys are held against it. They say it where it is left out."),
     ] = None
     guardrails: Annotated[
-        tuple[Guardrail, ...], doc("What rolls the candidate back by itself: errors, latency_p50, latency_p99.")
+        tuple[Guardrail, ...],
+        doc("What may not get worse: errors, latency_p50, latency_p90, latency_p95, latency_p99."),
     ] = ()
     min_requests: Annotated[
         tuple[Count, ...], doc("Requests to the candidate before a step is left: one number, or one for each step.")
@@ -147,6 +158,8 @@ class RolloutPolicy:
     def needs(self) -> Mapping[str, tuple[str, ...]]:
         """What an endpoint provider must be capable of, and the keys that ask for it."""
         asked: dict[str, tuple[str, ...]] = {}
+        if any(rail.name in ("latency_p90", "latency_p95") for rail in self.guardrails):
+            asked["exceedances"] = ("guardrails",)
         if self.shadow:
             asked["shadow"] = ("shadow",)
         if len(self.steps) > 1:

@@ -66,7 +66,7 @@ class DeploymentCounts:
     `statuses` are requests by HTTP status, `other` for any not listed. `latency` tells how long requests took from
     their last byte to their answer, `service` how long without the wait for their turn, of those that had one for
     themselves; either holds one count more than `Counts.bounds_s`. Copies of requests (`shadow_*`) are in none of
-    these. `outcomes` are reports of clients.
+    these. `outcomes` are reports of clients. `users` are the counts by user that a watch asks for (`protocol.users`).
     """
 
     statuses: Mapping[str, int]
@@ -77,6 +77,15 @@ class DeploymentCounts:
     shadow_failed: int = 0
     outcomes: int = 0
     successes: int = 0
+    users: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """With a POST to the counts: count the requests of two deployments by user. By name, the latencies in seconds that
+    are slow, one for each of `domain.rollout_policy.QUANTILES`; 0 for none."""
+
+    limits_s: Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,17 +16,19 @@ from starlette.routing import Route
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable, StateCorrupt
+from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable, StateCorrupt, UserError
 from onnx_ops.protocol.admin import (
     COUNTS_PATH,
     STATE_PATH,
     TOKEN_FILE,
     AdminState,
     Counts,
+    Watch,
     error_to_bytes,
     read_message,
 )
 from onnx_ops.protocol.table_file import write_durably
+from onnx_ops.protocol.users import OVER
 from onnx_ops.serving.http import on_crash, on_http_error, read_body
 
 _MAX_BODY = 1 << 20
@@ -37,7 +39,7 @@ class Publisher(Protocol):
 
     def shown(self) -> AdminState: ...
 
-    def counts(self) -> Counts: ...
+    def counts(self, asked: Watch | None = None) -> Counts: ...
 
     async def publish(self, state: EndpointState, who: str) -> None: ...
 
@@ -79,6 +81,7 @@ class AdminApp:
             Route(STATE_PATH, self.show),
             Route(STATE_PATH, self.publish, methods=["PUT"]),
             Route(COUNTS_PATH, self.counts),
+            Route(COUNTS_PATH, self.watch, methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error, Exception: on_crash})
 
@@ -89,6 +92,17 @@ class AdminApp:
     async def counts(self, request: Request) -> Response:
         self._authorize(request)
         return Response(codec.dumps(self._server.counts()), media_type="application/json")
+
+    async def watch(self, request: Request) -> Response:
+        """The counts, with those of the watched deployments by user."""
+        self._authorize(request)
+        try:
+            asked = read_message(await read_body(request, _MAX_BODY), Watch)
+        except StateCorrupt as error:
+            return _error(error, 400)
+        if any(len(limits_s) != len(OVER) for limits_s in asked.limits_s.values()):
+            return _error(UserError(f"a watch has {len(OVER)} thresholds for each deployment"), 400)
+        return Response(codec.dumps(self._server.counts(asked)), media_type="application/json")
 
     async def publish(self, request: Request) -> Response:
         """Answers only after the state is served: 200; 409 if it is out of date; 422 if it cannot be loaded."""

@@ -5,22 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from onnx_ops.protocol.admin import Counts, DeploymentCounts
+from onnx_ops.protocol.admin import Counts, DeploymentCounts, Watch
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.shared import Shared
+from onnx_ops.serving.user_counts import counted_by_user, watch
 
 
-def counted(shared: Shared, slots: Mapping[str, int]) -> Counts:
-    """The counts of these deployments now; `slots` by name."""
+def counted(shared: Shared, slots: Mapping[str, int], asked: Watch | None = None) -> Counts:
+    """The counts of these deployments now; `slots` by name. Those that are watched are counted by user."""
+    users: Mapping[str, str] = {}
+    if asked is not None:
+        watch(shared, slots, asked)
+        users = counted_by_user(shared, tuple(asked.limits_s))
     return Counts(
         origin=shared.origin,
         at=time.time(),  # noqa: TID251 (the server's own clock, as its counts are)
         bounds_s=slab.BOUNDS_S,
-        deployments={name: _counts(shared.totals(slot)) for name, slot in slots.items()},
+        deployments={name: _counts(shared.totals(slot), users.get(name, "")) for name, slot in slots.items()},
     )
 
 
-def _counts(row: Sequence[int]) -> DeploymentCounts:
+def _counts(row: Sequence[int], users: str) -> DeploymentCounts:
     statuses = {str(status): row[slab.column_of(status)] for status in slab.STATUSES} | {"other": row[slab.OTHER]}
     return DeploymentCounts(
         statuses={status: count for status, count in statuses.items() if count},
@@ -31,4 +36,5 @@ def _counts(row: Sequence[int]) -> DeploymentCounts:
         shadow_failed=row[slab.SHADOW_FAILED],
         outcomes=row[slab.OUTCOMES],
         successes=row[slab.SUCCESSES],
+        users=users,
     )

@@ -21,6 +21,7 @@ from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.residents import Residents, Route, Snapshot
 from onnx_ops.serving.shadow import Shadow
 from onnx_ops.serving.shared import BATCHED, RUN_NANOSECONDS, RUNS, Row, column_of, observe, observe_else
+from onnx_ops.serving.user_counts import UserCounts
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Inference:
         deadline_s: how long a request may wait for its model.
         shadow: where copies of requests go.
         outcomes: remembers who answered which request id.
+        users: counts by user.
         access_log: gets one record a request.
     """
 
@@ -80,6 +82,7 @@ class Inference:
         deadline_s: float,
         shadow: Shadow,
         outcomes: Outcomes,
+        users: UserCounts,
         access_log: AccessLog | None = None,
     ) -> None:
         self.residents = residents
@@ -87,6 +90,7 @@ class Inference:
         self._deadline_s = deadline_s
         self._shadow = shadow
         self._outcomes = outcomes
+        self._users = users
         self._access_log = access_log
         self._draw = random.Random().random  # noqa: S311 (traffic is split, nothing is kept secret)
         self._loop = asyncio.get_running_loop()
@@ -181,12 +185,22 @@ class Inference:
         if resident is None or snapshot is None:
             observe(self._nowhere, status, seconds)
         else:
-            if request.telling and not request.deadline:
+            telling = request.telling
+            if resident.untimed:
+                resident.untimed -= 1
+                telling = False
+            at_once = telling and not request.deadline
+            served = seconds if at_once else request.served if telling else 0.0
+            if at_once:
                 observe(resident.row, status, seconds)
             else:
-                observe_else(resident.row, status, seconds, request.served if request.telling else 0.0)
-            if (name := request.head.get(_REQUEST_ID)) is not None:
-                self._outcomes.remember(name, resident.slot)
+                observe_else(resident.row, status, seconds, served)
+            name = request.head.get(_REQUEST_ID)
+            if name is not None or self._users.watching:
+                bucket = snapshot.router.bucket(request.head.get(_USER_KEY))
+                self._users.observe(resident.slot, bucket, status, served)
+                if name is not None:
+                    self._outcomes.remember(name, resident.slot, bucket)
             if snapshot.shadow and status == 200:
                 self._mirror(request, resident, snapshot, answer)
         if self._access_log is not None:

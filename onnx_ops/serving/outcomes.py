@@ -9,38 +9,50 @@ from typing import Any
 import orjson
 
 from onnx_ops.errors import OnnxOpsError, UserError
-from onnx_ops.serving.shared import OUTCOMES, SUCCESSES, TICKETS, UNKNOWN_OUTCOMES, Shared
+from onnx_ops.protocol.users import CELLS, KEYLESS
+from onnx_ops.serving.shared import OUTCOMES, SLOTS, SUCCESSES, TICKETS, UNKNOWN_OUTCOMES, Shared
+from onnx_ops.serving.user_counts import UserCounts
 
 MOST_REPORTS = 1000
+_SLOT_BITS = (SLOTS - 1).bit_length()
+_PLACE_BITS = _SLOT_BITS + (CELLS - 1).bit_length()
 _NAMES = ("request_id", "key", "deployment")
 
 
 class Outcomes:
     """Counts reports, and remembers which deployment answered a request that had an id.
 
-    Each worker remembers its last requests in memory that all can read: a ticket is one number, 56 bits of a hash of
-    the id and 8 of the slot, at the place that the hash says. A later request may take that place; then the report is
-    about a request that is not known any more. An id counts once.
+    Each worker remembers its last requests in memory that all can read: a ticket is one number, 43 bits of a hash of
+    the id, 15 of the user's bucket and 6 of the slot, at the place that the hash says. A later request may take that
+    place; then the report is about a request that is not known any more. An id counts once.
 
     Args:
         shared: the memory.
         worker: this worker's number.
-        slot_of: the slot of the deployment that a name stands for, or that a user key goes to; both raise NotFound or
-            ServiceUnavailable.
+        named, keyed: the slot of the deployment that a name stands for, or that a user key goes to, and the user's
+            bucket; both raise NotFound or ServiceUnavailable.
+        users: counts by user.
     """
 
     def __init__(
-        self, shared: Shared, worker: int, *, named: Callable[[str], int], keyed: Callable[[bytes], int]
+        self,
+        shared: Shared,
+        worker: int,
+        *,
+        named: Callable[[str], int],
+        keyed: Callable[[bytes], tuple[int, int]],
+        users: UserCounts,
     ) -> None:
         self._shared = shared
         self._worker = worker
         self._mine = shared.tickets(worker)
         self._named = named
         self._keyed = keyed
+        self._users = users
 
-    def remember(self, request_id: bytes, slot: int) -> None:
+    def remember(self, request_id: bytes, slot: int, bucket: int) -> None:
         ticket = _hash(request_id)
-        self._mine[ticket % TICKETS] = ticket << 8 | slot
+        self._mine[ticket % TICKETS] = ticket << _PLACE_BITS | bucket << _SLOT_BITS | slot
 
     def count(self, body: bytes) -> tuple[int, int]:
         """Count the reports of a request body; returns how many were counted, and how many are about nobody knows what.
@@ -48,41 +60,44 @@ class Outcomes:
         Raises:
             UserError: it is not what it should be; nothing was counted.
         """
-        found = [(self._slot(report), bool(report["success"])) for report in _reports(body)]
-        for slot, success in found:
-            if slot is None:
+        found = [(self._place(report), bool(report["success"])) for report in _reports(body)]
+        for place, success in found:
+            if place is None:
                 self._shared.row(self._worker, 0)[UNKNOWN_OUTCOMES] += 1
                 continue
+            slot, bucket = place
             row = self._shared.row(self._worker, slot)
             row[OUTCOMES] += 1
             row[SUCCESSES] += success
-        unknown = sum(slot is None for slot, _ in found)
+            self._users.report(slot, bucket, success)
+        unknown = sum(place is None for place, _ in found)
         return len(found) - unknown, unknown
 
-    def _slot(self, report: dict[str, Any]) -> int | None:
+    def _place(self, report: dict[str, Any]) -> tuple[int, int] | None:
+        """Slot and bucket of what a report is about."""
         try:
             if "request_id" in report:
                 return self._redeem(report["request_id"].encode())
             if "key" in report:
                 return self._keyed(report["key"].encode())
-            return self._named(report["deployment"])
+            return self._named(report["deployment"]), KEYLESS
         except OnnxOpsError:
             return None
 
-    def _redeem(self, request_id: bytes) -> int | None:
+    def _redeem(self, request_id: bytes) -> tuple[int, int] | None:
         ticket = _hash(request_id)
         place = ticket % TICKETS
         for worker in range(self._shared.workers):
             tickets = self._shared.tickets(worker)
-            if tickets[place] >> 8 == ticket:
-                slot, tickets[place] = tickets[place] & 0xFF, 0
-                return slot
+            if tickets[place] >> _PLACE_BITS == ticket:
+                answered, tickets[place] = tickets[place], 0
+                return answered % SLOTS, answered % (1 << _PLACE_BITS) >> _SLOT_BITS
         return None
 
 
 def _hash(request_id: bytes) -> int:
-    """56 bits, never 0."""
-    return int.from_bytes(hashlib.blake2b(request_id, digest_size=7).digest(), "big") or 1
+    """43 bits, never 0."""
+    return int.from_bytes(hashlib.blake2b(request_id, digest_size=8).digest(), "big") >> _PLACE_BITS or 1
 
 
 def _reports(body: bytes) -> list[dict[str, Any]]:

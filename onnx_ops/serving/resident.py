@@ -14,7 +14,7 @@ from onnx_ops.serving import wire
 from onnx_ops.serving.answers import Answer, Head, naming
 from onnx_ops.serving.lanes import Lane
 from onnx_ops.serving.run_time import RunTime
-from onnx_ops.serving.shared import Row
+from onnx_ops.serving.shared import UNTIMED, Row
 
 _BINARY_LENGTH = headers.BINARY_LENGTH.encode()
 _INLINE_TEXT = 1 << 16
@@ -36,6 +36,7 @@ class Resident:
         row: where its counts are kept, `slot` being the number of them.
         lane: where requests wait that are not run at once.
         run_time: how long `run` takes.
+        untimed: how many of its next requests are too early to be held against another deployment.
     """
 
     deployment: Deployment
@@ -45,6 +46,7 @@ class Resident:
     lane: Lane[Any]
     run_time: RunTime
     slot: int = 0
+    untimed: int = UNTIMED
     lines: bytes = b""
     _heads: dict[object, bytes] = field(default_factory=dict)
 

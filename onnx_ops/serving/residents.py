@@ -145,10 +145,10 @@ class Residents:
             raise NotFound(f"no deployment is called {name!r}")
         return snapshot.loaded(name).slot
 
-    def slot_of_key(self, key: bytes) -> int:
-        """Slot of the deployment that a user's requests go to; raises ServiceUnavailable."""
+    def place_of_key(self, key: bytes) -> tuple[int, int]:
+        """Slot of the deployment that a user's requests go to, and the user's bucket; raises ServiceUnavailable."""
         snapshot = self.current()
-        return snapshot.loaded(snapshot.router.by_key(key)).slot
+        return snapshot.loaded(snapshot.router.by_key(key)).slot, snapshot.router.bucket(key)
 
     def _turn_to(self, edition: int) -> Snapshot:
         if edition == 0:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from onnx_ops.errors import NotFound
 from onnx_ops.protocol import headers
 from onnx_ops.protocol.table import Table, experiment, slots
+from onnx_ops.protocol.users import BUCKETS, KEYLESS
 
 _MASK = 0xFFFFFFFF
 _PINS = tuple(name.encode() for name in headers.PINS)
@@ -35,6 +36,10 @@ class Router:
     def by_key(self, key: bytes) -> str:
         """Always the same deployment for the same key and split."""
         return self.slots[mixed(zlib.crc32(key) ^ self.salt) * 100 >> 32]
+
+    def bucket(self, key: bytes | None) -> int:
+        """The bucket in which a user is counted; nested in the split, but for those that it cuts in two."""
+        return KEYLESS if key is None else mixed(zlib.crc32(key) ^ self.salt) * BUCKETS >> 32
 
     def by_chance(self, draw: float) -> str:
         """The deployment for a draw from [0, 1)."""

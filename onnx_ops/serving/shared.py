@@ -3,10 +3,11 @@
 It is anonymous and made before the first fork, so that it needs no file and outlives any worker. Each number is 8
 bytes, aligned, and has exactly one writer; a reader sees the old value or the new one.
 
-    words:   edition, spare ...
+    words:   edition; the watch of a rollout (see `user_counts`); spare ...
     labels:  one text a slot, written by the supervisor
     rows:    one a worker and slot, `COLUMNS` numbers each
     tickets: which deployment answered a request id, `TICKETS` a worker (see `outcomes`)
+    users:   counts by user, a header and two deployments a worker (see `user_counts`)
 
 A slot is what counts are kept by: slot 0 for requests that reached no deployment, the others for deployments.
 """
@@ -23,11 +24,16 @@ from dataclasses import dataclass
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.table import Table
+from onnx_ops.protocol.users import CELLS, FIELDS
 
 SLOTS = 64
 """Deployments that are told apart in metrics; those of the present and the previous table always are."""
-_WORDS = 8
+_WORDS = 16
 _EDITION = 0
+WATCH = 1
+"""Number of the watch; behind it, for either deployment, its slot and a place in `BOUNDS_S` for each threshold."""
+_USERS = 2 * CELLS * FIELDS
+_SAME = 1e-9
 _LABEL = 1024
 _NUMBER = 8
 
@@ -39,7 +45,9 @@ BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 
 """Upper bounds of the latency histogram in seconds: 10 µs to 30 s."""
 TICKETS = 1 << 15
 UNTIMED = 64
-"""First requests of a worker to a deployment, whose times are held against nobody: caches and memory are still cold."""
+"""First requests to a deployment, whose times are held against nobody: caches and memory are still cold. Workers share
+them, but each has `LEAST_UNTIMED`."""
+LEAST_UNTIMED = 16
 
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER = len(STATUSES)
@@ -61,6 +69,12 @@ Row = memoryview
 """The numbers of one worker about one slot, by column; format `Q`."""
 
 
+def bound_of(latency_s: float) -> int | None:
+    """Place of a latency among the bounds of the histogram; None if it is none of them."""
+    at = bisect_left(BOUNDS_S, latency_s * (1 - _SAME))
+    return at if at < len(BOUNDS_S) and BOUNDS_S[at] <= latency_s * (1 + _SAME) else None
+
+
 def column_of(status: int) -> int:
     return _COLUMN_OF.get(status, OTHER)
 
@@ -75,11 +89,13 @@ class Shared:
         labels = _WORDS * _NUMBER
         rows = labels + SLOTS * _LABEL
         tickets = rows + workers * SLOTS * COLUMNS * _NUMBER
-        memory = memoryview(mmap.mmap(-1, tickets + workers * TICKETS * _NUMBER))
+        users = tickets + workers * TICKETS * _NUMBER
+        memory = memoryview(mmap.mmap(-1, users + workers * (1 + _USERS) * _NUMBER))
         self.words = memory[:labels].cast("Q")
         self._labels = memory[labels:rows]
         self._rows = memory[rows:tickets].cast("Q")
-        self._tickets = memory[tickets:].cast("Q")
+        self._tickets = memory[tickets:users].cast("Q")
+        self._users = memory[users:].cast("Q")
 
     @property
     def edition(self) -> int:
@@ -96,6 +112,11 @@ class Shared:
 
     def tickets(self, worker: int) -> Row:
         return self._tickets[worker * TICKETS : (worker + 1) * TICKETS]
+
+    def users(self, worker: int) -> tuple[Row, Row]:
+        """A header of one number, and the cells of two deployments. The system gives pages to what is touched only."""
+        start = worker * (1 + _USERS)
+        return self._users[start : start + 1], self._users[start + 1 : start + 1 + _USERS]
 
     def totals(self, slot: int) -> Sequence[int]:
         """The numbers of a slot, summed over the workers."""

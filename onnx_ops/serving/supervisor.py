@@ -25,7 +25,7 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError
 from onnx_ops.protocol import processes
-from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord
+from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord, Watch
 from onnx_ops.protocol.options import ServerOptions
 from onnx_ops.protocol.table_file import TableFile, write_durably
 from onnx_ops.serving.admin import AdminApp, read_token
@@ -127,10 +127,10 @@ class Supervisor:
         failed = {name: why for name, why in self._crew.failed().items() if name in names}
         return AdminState(state=current, failed=failed)
 
-    def counts(self) -> Counts:
-        """What every deployment that is published was asked and answered."""
+    def counts(self, asked: Watch | None = None) -> Counts:
+        """What every deployment that is published was asked and answered; those that are watched by user, too."""
         current = self._endpoint.current
-        return counted(self._shared, {} if current is None else current.slots)
+        return counted(self._shared, {} if current is None else current.slots, asked)
 
     async def publish(self, state: EndpointState, who: str) -> None:
         """Serve a state: on return every answer of every worker is by it or by a later one.

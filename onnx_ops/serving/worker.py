@@ -42,7 +42,8 @@ from onnx_ops.serving.residents import Residents
 from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.sessions import Prepacked
 from onnx_ops.serving.shadow import Shadow
-from onnx_ops.serving.shared import Row, Shared
+from onnx_ops.serving.shared import LEAST_UNTIMED, UNTIMED, Row, Shared
+from onnx_ops.serving.user_counts import UserCounts
 from onnx_ops.serving.verified import Trust
 
 _log = logging.getLogger(__name__)
@@ -116,13 +117,17 @@ class _Worker:
         channel = await Channel.over(start.control)
         access_log = AccessLog(options.access_log, self._nowhere) if options.access_log else None
         residents = self._residents
-        outcomes = Outcomes(start.shared, start.number, named=residents.slot_named, keyed=residents.slot_of_key)
+        users = UserCounts(start.shared, start.number)
+        outcomes = Outcomes(
+            start.shared, start.number, named=residents.slot_named, keyed=residents.place_of_key, users=users
+        )
         self._inference = Inference(
             residents,
             self._nowhere,
             deadline_s=options.deadline,
             shadow=Shadow(),
             outcomes=outcomes,
+            users=users,
             access_log=access_log,
         )
         bounds = Connections(
@@ -218,7 +223,13 @@ class _Worker:
             run_time=run_time,
         )
         return Resident(
-            deployment=deployment, signature=model.signature, run=model.run, row=row, lane=lane, run_time=run_time
+            deployment=deployment,
+            signature=model.signature,
+            run=model.run,
+            row=row,
+            lane=lane,
+            run_time=run_time,
+            untimed=max(LEAST_UNTIMED, UNTIMED // self._options.workers),
         )
 
 

@@ -25,6 +25,7 @@ _LACKS = {
     "sticky": "keep a user on one version",
     "shadow": "compare answers on copies of requests",
     "outcomes": "collect clients' outcomes",
+    "exceedances": "count requests over a latency, for p90 and p95",
 }
 
 

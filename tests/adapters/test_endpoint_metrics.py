@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
+from dataclasses import replace
+
 import pytest
 
 from onnx_ops.adapters.endpoints.server_metrics import ServerMetrics
 from onnx_ops.analysis.rollout import freeze
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, interval
-from onnx_ops.protocol.admin import Counts
+from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, UnitSums, interval
+from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.protocol.admin import Counts, Watch
+from onnx_ops.protocol.users import KEYLESS
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.counts import counted
 from onnx_ops.serving.shared import BOUNDS_S, Shared, observe
+from onnx_ops.serving.user_counts import UserCounts
 
 CONFIG = EndpointConfig(
     endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
@@ -27,9 +34,9 @@ class Server:
         self.shared = Shared(2)
         self.source = ServerMetrics(self._counts)
 
-    def _counts(self, config: EndpointConfig) -> Counts:
+    def _counts(self, config: EndpointConfig, watch: Watch | None) -> Counts:
         assert config is CONFIG
-        return counted(self.shared, SLOTS)
+        return counted(self.shared, SLOTS, watch)
 
     def answer(self, slot: int, status: int, seconds: float, times: int = 1) -> None:
         for turn in range(times):
@@ -70,7 +77,7 @@ def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
     server.answer(1, 200, 0.1, 10)
     found = server.source.latencies(CONFIG, "v1")
     assert found is not None
-    limits, slower = freeze(*found, p50_slower=0.1, p99_slower=0.1)
+    limits, slower = freeze(*found, {"latency_p50": 0.1, "latency_p99": 0.1})
     assert limits is not None
     assert slower is not None
     (tally,) = server.source.read(CONFIG, {"v1": limits}).tallies.values()
@@ -113,3 +120,52 @@ def test_every_request_is_in_one_bucket(seconds: float) -> None:
     found = server.source.latencies(CONFIG, "v1")
     assert found is not None
     assert sum(found[1]) == 1
+
+
+def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
+    server = Server()
+    workers = [UserCounts(server.shared, number) for number in range(2)]
+    slow = Thresholds(p50_s=BOUNDS_S[100], p99_s=BOUNDS_S[150], requests=500)
+    limits = {"v1": slow, "v2": replace(slow, p50_s=BOUNDS_S[110], p90_s=BOUNDS_S[120])}
+    workers[0].observe(1, 5, 200, 1.0)
+    assert server.source.read(CONFIG, limits).units["errors"] == UnitSums(), "nothing was asked for by then"
+    for worker in workers:  # a user whose requests come to either worker
+        worker.observe(2, 7, 500, 0.0)
+        worker.observe(2, 7, 200, BOUNDS_S[115])
+    workers[0].observe(1, 7, 200, BOUNDS_S[105])
+    for seconds in (BOUNDS_S[100], 0.0):
+        workers[1].observe(1, KEYLESS, 422, seconds)
+    workers[1].report(1, 3, True)
+    workers[1].report(3, 3, True)
+    found = server.source.read(CONFIG, limits).units
+    assert found["errors"] == sums((4, 2), (1, 0), (1, 1), (1, 1))
+    assert found["latency_p50"] == sums((2, 2), (1, 1), (1, 0))
+    assert found["latency_p90"] == sums((2, 0), (1, 0), (1, 0))
+    assert found["outcomes"] == sums((1, 1))
+    begun = server.source.read(CONFIG, {**limits, "v1": None})
+    assert begun.units["errors"] == UnitSums(), "another watch begins anew, before a worker has seen it"
+    workers[0].observe(2, 7, 200, 0.0)
+    assert server.source.read(CONFIG, {**limits, "v1": None}).units["errors"] == sums((1, 0))
+    again = UserCounts(server.shared, 0)
+    again.observe(2, 7, 200, 0.0)
+    assert server.source.read(CONFIG, {**limits, "v1": None}).units["errors"] == sums((2, 0)), "of a worker that died"
+
+
+def test_an_answer_that_holds_no_cells_is_refused() -> None:
+    server = Server()
+    counts = server._counts(CONFIG, None)
+    for text in ("AAAA", "not base64", base64.b64encode(zlib.compress(b"short")).decode()):
+        one = replace(counts.deployments["v1"], users=text)
+        source = ServerMetrics(lambda *_, one=one: replace(counts, deployments={"v1": one}))
+        with pytest.raises(ServiceUnavailable):
+            source.read(CONFIG, {"v1": None})
+
+
+def sums(*units: tuple[int, int]) -> UnitSums:
+    return UnitSums(
+        requests=sum(n for n, _ in units),
+        events=sum(e for _, e in units),
+        requests_squared=sum(n * n for n, _ in units),
+        events_squared=sum(e * e for _, e in units),
+        products=sum(n * e for n, e in units),
+    )

@@ -178,7 +178,7 @@ def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: Prom
     assert found is not None
     bounds, counts = found
     assert (len(counts), sum(counts)) == (len(bounds) + 1, 1000)
-    thresholds, _ = freeze(bounds, counts)
+    thresholds, _ = freeze(bounds, counts, {})
     assert thresholds is not None
     tally = source.read(CONFIG, {"v1": thresholds}).tallies["v1"]
     assert tally.over_p99 is not None

@@ -190,14 +190,14 @@ def test_gross_failure(canary: tuple[int, int], stable: tuple[int, int], gross: 
 
 def test_thresholds_are_the_bounds_nearest_to_the_percentiles() -> None:
     bounds = (0.001, 0.002, 0.004, 0.008)
-    found, slower = freeze(bounds, (300, 250, 430, 12, 8), p50_slower=0.6)
+    found, slower = freeze(bounds, (300, 250, 430, 12, 8), {"latency_p50": 0.6})
     assert found is not None
     assert (found.p50_s, found.p99_s, found.requests) == (0.002, 0.008, 1000)
     assert slower is not None
     assert (slower.p50_s, slower.p99_s, slower.requests) == (0.004, 0.008, 1000)
-    assert freeze(bounds, (100, 50, 20, 10, 8)) == (None, None)
+    assert freeze(bounds, (100, 50, 20, 10, 8), {}) == (None, None)
     with pytest.raises(ValueError, match="counts"):
-        freeze(bounds, (300, 250))
+        freeze(bounds, (300, 250), {})
 
 
 def slower(times: float, requests: int = 100) -> Interval:

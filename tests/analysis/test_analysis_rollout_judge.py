@@ -140,6 +140,29 @@ def test_errors_roll_back_whatever_an_operator_said(word: Word | None) -> None:
     )
 
 
+def test_a_guardrail_that_holds_keeps_the_step_until_a_word() -> None:
+    bad = replace(healthy(), canary=counted(errors=3))
+    policy = replace(CANARY, guardrails=(Guardrail(name="errors", on_violation="hold"), *RAILS[1:]))
+    waits(due(seen(*[bad] * 20), policy), WaitKind.PAUSED, "errors: canary", "-> HOLD")
+    acts(due(seen(*[bad] * 20), policy, word=Word.ADVANCE), ActionKind.ADVANCE)
+    slow = replace(bad, canary=counted(errors=3, over_p50=40, over_p99=3))
+    acts(due(seen(*[slow] * 20), policy), ActionKind.ABORT, "latency_p", "-> ROLL BACK")
+
+
+def test_any_quantile_is_judged_by_its_own_threshold() -> None:
+    policy = replace(CANARY, guardrails=(Guardrail(name="latency_p90"), Guardrail(name="latency_p95")))
+    alike = Interval(
+        step=0,
+        canary=counted().with_over({"latency_p90": 5, "latency_p95": 2}),
+        stable=counted(450).with_over({"latency_p90": 45, "latency_p95": 20}),
+    )
+    acts(due(seen(*[alike] * 10), policy), ActionKind.ADVANCE)
+    slow = replace(alike, canary=counted().with_over({"latency_p90": 15, "latency_p95": 2}))
+    acts(due(seen(*[slow] * 10), policy), ActionKind.ABORT, "latency_p90: canary", "-> ROLL BACK")
+    untold = [replace(healthy(), canary=counted(90), stable=counted(810))] * 4
+    waits(due(seen(*untold), policy), WaitKind.WATCHING, "latency_p90 could be compared 0 times")
+
+
 def test_slow_answers_roll_back() -> None:
     slow = replace(healthy(), canary=counted(over_p50=40, over_p99=3))
     acts(due(seen(*[slow] * 6)), ActionKind.ABORT, "latency_p", "odds ratio")

@@ -30,6 +30,7 @@ from onnx_ops.serving.residents import Residents
 from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.shadow import Shadow
 from onnx_ops.serving.shared import Row, Shared, Slots
+from onnx_ops.serving.user_counts import UserCounts
 
 Wrap = Callable[[Any], Any]
 
@@ -95,9 +96,11 @@ class Worker:
         self.residents = Residents(self.shared, 0, self._load, endpoint="e")
         self.shadow = Shadow()
         self.hands = Hands(self.threads)
-        outcomes = Outcomes(self.shared, 0, named=self.residents.slot_named, keyed=self.residents.slot_of_key)
+        users = UserCounts(self.shared, 0)
+        named, keyed = self.residents.slot_named, self.residents.place_of_key
+        outcomes = Outcomes(self.shared, 0, named=named, keyed=keyed, users=users)
         self.inference = Inference(
-            self.residents, nowhere, deadline_s=self.deadline, shadow=self.shadow, outcomes=outcomes
+            self.residents, nowhere, deadline_s=self.deadline, shadow=self.shadow, outcomes=outcomes, users=users
         )
         self.publish(self.state)
         usual = {"most": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}

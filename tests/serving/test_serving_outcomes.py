@@ -12,9 +12,11 @@ import pytest
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.admin import COUNTS_PATH
+from onnx_ops.protocol.users import CELLS
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.outcomes import MOST_REPORTS, Outcomes
 from onnx_ops.serving.shared import Shared
+from onnx_ops.serving.user_counts import UserCounts
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.support.server import Answer, ServerFamily
 
@@ -162,9 +164,9 @@ def test_the_counts_need_the_token(pair: tuple[ServerFamily, Deployment, Deploym
 
 def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
     shared = Shared(1)
-    outcomes = Outcomes(shared, 0, named=lambda _: 1, keyed=lambda _: 1)
+    outcomes = Outcomes(shared, 0, named=lambda _: 1, keyed=lambda _: (1, 0), users=UserCounts(shared, 0))
     for number in range(3 * slab.TICKETS):
-        outcomes.remember(b"%d" % number, 1 + number % 2)
+        outcomes.remember(b"%d" % number, 1 + number % 2, number % CELLS)
     reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * slab.TICKETS, 97)]
     counted = unknown = 0
     for start in range(0, len(reports), MOST_REPORTS):

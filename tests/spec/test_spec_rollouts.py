@@ -97,6 +97,11 @@ def test_a_policy_without_figures_is_not_judged(project: Path, pipeline_text: st
             ],
         ),
         ("{ab: {duration: 1 d, metric: sold}}", "split sticky", []),
+        (
+            "{steps: [10%, 100%], guardrails: [latency_p50, latency_p95]}",
+            "split",
+            ["guardrails: provider 'local' cannot count requests over a latency, for p90 and p95; it can: 'split'"],
+        ),
         ("{shadow: {}, ab: {duration: 1 d}}", "split sticky shadow outcomes", []),
     ],
 )

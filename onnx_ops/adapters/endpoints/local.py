@@ -26,6 +26,7 @@ from onnx_ops.protocol.admin import (
     AdminState,
     Counts,
     ServerRecord,
+    Watch,
     error_from_bytes,
     read_message,
 )
@@ -69,8 +70,8 @@ class LocalEndpoints:
     def metrics(self) -> ServerMetrics:
         return ServerMetrics(self.counts)
 
-    def counts(self, config: EndpointConfig) -> Counts:
-        """What the running server has counted.
+    def counts(self, config: EndpointConfig, watch: Watch | None = None) -> Counts:
+        """What the running server has counted; by user, too, what is to be watched.
 
         Raises:
             ServiceUnavailable: none runs, or it does not answer.
@@ -79,7 +80,10 @@ class LocalEndpoints:
         record = server.record()
         if record is None:
             raise ServiceUnavailable("the endpoint's server does not run", where=config.endpoint)
-        status, body = server.ask(record, "GET", path=COUNTS_PATH, timeout_s=_OBSERVE_S)
+        if watch is None:
+            status, body = server.ask(record, "GET", path=COUNTS_PATH, timeout_s=_OBSERVE_S)
+        else:
+            status, body = server.ask(record, "POST", codec.dumps(watch), path=COUNTS_PATH, timeout_s=_OBSERVE_S)
         if status != 200:
             raise error_from_bytes(body)
         return read_message(body, Counts)

@@ -145,24 +145,20 @@ def _add(page: _Page, names: Names, labels: Mapping[str, str], value: float) -> 
 
 
 def _tally(page: _Page, deployment: str, thresholds: Thresholds | None) -> Tally:
-    p50, p99 = (None, None) if thresholds is None else (thresholds.p50_s, thresholds.p99_s)
+    limits = {} if thresholds is None else thresholds.by_guardrail()
     statuses, buckets = page.statuses[deployment], page.buckets.get(deployment, {})
     return Tally(
         requests=sum(statuses.values()),
         errors=sum(count for status, count in statuses.items() if status in FAILURES),
         refused=sum(count for status, count in statuses.items() if status in REFUSALS),
-        over_p50=_over(buckets, p50),
-        over_p99=_over(buckets, p99),
         outcomes=page.counters[_OUTCOMES[0]][deployment],
         successes=page.counters[_OUTCOMES[1]][deployment],
         timed=max(buckets.values(), default=None),
-    )
+    ).with_over({name: _over(buckets, limit_s) for name, limit_s in limits.items()})
 
 
-def _over(buckets: Mapping[float, int], bound_s: float | None) -> int | None:
+def _over(buckets: Mapping[float, int], bound_s: float) -> int | None:
     """Requests slower than a bound of the histogram; None for any other latency."""
-    if bound_s is None:
-        return None
     below = [count for bound, count in buckets.items() if math.isclose(bound, bound_s, rel_tol=_SAME)]
     return max(buckets.values()) - below[0] if below else None
 

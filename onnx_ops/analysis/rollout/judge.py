@@ -70,7 +70,7 @@ def judge(observations: Observations, policy: RolloutPolicy) -> Judged:
         guards.append(_answers(copies, policy.shadow, limit_of(policy)))
         requests, short = copies.seen, _not_alike(copies, policy.shadow)
     else:
-        short = service_level(canary, policy.slo, _bunching(observations, here)) or _few(observations, here, policy)
+        short = service_level(canary, policy.slo, _bunching(observations)) or _few(observations, here, policy)
         crowded = units.crowding(observations.units_of("errors"))
         mismatch = traffic(canary.requests, canary.requests + stable.requests, step, crowded)
     outcome: ev.Decision = "undecided"
@@ -105,7 +105,7 @@ def guard(
     needed = step.minimum if step.kind != "shadow" else 0
     seen = sum(row[1] for row in rows_of(rail, here) if row[3])
     if not rows:
-        return Guard(name=rail.name, limit=limit, needed=needed)
+        return Guard(name=rail.name, limit=limit, needed=needed, holds=rail.on_violation == "hold")
     effect = _effect(observations, rail.name, rows)
     low, high = ev.odds_ratio_bounds(rows, effect)
     return Guard(
@@ -117,6 +117,7 @@ def guard(
         low=low,
         high=high,
         effect=effect,
+        holds=rail.on_violation == "hold",
         seen=seen,
         needed=needed,
     )
@@ -193,35 +194,35 @@ def _effect(observations: Observations, name: str, rows: Sequence[Row]) -> float
     return units.effect_of(epochs) if epochs else float(units.dispersion(rows)) if rows else 1.0
 
 
-def _bunching(observations: Observations, here: Sequence[Interval]) -> float:
-    """Design effect of errors for the service level."""
+def _bunching(observations: Observations) -> float:
+    """Design effect of errors for the service level: by user, and by how intervals vary where requests have no key."""
+    rows = [(o.canary.errors, o.canary.requests, o.stable.errors, o.stable.requests) for o in observations.intervals]
+    varied = float(units.burstiness(rows)) if rows else 1.0
     epochs = observations.units_of("errors")
     if not epochs:
-        rows = [(o.canary.errors, o.canary.requests, o.stable.errors, o.stable.requests) for o in here]
-        return float(units.burstiness(rows)) if rows else 1.0
+        return varied
     events, squared = sum(one.events for one in epochs), sum(one.events_squared**0.5 for one in epochs) ** 2
-    return float(units.bunching(events, squared, units.crowding(epochs)))
+    return max(varied, float(units.bunching(events, squared, units.crowding(epochs))))
 
 
 def _events(rail: Guardrail, tally: Tally) -> tuple[int | None, int]:
     """Events, and the requests that they are events of."""
-    match rail.name:
-        case "errors":
-            return tally.errors, tally.requests
-        case "latency_p50":
-            return tally.over_p50, tally.measured
-        case "latency_p99":
-            return tally.over_p99, tally.measured
+    if rail.name == "errors":
+        return tally.errors, tally.requests
+    return tally.over(rail.name), tally.measured
 
 
 def _by_signs(
     rail: Guardrail, intervals: Sequence[Interval], here: Sequence[Interval], step: PlannedStep, limit: float
 ) -> Guard:
+    if rail.name not in quantiles.FEWEST:
+        return Guard(name=rail.name, limit=limit, needed=1)
     slower, compared = quantiles.signs(intervals, rail.name)
     return Guard(
         name=rail.name,
         evidence=quantiles.sign_evidence(slower, compared),
         limit=limit,
+        holds=rail.on_violation == "hold",
         seen=quantiles.signs(here, rail.name)[1],
         needed=quantiles.NEEDED if step.kind != "shadow" else 0,
         rule=f"the candidate was over {100 * (quantiles.MARGIN - 1):.0f} % slower in {slower} of {compared} intervals",

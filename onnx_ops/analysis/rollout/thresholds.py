@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from onnx_ops.domain.rollout_observed import Thresholds
+from onnx_ops.domain.rollout_policy import QUANTILES, GuardrailName
 
 FEWEST_REQUESTS = 200
 """Below this, the 99th percentile is read off one or two requests."""
 
 
 def freeze(
-    bounds_s: Sequence[float], counts: Sequence[int], *, p50_slower: float = 0.0, p99_slower: float = 0.0
+    bounds_s: Sequence[float], counts: Sequence[int], slower: Mapping[GuardrailName, float]
 ) -> tuple[Thresholds, Thresholds] | tuple[None, None]:
-    """The bounds that lie nearest to the median and to the 99th percentile, and those that lie so much higher.
+    """The bounds that lie nearest to the percentiles of `QUANTILES`, and those that lie so much higher.
 
     A candidate that is slower by less than that fraction exceeds the second ones no more often than the stable version
     exceeds the first ones, whatever the latencies are distributed like and however both drift together. Requests are
@@ -23,7 +24,7 @@ def freeze(
     Args:
         bounds_s: upper bounds of the buckets in seconds, ascending.
         counts: requests in each bucket, and last those above all bounds; one more than bounds.
-        p50_slower, p99_slower: how much slower the candidate may be, as a fraction; rounded to the nearest bound.
+        slower: how much slower the candidate may be by each guardrail, as a fraction; rounded to the nearest bound.
 
     Returns:
         The thresholds of the stable version and of the candidate; None if there were too few requests.
@@ -41,11 +42,14 @@ def freeze(
     for count in counts[:-1]:
         rest -= count
         over.append(rest / total)
-    p50_s, p99_s = _nearest(bounds_s, over, 0.5), _nearest(bounds_s, over, 0.01)
-    slower = Thresholds(
-        p50_s=_raised(bounds_s, p50_s, p50_slower), p99_s=_raised(bounds_s, p99_s, p99_slower), requests=total
-    )
-    return Thresholds(p50_s=p50_s, p99_s=p99_s, requests=total), slower
+    found = {name: _nearest(bounds_s, over, 1 - share) for name, share in QUANTILES.items()}
+    raised = {name: _raised(bounds_s, bound_s, slower.get(name, 0.0)) for name, bound_s in found.items()}
+    return _thresholds(found, total), _thresholds(raised, total)
+
+
+def _thresholds(latencies_s: Mapping[GuardrailName, float], requests: int) -> Thresholds:
+    named = {f"{name.removeprefix('latency_')}_s": latency_s for name, latency_s in latencies_s.items()}
+    return Thresholds(**named, requests=requests)
 
 
 def _raised(bounds_s: Sequence[float], bound_s: float, slower: float) -> float:
