@@ -31,7 +31,7 @@ class Users:
     """Who sends the requests of a world.
 
     Args:
-        count: of users; 0 for requests without a key, of which each is assigned on its own.
+        count: of users; 0 for requests without a key, of which each is assigned on its own, retries too.
         skew: exponent of Zipf's law of who sends how much.
         errors: chance of one, of either version.
         worse: how many times more likely it is on the candidate.
@@ -107,15 +107,15 @@ class UserTraffic:
         timed = ~mine | (number > UNTIMED)
         slow = [log > limit[active][:, None] for limit in self._limits]
         rate = np.take_along_axis(self._success[active], user, 1) * np.where(mine, users.success, 1.0)
-        events = [many * bad, many * (slow[0] & timed), many * (slow[1] & timed), many * (random.random(shape) < rate)]
+        flags = [bad, slow[0] & timed, slow[1] & timed, random.random(shape) < rate]
         requests = [many, many * timed, many * timed, many]
-        self._add(active, user, mine, (many, many * timed), events)
-        return np.stack(
-            [
-                np.stack([(e * mine).sum(1), (n * mine).sum(1), (e * ~mine).sum(1), (n * ~mine).sum(1)], axis=-1)
-                for e, n in zip(events, requests, strict=True)
-            ]
-        )
+        self._add(active, user, mine, (many, many * timed), [many * flag for flag in flags])
+        part = many * mine if users.count else random.binomial(many, np.where(many > 1, shares[:, None], mine))
+        found = []
+        for flag, n in zip(flags, requests, strict=True):
+            ours, theirs = np.minimum(part, n), np.minimum(many - part, n)
+            found.append([(ours * flag).sum(1), ours.sum(1), (theirs * flag).sum(1), theirs.sum(1)])
+        return np.moveaxis(np.array(found), 1, -1)
 
     def _failures(
         self, active: Ints, user: Ints, mine: npt.NDArray[np.bool_], busy: float

@@ -94,7 +94,7 @@ class Rollouts:
         self._step = np.zeros((trials, 4), dtype=np.int64)
         """Of the present step: the candidate's errors and requests, the stable version's."""
         self._rows: list[Ints] = []
-        """At each look of a blind source: (trials, 4 events, 4)."""
+        """At each look: (trials, 4 events, 4)."""
         self._users = None
         if world.users is not None:
             self._users = UserTraffic(world.users, world.requests, trials, self._random)
@@ -128,7 +128,7 @@ class Rollouts:
         errors, rows, outcomes = self._drawn(look, active, percent)
         for column, rail in enumerate(policy.guardrails):
             self._sums[active, column] += log_likelihood(rows[:, column], ev.alternatives(rail.tolerated))
-        if world.blind:
+        if world.users is not None:
             seen = np.zeros((len(self.ends), 4, 4), dtype=np.int64)
             seen[active, 0], seen[active, _SUCCESSES] = errors, outcomes
             for column, rail in enumerate(policy.guardrails):
@@ -191,12 +191,12 @@ class Rollouts:
         found = ev.log10_evidence(self._sums[active] / effects)
         promised = policy.slo.error_rate if policy.slo else None
         bunched, crowded, gross = np.ones((3, len(active)))
-        if self._world.blind:
+        if promised and self._rows:
             bunched = units.burstiness(np.stack([rows[active, 0] for rows in self._rows], axis=1))
-        elif self._users is not None:
+        if self._users is not None and not self._world.blind:
             n, e, squared, bad, _ = self._users.sums[0, active].T
             crowded, gross = np.maximum(1, squared / n), self._effect(0, active)
-            bunched = units.bunching(e, bad, crowded)
+            bunched = np.maximum(bunched, units.bunching(e, bad, crowded))
         shown = np.ones(len(active), dtype=bool)
         if promised:
             shown = slo.certified(step[:, 0], step[:, 1], promised, bunched)

@@ -137,9 +137,9 @@ def _split_tests(trials: int, quick: bool) -> Iterable[Claim]:
 
 def _levels(trials: int, quick: bool) -> Iterable[Claim]:
     rows = []
-    crowds = [(0, 1), (2000, 1), (2000, 3), (2000, 10), (20_000, 3), (20_000, 10), (200, 10)]
-    for count, bunch in crowds[2:4] if quick else crowds:
-        name = f"{count:,} users, bunches of {bunch}" if count else "no keys"
+    crowds = [(0, 1), (0, 3), (0, 10), (2000, 1), (2000, 3), (2000, 10), (20_000, 3), (20_000, 10), (200, 10)]
+    for count, bunch in crowds[2:5] if quick else crowds:
+        name = f"{count:,} users, bunches of {bunch}" if count else f"no keys, bunches of {bunch}"
         cells = []
         for rate, errors in ((0.02, 0.02), (0.01, 0.02), (0.02, 0.002)):
             policy = replace(
@@ -160,8 +160,8 @@ def _blind(trials: int, looks: int, quick: bool) -> Iterable[Claim]:
     rows = []
     worlds = {
         "independent": Users(),
-        **{f"bunches of {n}": Users(bunch=n) for n in (3, 5, 10)},
-        **{f"retries {r:g}": Users(retried=r) for r in (0.5, 0.8)},
+        **{f"bunches of {n}": Users(count=20_000, bunch=n) for n in (3, 5, 10)},
+        **{f"retries {r:g}": Users(count=20_000, retried=r) for r in (0.5, 0.8)},
         "2,000 sticky users, payload sd .5": replace(_SOME, spread=0.5),
         "errors .1 -> 1 %": Users(errors=0.001, worse=10),
     }
