@@ -231,7 +231,10 @@ def _noted_told(
     found = body.thresholds
     if found is None:
         return "froze no latency thresholds", "too few requests to tell"
-    told = [f"p50 {one.p50_s * 1e3:.3g} ms, p99 {one.p99_s * 1e3:.3g} ms" for one in (found, body.slower or found)]
+    told = [
+        ", ".join(f"{name.removeprefix('latency_')} {s * 1e3:.3g} ms" for name, s in one.by_guardrail().items())
+        for one in (found, body.slower or found)
+    ]
     what = f"{told[0]}, read off {found.requests} requests; the candidate's: {told[1]}"
     return "froze latency thresholds", what
 
