@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.protocol.admin import COUNTS_PATH
+from onnx_ops.protocol import users
+from onnx_ops.protocol.admin import COUNTS_PATH, Watch
 from onnx_ops.protocol.users import CELLS
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.outcomes import MOST_REPORTS, Outcomes
@@ -178,3 +181,33 @@ def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
     assert shared.totals(2)[slab.OUTCOMES] <= odd
     assert shared.totals(1)[slab.OUTCOMES] <= len(reports) - odd
     assert shared.totals(1)[slab.OUTCOMES] + shared.totals(2)[slab.OUTCOMES] == counted
+
+
+def test_requests_and_outcomes_are_counted_by_user_over_the_workers(
+    pair: tuple[ServerFamily, Deployment, Deployment],
+) -> None:
+    server, *_ = pair
+    asked = Watch(limits_s=dict.fromkeys(("blue", "green"), (1e-05 * 2**3, 0.0, 0.0, 1e-05 * 2**20)))
+    server.counts(asked)
+    who = ask(server, **{"x-user-key": "u", "x-request-id": "r"})
+    for _ in range(29):
+        assert ask(server, **{"x-user-key": "u"}) == who
+    for _ in range(8):
+        ask(server)
+    report(server, {"request_id": "r", "success": True}, {"key": "u", "success": False})
+    found = {name: users.read(one.users) for name, one in server.counts(asked).deployments.items()}
+    (bucket,) = np.flatnonzero(found[who][: users.BUCKETS, users.REQUESTS])
+    cell = found[who][bucket]
+    assert (cell[users.REQUESTS], cell[users.ERRORS]) == (30, 0)
+    assert (cell[users.OUTCOMES], cell[users.SUCCESSES]) == (2, 1)
+    assert sum(cells[users.KEYLESS, users.REQUESTS] for cells in found.values()) == 8
+    assert sum(int(cells[:, users.REQUESTS].sum()) for cells in found.values()) == 38
+    assert server.counts().deployments[who].users == ""
+    server.port = server.record().admin_port
+    assert server.call("POST", COUNTS_PATH, codec.dumps(asked)).status == 401
+
+
+def test_a_watch_that_is_none_is_refused(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
+    server, *_ = pair
+    for body in (b"{}", b'{"limits_s": {"blue": [1]}}'):
+        assert server._admin("POST", body, COUNTS_PATH).status == 400

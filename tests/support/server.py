@@ -26,6 +26,7 @@ from onnx_ops.protocol.admin import (
     AdminState,
     Counts,
     ServerRecord,
+    Watch,
     read_message,
 )
 from tests.support.processes import ROOT, session_of
@@ -159,8 +160,9 @@ class ServerFamily:
             raise MeasurementFailure("the server does not show its state", why=str(answer))
         return read_message(answer.body, AdminState).state
 
-    def counts(self) -> Counts:
-        answer = self._admin("GET", None, COUNTS_PATH)
+    def counts(self, watch: Watch | None = None) -> Counts:
+        asked = ("GET", None) if watch is None else ("POST", codec.dumps(watch))
+        answer = self._admin(*asked, COUNTS_PATH)
         if answer.status != 200:
             raise MeasurementFailure("the server does not show its counts", why=str(answer))
         return read_message(answer.body, Counts)
