@@ -1,0 +1,42 @@
+"""Draws the picture of the page on statistics: what a split of 1,000 requests may look like.
+
+python docs/picture_tosses.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from onnx_ops.reporting.style import STYLE
+from onnx_ops.reporting.svg import Axis, Chart
+
+PICTURE = Path(__file__).resolve().parent / "images" / "tosses.svg"
+SPLITS = 100
+
+
+def main() -> None:
+    random = np.random.default_rng(3)
+    rows = (("each request", random.binomial(1000, 0.5, SPLITS)), ("20 users", 50 * random.binomial(20, 0.5, SPLITS)))
+    chart = Chart(
+        x=Axis(low=100.0, high=900.0, label="requests to the candidate, of 1,000"),
+        y=Axis(low=0.0, high=2.0, label=""),
+        height=190.0,
+        left=110.0,
+        y_ticks=False,
+    )
+    chart.upright(500.0, "limit")
+    for place, (name, found) in enumerate(rows):
+        middle = 1.5 - place
+        chart.row(middle, name, "")
+        for split in found:
+            chart.dot(float(split), middle + random.uniform(-0.3, 0.3), f"s{place}", str(split), radius=2.5)
+    svg = chart.render("A hundred splits each: a coin for each request, and a coin for each of 20 users")
+    style = f"<style>{STYLE}svg{{background:var(--bg)}}circle{{fill:var(--c)}}</style>"
+    svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
+    PICTURE.write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
