@@ -161,8 +161,8 @@ class ServerFamily:
         return read_message(answer.body, AdminState).state
 
     def counts(self, watch: Watch | None = None) -> Counts:
-        asked = ("GET", None) if watch is None else ("POST", codec.dumps(watch))
-        answer = self._admin(*asked, COUNTS_PATH)
+        body = None if watch is None else codec.dumps(watch)
+        answer = self._admin("GET" if body is None else "POST", body, COUNTS_PATH)
         if answer.status != 200:
             raise MeasurementFailure("the server does not show its counts", why=str(answer))
         return read_message(answer.body, Counts)
