@@ -134,6 +134,11 @@ class UnitSums:
     events_squared: int = 0
     products: int = 0
 
+    @classmethod
+    def single(cls, requests: int, events: int) -> UnitSums:
+        """Of requests without keys."""
+        return cls(requests=requests, events=events, requests_squared=requests, events_squared=events, products=events)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:

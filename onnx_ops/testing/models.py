@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 FEATURES, HIDDEN, CLASSES = 8, 16, 3
@@ -32,7 +31,6 @@ def write_perceptron(path: Path, *, batch: int | str = "batch", opset: int = 18,
     `first` is a MatMul and an Add whose bias is a row (1, HIDDEN); `second` and `third` are Gemms with transposed
     weights, of which that of `second` is square.
     """
-    draw = np.random.default_rng(1)
     nodes = [
         helper.make_node("MatMul", ["x", "first.weight"], ["first.product"], name="first"),
         helper.make_node("Add", ["first.product", "first.bias"], ["first.sum"], name="first_bias"),
@@ -51,22 +49,12 @@ def write_perceptron(path: Path, *, batch: int | str = "batch", opset: int = 18,
         "third.weight": (CLASSES, HIDDEN),
         "third.bias": (CLASSES,),
     }
-    weights = [
-        numpy_helper.from_array(draw.standard_normal(shape).astype(np.float32), name) for name, shape in shapes.items()
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "perceptron",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, FEATURES])],
-        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, [batch, CLASSES])],
-        weights,
-    )
-    _write(graph, path, opset, ir_version)
+    taken = helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, FEATURES])
+    _write(path, "perceptron", nodes, taken, shapes, seed=1, versions=(opset, ir_version))
 
 
 def write_convolution(path: Path, *, opset: int = 18, ir_version: int = 10) -> None:
     """Two convolutions and a mean, `image` (batch, 1, SIDE, SIDE) to `scores` (batch, CLASSES); no matrix product."""
-    draw = np.random.default_rng(2)
     nodes = [
         helper.make_node("Conv", ["image", "first.weight"], ["first.sum"], name="first", pads=[1, 1, 1, 1]),
         helper.make_node("Relu", ["first.sum"], ["first.out"], name="first_relu"),
@@ -75,20 +63,18 @@ def write_convolution(path: Path, *, opset: int = 18, ir_version: int = 10) -> N
         helper.make_node("Flatten", ["mean"], ["scores"], name="flat"),
     ]
     shapes = {"first.weight": (4, 1, 3, 3), "second.weight": (CLASSES, 4, 3, 3), "second.bias": (CLASSES,)}
-    weights = [
-        numpy_helper.from_array(draw.standard_normal(shape).astype(np.float32), name) for name, shape in shapes.items()
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "convolution",
-        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 1, SIDE, SIDE])],
-        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])],
-        weights,
-    )
-    _write(graph, path, opset, ir_version)
+    taken = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 1, SIDE, SIDE])
+    _write(path, "convolution", nodes, taken, shapes, seed=2, versions=(opset, ir_version))
 
 
-def _write(graph: onnx.GraphProto, path: Path, opset: int, ir_version: int) -> None:
-    model = helper.make_model(graph, ir_version=ir_version, opset_imports=[helper.make_opsetid("", opset)])
+def _write(
+    path: Path, name: str, nodes: Any, taken: Any, shapes: dict[str, Any], *, seed: int, versions: tuple[int, int]
+) -> None:
+    draw, batch = np.random.default_rng(seed), taken.type.tensor_type.shape.dim[0]
+    weights = [numpy_helper.from_array(draw.standard_normal(size).astype(np.float32), n) for n, size in shapes.items()]
+    size = [batch.dim_param or batch.dim_value, CLASSES]
+    given = helper.make_tensor_value_info("scores", TensorProto.FLOAT, size)
+    graph = helper.make_graph(nodes, name, [taken], [given], weights)
+    model = helper.make_model(graph, ir_version=versions[1], opset_imports=[helper.make_opsetid("", versions[0])])
     model.metadata_props.add(key="origin", value="testing")
     path.write_bytes(model.SerializeToString(deterministic=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from onnx_ops.domain.artifact import Digest
@@ -128,7 +128,12 @@ class FakeMetrics:
     def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
         self._answer(config)
         ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
-        units = _single(ours.values())
+        counts = {"errors": ("requests", "errors"), "outcomes": ("outcomes", "successes")}
+        counts |= {f"latency_{name}": ("measured", f"over_{name}") for name in ("p50", "p99")}
+        units = {
+            name: UnitSums.single(*(sum(getattr(one, field) or 0 for one in ours.values()) for field in fields))
+            for name, fields in counts.items()
+        }
         return Reading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow, units=units)
 
     def count(self, deployment: str, **more: int) -> None:
@@ -140,18 +145,3 @@ class FakeMetrics:
     def _answer(self, config: EndpointConfig) -> None:
         if self.down:
             raise ServiceUnavailable("the metrics do not answer", where=config.endpoint)
-
-
-def _single(tallies: Collection[Tally]) -> Mapping[str, UnitSums]:
-    """The sums over units of requests without keys."""
-
-    def sums(n: int, e: int) -> UnitSums:
-        return UnitSums(requests=n, events=e, requests_squared=n, events_squared=e, products=e)
-
-    timed = sum(one.measured for one in tallies)
-    return {
-        "errors": sums(sum(one.requests for one in tallies), sum(one.errors for one in tallies)),
-        "latency_p50": sums(timed, sum(one.over_p50 or 0 for one in tallies)),
-        "latency_p99": sums(timed, sum(one.over_p99 or 0 for one in tallies)),
-        "outcomes": sums(sum(one.outcomes for one in tallies), sum(one.successes for one in tallies)),
-    }
