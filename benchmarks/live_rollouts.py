@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.truth.claims import table
+from onnx_ops.analysis.rollout.thresholds import FEWEST_REQUESTS
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.operations.promote import configure
 from tests.chaos.test_live_rollouts import RAILS, WIDTH, Site
@@ -81,6 +82,15 @@ def send(plan: LoadPlan) -> None:
     asyncio.run(run())
 
 
+def wait_for_requests(site: Site) -> None:
+    """Until the first version has answered as many as thresholds of latency are read off."""
+    deadline = time.monotonic() + 120
+    while sum(sum(one.service) for one in site.local.counts(site.config).deployments.values()) < 10 * FEWEST_REQUESTS:
+        if time.monotonic() > deadline:
+            raise SystemExit("the load did not reach the server")
+        time.sleep(0.1)
+
+
 def rolled_out(crowd: Crowd, seed: int, *, bad: bool) -> tuple[bool, str]:
     """Whether the candidate was rolled back, and why the last move was made."""
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +108,7 @@ def rolled_out(crowd: Crowd, seed: int, *, bad: bool) -> tuple[bool, str]:
             load = multiprocessing.get_context("spawn").Process(target=send, args=(plan,), daemon=True)
             load.start()
             try:
-                time.sleep(4)
+                wait_for_requests(site)
                 site.release("second", **{**model, "table": 4 if bad else 8})
                 why = site.drive()
             finally:

@@ -96,7 +96,7 @@ def prove(*, quick: bool) -> list[Claim]:
     table("wrong exports that pass", ("export",), [(name,) for name in passed])
     seconds = sorted(one.seconds for one in found)
     print(f"  source asked for: median {np.median(seconds):.2f} s, longest {seconds[-1]:.1f} s", flush=True)
-    print(f"  told as advice only: {sum(one.advised for one in right)}", flush=True)
+    print(f"  differences that only advise: {sum(one.advised for one in right)}", flush=True)
     enough = quick or len(right) >= EXPORTS
     return [
         Claim(gate="parity", what="correct exports", bound=f"≥ {EXPORTS}", figure=str(len(right)), held=enough),

@@ -72,8 +72,17 @@ def telling_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
     if count <= ENOUGH_ROWS:
         return list(range(count))
     even = {index * count // (ENOUGH_ROWS - 1) for index in range(ENOUGH_ROWS - 1)}
-    if onnx.shape == reference.shape and onnx.dtype.kind in "fiub":
-        with np.errstate(all="ignore"):
-            distance = np.abs(onnx.astype(np.float64) - reference.astype(np.float64)).reshape(count, -1)
-        even.add(int(np.where(np.isnan(distance), -1.0, distance).max(axis=1, initial=-1.0).argmax()))
+    if onnx.shape == reference.shape:
+        even.add(worst_row(onnx, reference))
     return sorted(even)
+
+
+def worst_row(onnx: AnyArray, reference: AnyArray) -> int:
+    """The row that is farthest off, one that is NaN on one side only before all others. The shapes are equal."""
+    if {onnx.dtype.kind, reference.dtype.kind} <= set("fiub"):
+        a, b = onnx.astype(np.float64), reference.astype(np.float64)
+        with np.errstate(all="ignore"):
+            away = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(np.abs(a - b), nan=0.0), np.inf)
+    else:
+        away = (onnx != reference).astype(np.float64)
+    return int(away.reshape(len(away), -1).max(axis=1, initial=0.0).argmax())

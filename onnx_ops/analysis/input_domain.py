@@ -32,7 +32,7 @@ class InputDomain:
         listed: places that take the values which were seen there, and no others; same shape.
         categories: the only values there are, whatever the place; None where any between the bounds may come.
         recombined: whether places vary independently of each other, so that any mixture of rows is a row.
-        missing: whether NaN may come.
+        missing: places at which NaN may come; same shape.
     """
 
     low: Floats
@@ -41,7 +41,7 @@ class InputDomain:
     listed: Bools
     categories: AnyArray | None
     recombined: bool
-    missing: bool
+    missing: Bools
 
 
 def learn_domains(
@@ -87,7 +87,7 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
             listed=np.ones((), dtype=bool),
             categories=categories if kind in "USO" else None,
             recombined=array.ndim == 2 and kind != "b",
-            missing=False,
+            missing=np.zeros((), dtype=bool),
         )
     if categories is not None and categories.dtype.kind not in "fiu":
         raise ValueError(f"its values are numbers, and {declared.values} are declared")
@@ -112,6 +112,9 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
         low, high = np.full_like(low, categories.min()), np.full_like(high, categories.max())
     binary = kind in "iu" and bound is None and bool(np.isin(values, (0, 1)).all())
     free = not binary and bound is None and declared.min is None and declared.max is None
+    missing: Bools = np.asarray(np.isnan(values).any(axis=axes))
+    if declared.missing is not None:
+        missing = np.full_like(missing, declared.missing)
     largest = np.finfo(array.dtype.name).max if kind == "f" else np.iinfo(array.dtype.name).max
     return InputDomain(
         low=np.clip(low, -float(largest), float(largest)),
@@ -120,7 +123,7 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
         listed=whole & _few(values) if free and by_place and array.ndim == 2 else np.zeros_like(whole),
         categories=categories,
         recombined=(array.ndim <= 2 and not binary) or bound is not None,
-        missing=bool(np.isnan(values).any()) if declared.missing is None else declared.missing,
+        missing=missing,
     )
 
 

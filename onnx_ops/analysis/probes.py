@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.analysis.input_domain import InputDomain
-from onnx_ops.domain.inputs import InputGroup
 
 AnyArray = npt.NDArray[np.generic]
+Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 Tensors = Mapping[str, AnyArray]
@@ -39,12 +38,6 @@ class ProbeGroup:
 
     inputs: Tensors
     inside: bool = True
-
-
-def kind_of(group: str) -> InputGroup | None:
-    """The kind that a group's name begins with; None for real rows."""
-    kind = group.partition(":")[0]
-    return cast("InputGroup", kind) if kind in get_args(InputGroup) else None
 
 
 def range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
@@ -85,7 +78,7 @@ def probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty:
     """Real rows, rows within the domain, and 32 rows each of what lies outside of it.
 
     `beyond_range` holds multiples of real rows; a multiple that an input's type cannot hold is left out. The rows of
-    `missing` and `infinite` have one such element in each float input (in those that may hold NaN, if there are any).
+    `missing` and `infinite` have one such element in each float input; NaN where it may come, if it may anywhere.
     Only floats are distorted; a group that would only repeat real rows is left out.
 
     Args:
@@ -106,13 +99,11 @@ def probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty:
             if all(_holds(array, factor) for array in samples.values()):
                 multiple = {n: _multiple(array[rows], factor) for n, array in samples.items()}
                 found[f"beyond_range:{name}"] = ProbeGroup(inputs=multiple, inside=False)
-        holed = {name for name, domain in domains.items() if domain.missing}
-        floats = {name for name, array in samples.items() if array.dtype.kind == "f"}
-        for name, values, where in (("missing", (np.nan,), holed or floats), ("infinite", (np.inf, -np.inf), floats)):
-            strange = {
-                n: _with_strange(array[rows], values) if n in where else array[rows] for n, array in samples.items()
-            }
-            found[name] = ProbeGroup(inputs=strange, inside=name == "missing" and bool(holed))
+        holed = any(domain.missing.any() for domain in domains.values())
+        anywhere = {name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"}
+        at = {name: domain.missing for name, domain in domains.items()} if holed else anywhere
+        found["missing"] = ProbeGroup(inputs=_distorted(samples, rows, (np.nan,), at), inside=holed)
+        found["infinite"] = ProbeGroup(inputs=_distorted(samples, rows, (np.inf, -np.inf), anywhere), inside=False)
     if empty:
         found["empty_batch"] = ProbeGroup(inputs={name: array[:0] for name, array in samples.items()}, inside=False)
     return found
@@ -188,13 +179,18 @@ def _mixed(array: AnyArray, shape: tuple[int, ...], draw: np.random.Generator) -
     return np.take_along_axis(array, draw.integers(0, len(array), shape), axis=0)
 
 
-def _with_strange(chosen: AnyArray, values: Sequence[float]) -> AnyArray:
-    flat = chosen.astype(np.float64).reshape(len(chosen), -1)
-    places = flat.shape[1]
-    if places:
-        row = np.arange(len(chosen))
-        flat[row, row * max(1, places // len(chosen)) % places] = np.resize(values, len(chosen))
-    return flat.reshape(chosen.shape).astype(chosen.dtype)
+def _distorted(samples: Tensors, rows: Rows, values: Sequence[float], at: Mapping[str, Bools]) -> Tensors:
+    """The rows with one of the values in each, walking over the places where it may stand."""
+    found = {name: array[rows] for name, array in samples.items()}
+    for name, allowed in at.items():
+        chosen = found[name]
+        flat = chosen.astype(np.float64).reshape(len(chosen), -1)
+        places = np.flatnonzero(np.broadcast_to(allowed, chosen.shape[1:]))
+        if places.size and chosen.dtype.kind == "f":
+            row = np.arange(len(chosen))
+            flat[row, places[row * max(1, len(places) // len(chosen)) % len(places)]] = np.resize(values, len(chosen))
+            found[name] = flat.reshape(chosen.shape).astype(chosen.dtype)
+    return found
 
 
 def _multiple(chosen: AnyArray, factor: float) -> AnyArray:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from onnx_ops.analysis.divergence import departed
+from onnx_ops.analysis.divergence import departed, worst_row
 from onnx_ops.analysis.jitter import measure_jumping
 from onnx_ops.analysis.parity import measure, with_pooled_noise
 from onnx_ops.domain.evidence import ParityMeasurement
@@ -15,7 +13,6 @@ from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.ports.data import Array
 from onnx_ops.stages.group_answers import answers_of, refusal
 from onnx_ops.stages.reference import ReferenceGroup
 
@@ -66,25 +63,20 @@ def _measured(group: ReferenceGroup, name: str, outputs: Tensors) -> ParityMeasu
     else:
         found = measure_jumping(group=group.name, output=name, onnx=onnx, single=single, double=double, bounds=bounds)
     reference = double if double is not None else single
-    if reference is None or onnx.shape != reference.shape or not departed(found, ParityGate().noise_factor):
+    count = len(next(iter(group.inputs.values())))
+    if reference is None or onnx.shape != reference.shape or not onnx.ndim or len(onnx) != count or not count:
         return found
-    return replace(found, example=_example(group.inputs, _worst_row(onnx, reference)))
+    if not departed(found, ParityGate().noise_factor):
+        return found
+    return replace(found, example=_example(group, worst_row(onnx, reference)))
 
 
-def _worst_row(onnx: Array, reference: Array) -> int:
-    if onnx.dtype.kind != "f" or reference.dtype.kind != "f":
-        apart = (onnx != reference).astype(np.float64)
-    else:
-        with np.errstate(invalid="ignore", over="ignore"):
-            apart = np.abs(onnx.astype(np.float64) - reference.astype(np.float64))
-        apart = np.where(np.isnan(apart), np.isnan(onnx) != np.isnan(reference), apart)
-    return int(apart.reshape(len(apart), -1).max(axis=1, initial=0).argmax()) if apart.ndim and len(apart) else 0
-
-
-def _example(inputs: Tensors, row: int) -> str:
-    """The row's inputs, long ones cut."""
+def _example(group: ReferenceGroup, row: int) -> str:
+    """The row, and what it holds where it is made up: rows of a data set may be nobody's to read."""
+    if group.name != "range":
+        return f"row {row}"
     shown = []
-    for name, array in inputs.items():
+    for name, array in group.inputs.items():
         values = array[row].reshape(-1)
         first = ", ".join(f"{value:.4g}" if array.dtype.kind == "f" else str(value) for value in values[:_SHOWN])
         shown.append(f"{name} = {first}{f' … ({len(values)} values)' if len(values) > _SHOWN else ''}")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.analysis.divergence import FACTOR, departed, first_departure, spread, telling_rows
+from onnx_ops.analysis.divergence import FACTOR, departed, first_departure, spread, telling_rows, worst_row
 from onnx_ops.analysis.parity import LARGEST
 from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.artifact import Digest
@@ -118,3 +118,10 @@ def test_the_reason_says_why_no_node_is_named(golden: Golden) -> None:
 def test_an_export_that_passes_and_one_never_looked_at_name_no_node() -> None:
     assert "diverging" not in reason(Divergence(node="n", op_type="Conv", ratio=99.0), ratio=3.0)
     assert "diverging" not in reason(None)
+
+
+def test_the_worst_row_is_the_farthest_and_nan_on_one_side_comes_first() -> None:
+    reference = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, np.inf]])
+    assert worst_row(np.array([[1.0, 2.5], [3.0, np.nan], [5.1, np.inf]]), reference) == 0
+    assert worst_row(np.array([[1.0, 9.0], [3.0, 1.0], [5.0, np.inf]]), reference) == 1
+    assert worst_row(np.array(["a", "b"]), np.array(["a", "c"])) == 1
