@@ -4,8 +4,8 @@
     ├── UserError (2)                the user's input is wrong
     │   ├── SpecError                a pipeline or target file has problems, each with its position
     │   ├── NotFound                 a name that leads nowhere: a file, a function, a version, an endpoint
-    │   ├── TooLarge                 more than a limit allows; the limit protects memory
-    │   └── MissingPackage           an optional package that this pipeline needs is not installed
+    │   └── TooLarge                 more than a limit allows; the limit protects memory
+    ├── MissingPackage (4)           an optional package that is needed here is not installed
     ├── EnvironmentFailure (4)       the machine or a service failed, not the model
     │   ├── ServiceUnavailable       a server that should answer does not
     │   ├── StillOwed                a request was accepted and could not be carried out yet
@@ -116,8 +116,10 @@ class TooLarge(UserError):
     pass
 
 
-class MissingPackage(UserError):
-    pass
+class MissingPackage(OnnxOpsError):
+    """No `EnvironmentFailure`: to try again does not help."""
+
+    exit_code = 4
 
 
 class EnvironmentFailure(OnnxOpsError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points
 from typing import Any
@@ -16,26 +16,35 @@ KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", 
 """Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
 
 
-_EXTRAS = {
-    "azure": "azure",
-    "boto3": "aws",
-    "botocore": "aws",
-    "keras": "keras",
-    "lightgbm": "lightgbm",
-    "onnxmltools": "xgboost",
-    "netron": "view",
-    "onnxoptimizer": "passes",
-    "onnxscript": "torch",
-    "onnxsim": "passes",
-    "onnxslim": "passes",
-    "skl2onnx": "sklearn",
-    "sklearn": "sklearn",
-    "torch": "torch",
-    "transformers": "huggingface",
-    "uvicorn": "serve",
-    "xgboost": "xgboost",
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "aws": ("boto3",),
+    "azure": ("azure-ai-ml", "azure-identity", "azure-storage-blob"),
+    "blob": ("adlfs",),
+    "huggingface": ("transformers",),
+    "keras": ("keras",),
+    "lightgbm": ("lightgbm", "onnxmltools"),
+    "mlflow": ("mlflow",),
+    "passes": ("onnxoptimizer", "onnxsim", "onnxslim"),
+    "prefect": ("prefect",),
+    "s3": ("s3fs",),
+    "serve": ("httptools", "orjson", "pysimdjson", "starlette", "uvicorn", "uvloop"),
+    "sklearn": ("scikit-learn", "skl2onnx"),
+    "torch": ("onnxscript", "torch"),
+    "view": ("netron",),
+    "xgboost": ("onnxmltools", "xgboost"),
 }
-"""Extras that bring a package, by the name it is imported under."""
+"""Distributions that each extra brings and that code of ours imports; pyproject.toml has their versions."""
+
+_BROUGHT_BY = {
+    "azure": "azure-ai-ml",
+    "botocore": "boto3",
+    "onnx-ir": "onnxscript",
+    "onnx_ir": "onnxscript",
+    "simdjson": "pysimdjson",
+    "sklearn": "scikit-learn",
+    "sqlalchemy": "mlflow",
+}
+"""Distributions by packages that are called otherwise, or that come with them."""
 
 
 MISSING = "not installed"
@@ -67,12 +76,7 @@ def load(kind: str, name: str, *arguments: object) -> Any:
     try:
         return point.load()(*arguments)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        raise MissingPackage(
-            f"package {package} is not installed",
-            where=f"{kind} plugin {name}",
-            remedy=install_hint(package),
-        ) from error
+        raise missing_package(imported(error), where=f"{kind} plugin {name}") from error
 
 
 def find(kind: str, name: str) -> EntryPoint:
@@ -130,8 +134,65 @@ def _packages() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()
 
 
-def install_hint(package: str) -> str:
-    """What to type to get a package that is missing: an extra of onnx-ops where there is one."""
-    extra = _EXTRAS.get(package)
-    wanted = f"'onnx-ops[{extra}]'" if extra else package
-    return f"Install it with: pip install {wanted}"
+def require(*distributions: str, where: str) -> None:
+    """Refuse to begin what needs distributions that are not installed. Nothing is imported.
+
+    Args:
+        distributions: names as package indexes have them.
+        where: the command, stage or setting that needs them.
+
+    Raises:
+        MissingPackage: names all that are missing, and the extras that bring them.
+    """
+    if missing := absent(distributions):
+        raise missing_package(*missing, where=where)
+
+
+def absent(distributions: Iterable[str]) -> tuple[str, ...]:
+    """Return those distributions that are not installed, each once."""
+    return tuple(name for name in dict.fromkeys(distributions) if version(name) == MISSING)
+
+
+def tools(plugin: object) -> tuple[str, ...]:
+    """Return the distributions that a plugin says it works with."""
+    return (*getattr(plugin, "tools", ()), *getattr(plugin, "converters", ()))
+
+
+def missing_package(*packages: str, where: str, why: str = "") -> MissingPackage:
+    """Return the error of packages that are not installed."""
+    what = f"package {packages[0]} is" if len(packages) == 1 else f"packages {', '.join(packages)} are"
+    return MissingPackage(f"{what} not installed", where=where, why=why, remedy=install_hint(*packages))
+
+
+def imported(error: ImportError) -> str:
+    """Return the top-level package that could not be imported, by the error or by its cause."""
+    cause = error.__cause__
+    name = error.name or (cause.name if isinstance(cause, ImportError) else "") or ""
+    return name.partition(".")[0]
+
+
+def has_extra(package: str) -> bool:
+    """Return whether an extra of onnx-ops brings the package."""
+    return bool(_extras_of(package))
+
+
+def distribution_of(package: str) -> str:
+    """Return the distribution that brings a package, as `EXTRAS` names it."""
+    return _BROUGHT_BY.get(package, package)
+
+
+def _extras_of(package: str) -> set[str]:
+    wanted = distribution_of(package)
+    return {extra for extra, distributions in EXTRAS.items() if wanted in distributions}
+
+
+def install_hint(*packages: str) -> str:
+    """Return what to type to get missing packages: extras of onnx-ops where there are some."""
+    offers = sorted(map(_extras_of, packages), key=len)
+    extras: set[str] = set()
+    for offer in offers:  # what only one extra brings comes first, as that one may bring others too
+        if offer and extras.isdisjoint(offer):
+            extras.add(min(offer))
+    words = [f"'onnx-ops[{','.join(sorted(extras))}]'"] if extras else []
+    words += sorted({package for package in packages if not has_extra(package)})
+    return f"Install {'it' if len(packages) == 1 else 'them'} with: pip install {' '.join(words)}"

@@ -28,7 +28,7 @@ def test_exit_codes_tell_whose_turn_it_is() -> None:
     for kind in KINDS:
         by_code.setdefault(kind.exit_code, set()).add(kind.__name__)
     assert by_code.keys() == {2, 4, 5}
-    assert by_code[2] == {"UserError", "NotFound", "TooLarge", "MissingPackage"}
+    assert by_code[2] == {"UserError", "NotFound", "TooLarge"}
     assert by_code[5] == {"Refused", "SignatureInvalid", "DigestMismatch"}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.plugins import require
 
 Scalar = str | int | float | bool
 Clients = Callable[[str], Any]
@@ -61,7 +62,9 @@ def clients(settings: Mapping[str, Scalar], *, where: str = "") -> Clients:
 
     Raises:
         UserError: there is no such profile, or no region is chosen: some services would do without, others not.
+        MissingPackage: the extra `aws` is not installed.
     """
+    require("boto3", where=where or "AWS")
     import boto3
     import botocore.session
     from botocore.config import Config

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.errors import EnvironmentFailure, Refused, ServiceUnavailable, UserError
+from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -115,8 +116,9 @@ def credential(answer_s: float = ANSWER_S) -> TokenCredential:
         answer_s: how long the answer to such a request may take.
 
     Raises:
-        ModuleNotFoundError: the extra `azure` is not installed.
+        MissingPackage: the extra `azure` is not installed.
     """
+    require(*EXTRAS["azure"], where="Azure")
     from azure.identity import DefaultAzureCredential
 
     return DefaultAzureCredential(
@@ -130,7 +132,9 @@ def bearer() -> str:
     Raises:
         Refused: nobody says who we are.
         EnvironmentFailure: that could not be found out.
+        MissingPackage: the extra `azure` is not installed.
     """
+    require(*EXTRAS["azure"], where="Azure")
     from azure.core.exceptions import AzureError, ClientAuthenticationError
 
     try:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
-from onnx_ops.errors import MissingPackage, NotFound, ServiceUnavailable
+from onnx_ops.errors import NotFound, ServiceUnavailable
+from onnx_ops.plugins import imported, missing_package
 
 REGISTERED = "models:/"
 
@@ -73,7 +74,7 @@ def _open(url: str) -> tuple[Any, str]:
         if system.exists(path):
             return system, path
     except ImportError as error:
-        raise MissingPackage(f"cannot read {_shown(url)}: {error}", where="model") from error
+        raise missing_package(imported(error), where=f"model {_shown(url)}", why=str(error)) from error
     except Exception as error:  # every file system raises its own
         why = f"{type(error).__name__}: {str(error)[:300]}"
         raise ServiceUnavailable("the place of the model does not answer", where=_shown(url), why=why) from error

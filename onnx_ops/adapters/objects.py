@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from onnx_ops.errors import MissingPackage, ServiceUnavailable, storage_errors
+from onnx_ops.errors import ServiceUnavailable, storage_errors
+from onnx_ops.plugins import imported, missing_package
 
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
@@ -197,7 +198,7 @@ class FsspecObjects:
             self._fs: Any
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            raise MissingPackage(str(error), where=url) from error
+            raise missing_package(imported(error), where=url, why=str(error)) from error
         self._url = url
 
     def read(self, name: str) -> bytes | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from onnx_ops.errors import MissingPackage
+from onnx_ops.plugins import EXTRAS, require
 
 _LOOPBACK = "127.0.0.1"
 
@@ -23,12 +23,8 @@ def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
     Raises:
         MissingPackage: Netron is not installed.
     """
-    try:
-        netron = importlib.import_module("netron")
-    except ImportError as error:
-        raise MissingPackage(
-            "--serve needs Netron", where="inspect", remedy="Install it: pip install 'onnx-ops[view]'"
-        ) from error
+    require(*EXTRAS["view"], where="inspect --serve")
+    netron = importlib.import_module("netron")
     host, taken = netron.start(str(path), address=(_LOOPBACK, port or None), browse=False)
     try:
         yield f"http://{host}:{taken}", netron.wait

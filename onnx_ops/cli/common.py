@@ -11,7 +11,8 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from onnx_ops.errors import OnnxOpsError, SpecError, UserError, storage_errors
+from onnx_ops.errors import MissingPackage, OnnxOpsError, SpecError, UserError, storage_errors
+from onnx_ops.plugins import has_extra, imported, missing_package
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,13 +39,26 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             with talk, storage_errors():
                 return command(*args, **kwargs)
         except OnnxOpsError as error:
-            complain(error, as_json=bool(kwargs.get("as_json")))
+            told = _of_command(error, command.__name__) if isinstance(error, MissingPackage) else error
+            complain(told, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(error.exit_code) from error
+        except ModuleNotFoundError as error:
+            if not has_extra(imported(error)):
+                raise
+            missing = _of_command(missing_package(imported(error), where=""), command.__name__)
+            complain(missing, as_json=bool(kwargs.get("as_json")))
+            raise typer.Exit(missing.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted; what was finished is kept, run again to go on", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
     return wrapped
+
+
+def _of_command(error: MissingPackage, command: str) -> MissingPackage:
+    """Return the error with the command that needs the package."""
+    where = f"onnx-ops {command.replace('_', '-')}{f', {error.where}' if error.where else ''}"
+    return MissingPackage(error.what, where=where, why=error.why, remedy=error.remedy)
 
 
 def complain(error: OnnxOpsError, *, as_json: bool) -> None:

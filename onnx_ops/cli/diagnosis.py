@@ -31,7 +31,14 @@ PINS = {
     "mlflow": (">=3.17", "older ones have known security holes"),
     "onnxruntime": (">=1.31", "the figures of this release were measured with it"),
 }
-"""Packages whose wrong version fails late or silently, and what it breaks."""
+"""Packages whose wrong version fails late or silently, and what it breaks. Extras bring all but the last."""
+
+EXTRAS = {
+    "mlflow": "registration, promotion and reconciliation",
+    "prefect": "flows, schedules and work pools",
+    "serve": "endpoints on this machine",
+}
+"""Parts of the platform, and what needs them."""
 
 
 def diagnose(project: Project) -> list[Finding]:
@@ -90,17 +97,20 @@ def _packages() -> Iterator[Finding]:
         try:
             found = version(name)
         except PackageNotFoundError:
-            yield Finding(check=name, ok=False, found="not installed", remedy=f"pip install '{name}{wanted}'")
-            continue
+            continue  # an extra's, which is looked at below, or another build of ONNX Runtime
         ok = SpecifierSet(wanted).contains(Version(found), prereleases=True)
         yield Finding(check=name, ok=ok, found=found, remedy=f"pip install '{name}{wanted}': {breaks}")
+    for extra, purpose in EXTRAS.items():
+        missing = plugins.absent(plugins.EXTRAS[extra])
+        found = f"not installed; it is for {purpose}. {plugins.install_hint(*missing)}" if missing else "ready"
+        yield Finding(check=f"extra {extra}", ok=True, found=found)
 
 
 def _plugins(project: Project) -> Iterator[Finding]:
     del project
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
-            missing = [tool for tool in _tools(kind, name) if plugins.version(tool) == plugins.MISSING]
+            missing = plugins.absent(plugins.tools(plugins.load(kind, name)))
             found = f"needs {', '.join(missing)}" if missing else "ready"
             # A framework that nobody uses here is no fault.
             yield from tuple(_own(kind, name)) or (Finding(check=f"{kind} {name}", ok=True, found=found),)
@@ -110,11 +120,6 @@ def _own(kind: str, name: str) -> Iterable[Finding]:
     """What a runtime finds itself."""
     found = plugins.load(kind, name) if kind == "runtimes" else None
     return found.diagnose() if isinstance(found, HousedRuntime) else ()
-
-
-def _tools(kind: str, name: str) -> tuple[str, ...]:
-    found = plugins.load(kind, name)
-    return (*getattr(found, "tools", ()), *getattr(found, "converters", ()))
 
 
 def _providers() -> Iterator[Finding]:
@@ -198,7 +203,7 @@ def _webhook(project: Project) -> Iterator[Finding]:
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
 
     uri = project.settings.tracking_uri
-    if not uri.startswith(("http://", "https://")):
+    if not uri.startswith(("http://", "https://")) or plugins.absent(plugins.EXTRAS["mlflow"]):
         return
     try:
         found = MlflowWebhooks(uri).check()

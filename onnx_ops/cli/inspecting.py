@@ -12,6 +12,7 @@ import typer
 from onnx_ops.cli.common import AsJson, print_json, reported
 from onnx_ops.cli.tools import sizes_of
 from onnx_ops.errors import UserError
+from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.scratch import Scratch
 
 
@@ -56,6 +57,8 @@ def inspect(
 
     if bool(set_) != bool(output):
         raise UserError("--set and --output belong together", remedy="For example: --set license=MIT --output new.onnx")
+    if serve:
+        require(*EXTRAS["view"], where="--serve")
     with _local(model) as path:
         written = [output] if set_ and output else []
         if set_ and output:

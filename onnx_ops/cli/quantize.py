@@ -9,6 +9,7 @@ import typer
 
 from onnx_ops.cli.common import AsJson, Quiet, print_json, reported
 from onnx_ops.errors import UserError
+from onnx_ops.plugins import require, tools
 
 if TYPE_CHECKING:
     from onnx_ops.domain.quantities import Json
@@ -81,6 +82,8 @@ def quantize(
 
     project = open_project()
     ports = project.ports
+    if method != AUTO:
+        require(*tools(ports.optimizer(method)), where=f"method {method}")
     chosen = [find_target(name, project.targets) for name in targets or ["cpu-1t"]]
     section = Quantize(
         name=out.stem,

@@ -99,7 +99,7 @@ def reconcile(
 
     Example: onnx-ops reconcile --watch --every 5s --listen 127.0.0.1:8650
     """
-    from onnx_ops.operations.journal import bound_endpoints
+    from onnx_ops.operations.journal import bound_endpoints, readable
     from onnx_ops.operations.notify import notify_each
     from onnx_ops.operations.reconcile import settle_owed
     from onnx_ops.wiring.project import open_project
@@ -113,6 +113,8 @@ def reconcile(
         raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
     ports = open_project().ports
     names = tuple(endpoints or ()) or bound_endpoints(ports)
+    if not any(readable(ports, name).pending_rollback for name in names):  # which the ledger alone can carry out
+        ports.registry()
     reports, errors = settle_owed(ports, names, actor=actor, for_s=duration(retry, "--retry"))
     if len(names) == len(errors) == 1:
         raise errors[names[0]]

@@ -13,6 +13,7 @@ import typer
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, complain, print_json, reported
 from onnx_ops.errors import OnnxOpsError, StillOwed, UserError
+from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
     from onnx_ops.operations.rollback import Rolled
@@ -126,6 +127,9 @@ def _hand_over(project: Project, names: Sequence[str]) -> dict[str, str]:
         return {}
     log = _in_background(project, ("reconcile", "--retry", _RETRY), names, _REGISTRY_LOG)
     told = f"registry pending: written in the background (log: {log}); or now: onnx-ops reconcile {' '.join(names)}"
+    if absent(EXTRAS["mlflow"]):
+        hint = install_hint(*EXTRAS["mlflow"])
+        told = f"registry pending: package mlflow is not installed. {hint}; then: onnx-ops reconcile {' '.join(names)}"
     return dict.fromkeys(names, told)
 
 

@@ -66,6 +66,7 @@ def rollout(
         for error in errors.values():
             raise error
     else:
+        ports.registry()  # that it can be asked is known before the word is recorded
         spoken = Word.ADVANCE if word is RolloutWord.RESUME else Word.PAUSE
         say(ports, endpoint, spoken, reason=reason, actor=actor)
     reports = settle(ports, endpoint, actor=actor)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from onnx_ops.cli.common import reported
+from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.protocol.options import described, flags, options_of
 
 
@@ -44,6 +45,7 @@ def serve(
 
     Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080 --workers 4
     """
+    require(*EXTRAS["serve"], where="")
     command = [sys.executable, "-m", "onnx_ops.serving.main", "--state-dir", str(state_dir), "--host", host]
     ports = ["--port", str(port), "--admin-port", str(admin_port)]
     # The server takes this process's place, so that nothing of the command line stays in its memory.

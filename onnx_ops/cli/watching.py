@@ -21,6 +21,7 @@ from onnx_ops.operations.journal import Journal, bound_endpoints
 from onnx_ops.operations.metrics import owed_metrics
 from onnx_ops.operations.notify import Herald, Told
 from onnx_ops.operations.watch import Kind, Watcher, WatchReport
+from onnx_ops.plugins import require
 from onnx_ops.wiring.project import Project
 
 _SHORTEST, _LONGEST = 0.1, 86_400.0
@@ -37,7 +38,11 @@ def keep_watching(
         NotFound: an endpoint is not known, or there is no webhook secret to listen with.
         UserError: a duration or address is wrong.
         ServiceUnavailable: the address cannot be bound.
+        MissingPackage: the registry or the receiver cannot do without it.
     """
+    project.ports.registry()
+    if listen is not None:
+        require("starlette", "uvicorn", where="--listen")
     for name in endpoints:
         Journal.open(project.ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
     bell, seconds = Bell(), _seconds(every)

@@ -11,7 +11,7 @@ from onnx_ops.domain.ledger import Override, RefusedVersion, ReleaseState
 from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
-from onnx_ops.errors import NotFound, Refused, ServiceUnavailable
+from onnx_ops.errors import MissingPackage, NotFound, Refused, ServiceUnavailable
 from onnx_ops.operations.approve import approve, materialise
 from onnx_ops.operations.decided import (
     COME_BACK,
@@ -41,7 +41,8 @@ class Desired:
 
 
 def desired(journal: Journal) -> Desired:
-    """What should serve. While the registry does not answer, the endpoint keeps its course.
+    """What should serve. While the registry does not answer, or its client is not installed, the endpoint keeps its
+    course.
 
     An override that a person gave in the registry, and that its server signed, is written into the ledger when it is
     first needed.
@@ -52,7 +53,7 @@ def desired(journal: Journal) -> Desired:
         asked = _asked(journal, found)
         wish = Desired(wanted=None) if asked is None else _verified(journal, *asked)
         return replace(wish, champion=found.get(alias("champion", config.target)))
-    except ServiceUnavailable as error:
+    except (ServiceUnavailable, MissingPackage) as error:
         return Desired(wanted=state.roles.candidate or state.roles.stable, unreachable=str(error))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.ledger import RefusedVersion
 from onnx_ops.domain.rollout import Action, ActionKind, take_back
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, RolledBackByAlarm
+from onnx_ops.errors import EnvironmentFailure, MissingPackage, OnnxOpsError, Refused, RolledBackByAlarm
 from onnx_ops.operations.delete import finish_deletion
 from onnx_ops.operations.desired import Desired, desired
 from onnx_ops.operations.journal import Journal, looking_again, pinned, readable
@@ -90,11 +90,13 @@ def settle_owed(
     ports: Ports, endpoints: Sequence[str], *, actor: str = "", for_s: float
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
     """`settle_each`, again and again with growing pauses, until nothing fails and no rollback is owed, or `for_s`
-    seconds are over."""
+    seconds are over. What fails for want of a package is not tried again."""
     deadline, pause = time.monotonic() + for_s, 1.0
     while True:
         reports, errors = settle_each(ports, endpoints, actor=actor)
         if not errors and not any(readable(ports, name).pending_rollback for name in endpoints):
+            return reports, errors
+        if errors and all(isinstance(error, MissingPackage) for error in errors.values()):
             return reports, errors
         if time.monotonic() + pause > deadline:
             return reports, errors

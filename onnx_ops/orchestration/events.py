@@ -15,6 +15,7 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.plugins import EXTRAS
 from onnx_ops.ports import Ports
 from onnx_ops.wiring.summary import Summary
 
@@ -39,6 +40,7 @@ class PrefectEvents:
     """
 
     follows = True
+    tools = EXTRAS["prefect"]
 
     def __init__(self, place: str = "", state: Path = Path()) -> None:
         del state

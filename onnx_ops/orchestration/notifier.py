@@ -7,6 +7,7 @@ from typing import Any
 
 from onnx_ops.domain.notification import Notification
 from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.plugins import EXTRAS
 
 
 class PrefectNotifier:
@@ -19,6 +20,8 @@ class PrefectNotifier:
     Raises:
         UserError: the place does not name a block.
     """
+
+    tools = EXTRAS["prefect"]
 
     def __init__(self, place: str, state: Path) -> None:
         del state

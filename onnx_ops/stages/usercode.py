@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnx_ops import plugins
-from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure
+from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure
+from onnx_ops.plugins import imported, missing_package
 
 
 @contextmanager
@@ -39,12 +39,8 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except ModuleNotFoundError as error:
-        package = (error.name or module_name).partition(".")[0]
-        raise MissingPackage(
-            f"cannot import {reference}: there is no module {error.name}",
-            where=where,
-            remedy=plugins.install_hint(package),
-        ) from error
+        why = f"{reference} cannot be imported: there is no module {error.name}"
+        raise missing_package(imported(error), where=where, why=why) from error
     except Exception as error:  # a module's own code runs when it is imported
         why = f"{type(error).__name__}: {error}"
         raise NotFound(f"cannot import {reference}", where=where, why=why) from error

@@ -163,7 +163,10 @@ def _verifier(settings: Settings) -> Verifier:
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
     """By what the settings call them: `github:owner/repository`."""
     named = {name: name.partition(":") for name in settings.notifiers}
-    return {name: plugins.load("notifiers", kind, place, settings.state) for name, (kind, _, place) in named.items()}
+    found = {name: plugins.load("notifiers", kind, place, settings.state) for name, (kind, _, place) in named.items()}
+    for name, notifier in found.items():
+        plugins.require(*plugins.tools(notifier), where=f"notifier {name}")
+    return found
 
 
 def _conditions() -> Mapping[str, str]:

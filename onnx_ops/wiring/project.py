@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onnx_ops import plugins
 from onnx_ops.errors import UserError
@@ -22,7 +22,7 @@ from onnx_ops.wiring import connect
 from onnx_ops.wiring.turns import Quiet
 
 if TYPE_CHECKING:
-    from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, StageKind, StageOutcome
+    from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind, StageOutcome
     from onnx_ops.domain.target import Target
     from onnx_ops.engine import RunResult
     from onnx_ops.spec import TargetFiles
@@ -172,6 +172,39 @@ def foresee(
     return preview(prepared.plan, handler=replace(project.handler(), confirms=False), fresh=fresh)
 
 
+def require_packages(project: Project, plan: Plan) -> None:
+    """Refuse a plan that needs packages which are not installed here, before any of its stages begins.
+
+    Raises:
+        MissingPackage: names all of them, the first stage that needs each, and the extras that bring them.
+    """
+    missing: list[str] = []
+    reasons: list[str] = []
+    for stage in plan.stages:
+        if new := [name for name in plugins.absent(_packages(project, stage)) if name not in missing]:
+            missing += new
+            reasons.append(f"{stage.id} needs {', '.join(new)}")
+    if missing:
+        raise plugins.missing_package(*missing, where=f"pipeline {plan.pipeline}", why="; ".join(reasons))
+
+
+def _packages(project: Project, stage: Stage) -> Iterator[str]:
+    """Distributions that a stage needs in this installation, those that are missing among them."""
+    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.wiring.handler import RELEASE, binding
+    from onnx_ops.wiring.remote import pool_of
+
+    settings: Mapping[str, Any] = stage.settings
+    yield from (name for name, version in stage.tools.items() if version == plugins.MISSING)
+    compared = stage.kind is StageKind.BENCHMARK and settings["model"]
+    if compared or stage.kind is StageKind.REGISTER or stage.kind in RELEASE:
+        yield from plugins.EXTRAS["mlflow"]
+    if stage.kind is StageKind.DEPLOY:
+        yield from plugins.tools(project.ports.provider(binding(stage)[0].provider))
+    if pool_of(stage):
+        yield from plugins.EXTRAS["prefect"]
+
+
 def execute(
     project: Project,
     prepared: Prepared,
@@ -187,6 +220,7 @@ def execute(
     process.
 
     Raises:
+        MissingPackage: a package that a stage needs is not installed; nothing was done.
         Refused: an endpoint would be left behind, and `abandon` gives no reason why it may.
         UserError: an endpoint that exists cannot be changed as the file says.
     """
@@ -195,6 +229,7 @@ def execute(
     from onnx_ops.operations.abandon import leave_dropped, refuse_orphans
     from onnx_ops.wiring.handler import binding
 
+    require_packages(project, prepared.plan)
     name, stages = prepared.plan.pipeline, prepared.plan.stages
     releases = any(stage.kind is StageKind.REGISTER for stage in stages)
     deploys = [stage for stage in stages if stage.kind is StageKind.DEPLOY]

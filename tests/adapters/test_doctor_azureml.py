@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.endpoints import azureml_doctor
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_doctor import ACTIONS, allowed
 from onnx_ops.domain.finding import Finding
 from tests.adapters.azureml_parts import PACE, enter, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call, Fault
-from tests.support.extras import require
+from tests.support.extras import hide, require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
@@ -68,7 +67,7 @@ def test_the_image_and_who_may_pull_it(cloud: AzureCloud, tmp_path: Path) -> Non
 
 
 def test_no_package(cloud: AzureCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(azureml_doctor, "PACKAGES", ("azure-ai-ml", "no-such-distribution"))
+    hide(monkeypatch, "azure-identity")
     findings = look(cloud, tmp_path)
     assert broken(findings) == ("azure packages",)
     assert "onnx-ops[azure]" in findings["azure packages"].remedy

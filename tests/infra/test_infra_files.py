@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 import stat
-import tomllib
 from typing import Any
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 
-from tests.infra.infra_tools import INFRA, ROOT, tool
+from tests.infra.infra_tools import INFRA, tool
 
 COMPOSE = INFRA / "compose" / "compose.yaml"
 DOCKERFILE = INFRA / "docker" / "Dockerfile"
 GITHUB = INFRA.parent / ".github"
 AZURE_PIPELINES = INFRA / "azure" / "azure-pipelines.yml"
 BICEP = INFRA / "azure" / "onnx-ops.bicep"
-CORE_OF_THE_SERVER = {"annotated-types", "cattrs", "typing-extensions"}
 
 
 @pytest.mark.parametrize(
@@ -132,12 +129,13 @@ def test_ours_run_without_rights_on_a_root_that_cannot_be_written() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_the_image_installs_what_the_server_imports_and_no_more() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    core = {line for line in project["dependencies"] if Requirement(line).name in CORE_OF_THE_SERVER}
-    lines = (INFRA / "docker" / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    wanted = {line for line in lines if line and not line.startswith("#")}
-    assert wanted == core | set(project["optional-dependencies"]["serve"])
+def test_the_image_is_the_wheel_with_its_extra_and_has_no_list_of_its_own() -> None:
+    installs = [
+        line for line in (INFRA / "docker" / "install.sh").read_text("utf-8").splitlines() if "install " in line
+    ]
+    (command,) = [line for line in installs if line.startswith("pip install")]
+    assert command.endswith('--constraint "$project/constraints.txt" "$(echo "$reports"/*.whl)[serve]"')
+    assert not list((INFRA / "docker").glob("*requirements*"))
 
 
 def test_the_image_keeps_its_promises() -> None:

@@ -1,10 +1,12 @@
-"""Tests of what an extra brings: skipped, and loudly, where it is not installed."""
+"""Tests of what an extra brings: skipped, and loudly, where it is not installed; or run as if it were not."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
 import pytest
+
+from onnx_ops import plugins
 
 
 def require(module: str, *, reason: str) -> None:
@@ -18,3 +20,9 @@ def require(module: str, *, reason: str) -> None:
         found = False
     if not found:
         pytest.skip(reason, allow_module_level=True)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *distributions: str) -> None:
+    """Let onnx-ops believe that distributions are not installed."""
+    version = plugins.version
+    monkeypatch.setattr(plugins, "version", lambda name: plugins.MISSING if name in distributions else version(name))

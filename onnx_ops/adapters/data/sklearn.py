@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.pipeline import DataSection, SklearnData
-from onnx_ops.errors import MissingPackage, UserError
+from onnx_ops.errors import UserError
+from onnx_ops.plugins import require, version
 from onnx_ops.ports.data import Array
 
 DIGIT_LEVELS = 16.0
@@ -22,15 +22,18 @@ class SklearnSource:
     float32 (rows, 1, 8, 8) in [0, 1].
     """
 
+    tools = ("scikit-learn",)
+
     def fingerprint(self, section: DataSection, root: Path) -> str:
         del root
         wanted = _section(section)
-        return f"scikit-learn {_version()}: {wanted.sklearn} {wanted.split} {wanted.test_size!r} seed {wanted.seed}"
+        brought = f"scikit-learn {version('scikit-learn')}"
+        return f"{brought}: {wanted.sklearn} {wanted.split} {wanted.test_size!r} seed {wanted.seed}"
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         del root
         wanted = _section(section)
-        _version()
+        require(*self.tools, where=f"data `sklearn: {wanted.sklearn}`")
         import numpy as np
         from sklearn import datasets
         from sklearn.model_selection import train_test_split
@@ -63,12 +66,3 @@ def _section(section: DataSection) -> SklearnData:
     if not isinstance(section, SklearnData):
         raise UserError("this data source reads `sklearn: NAME`", where=type(section).__name__)
     return section
-
-
-def _version() -> str:
-    try:
-        return version("scikit-learn")
-    except PackageNotFoundError as error:
-        raise MissingPackage(
-            "scikit-learn is not installed", where="data", remedy="Install it with: pip install 'onnx-ops[sklearn]'"
-        ) from error

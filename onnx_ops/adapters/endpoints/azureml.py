@@ -52,6 +52,8 @@ class AzureEndpoints:
         pace: how long to wait for Azure.
     """
 
+    tools = plugins.EXTRAS["azure"]
+
     def __init__(self, folder: Path, trusted: Path | None = None, *, pace: Pace | None = None) -> None:
         self._folder = folder
         self._keys = None if trusted is None else TrustedKeys(trusted)

@@ -16,8 +16,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_ops.adapters.azure import ANSWER_S, Workspace, credential, timeouts
-from onnx_ops.adapters.endpoints.azureml_errors import Busy, Gone, explaining, missing
+from onnx_ops.adapters.endpoints.azureml_errors import Busy, Gone, explaining
 from onnx_ops.errors import EnvironmentFailure, ServiceUnavailable
+from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -64,7 +65,7 @@ class AzureClient:
 
     @functools.cached_property
     def ml(self) -> MLClient:
-        """Raises ModuleNotFoundError if the extra `azure` is not installed."""
+        """The SDK's client of the workspace."""
         return _ml_client(self.place, self.answer_s)
 
     def registry(self, name: str) -> MLClient:
@@ -73,11 +74,9 @@ class AzureClient:
 
     def connect(self, where: str) -> None:
         """Raises MissingPackage without the extra `azure`; ServiceUnavailable if the cloud does not say what it is."""
-        try:
-            with explaining(where):
-                _ = self.ml
-        except ModuleNotFoundError as error:
-            raise missing(error) from error
+        require(*EXTRAS["azure"], where=where)
+        with explaining(where):
+            _ = self.ml
 
     def endpoint(self, name: str) -> ManagedOnlineEndpoint | None:
         """The endpoint as a read shows it now, which may be as it was a moment ago."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, Scalar, ask, bearer, management_url
@@ -14,8 +13,8 @@ from onnx_ops.adapters.endpoints.azureml_image import image_findings
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_settings
 from onnx_ops.domain.finding import Finding
 from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.plugins import EXTRAS, absent, install_hint, version
 
-PACKAGES = ("azure-ai-ml", "azure-identity", "azure-storage-blob")
 _WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
 ACTIONS = (
     f"{_WORKSPACES}/onlineEndpoints/write",
@@ -43,9 +42,10 @@ def diagnose(endpoints: Sequence[Mapping[str, Scalar]]) -> Iterator[Finding]:
     Args:
         endpoints: the settings of every endpoint that is, or shall be, in Azure.
     """
-    missing = [name for name in PACKAGES if _version(name) is None]
-    found = ", ".join(f"{name} {_version(name) or 'is not installed'}" for name in PACKAGES)
-    yield Finding(check="azure packages", ok=not missing, found=found, remedy="pip install 'onnx-ops[azure]'")
+    packages = EXTRAS["azure"]
+    missing = absent(packages)
+    found = ", ".join(f"{name} {version(name)}" for name in packages)
+    yield Finding(check="azure packages", ok=not missing, found=found, remedy=install_hint(*packages))
     if missing:
         return
     try:
@@ -127,10 +127,3 @@ def _quota(settings: AzureSettings, location: str) -> Iterator[Finding]:
     found = f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
     remedy = "Ask for more in the portal (Quotas, Machine learning); Azure keeps 20% of the instances in reserve."
     yield Finding(check=check, ok=free >= needed, found=found, remedy=remedy)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

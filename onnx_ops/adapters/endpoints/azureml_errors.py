@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, first_line
-from onnx_ops.errors import Conflict, EnvironmentFailure, MissingPackage, OnnxOpsError, Refused, ServiceUnavailable
+from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError, Refused, ServiceUnavailable
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUOTA = re.compile(r"quota|OutOfCapacity|not enough (cores|capacity)", re.IGNORECASE)
@@ -66,14 +66,6 @@ def explaining(where: str, *, instances: int = 1) -> Iterator[None]:
         yield
     except (AzureError, MlException, OSError) as error:
         raise explained(error, where=where, instances=instances) from error
-
-
-def missing(error: ModuleNotFoundError) -> MissingPackage:
-    return MissingPackage(
-        f"package {error.name} is not installed",
-        where="endpoints plugin azureml",
-        remedy="Install it with: pip install 'onnx-ops[azure]'",
-    )
 
 
 def _no_quota(text: str, where: str, instances: int) -> EnvironmentFailure:

@@ -20,6 +20,7 @@ from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, ro
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
+from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.protocol.admin import (
     AUDIT_FILE,
     COUNTS_PATH,
@@ -58,6 +59,8 @@ class LocalEndpoints:
     others are those of the server (see `ServerOptions`) but its `trusted_keys`, which are no pipeline's to name: its
     servers load what the keys in `trusted` have signed for, or anything where that is None.
     """
+
+    tools = EXTRAS["serve"]
 
     def __init__(self, folder: Path, trusted: Path | None = None, *, python: str = sys.executable) -> None:
         self._folder = folder
@@ -249,6 +252,8 @@ class LocalEndpoints:
                 remedy=f"Stop that program, or choose a port: `port` in this endpoint's settings "
                 f"(or delete {server.folder / _PORT_FILE} to have another one chosen).",
             )
+        if self._python == sys.executable:
+            require(*self.tools, where=f"endpoint {config.endpoint}")
         _write(server.folder / _PORT_FILE, port)
         return server.start(port, options)
 

@@ -56,7 +56,7 @@ class SageMakerEndpoints:
         part_bytes: archives that are larger are sent in parts of that size.
     """
 
-    tools = ("boto3",)
+    tools = plugins.EXTRAS["aws"]
 
     def __init__(
         self, folder: Path | None = None, trusted: Path | None = None, *, part_bytes: int = PART_BYTES

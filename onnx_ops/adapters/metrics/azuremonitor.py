@@ -16,7 +16,7 @@ from onnx_ops.adapters.azure import Scalar, ask, endpoint_name, workspace_of
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
-from onnx_ops.errors import MissingPackage, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import Refused, ServiceUnavailable, UserError
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.admin import FAILURES
 
@@ -102,11 +102,6 @@ class AzureMonitorMetrics:
                 where=config.endpoint,
                 why=str(error),
                 remedy="Give the identity the role Monitoring Reader on the workspace.",
-            ) from error
-        except ModuleNotFoundError as error:
-            remedy = "Install it with: pip install 'onnx-ops[azure]'"
-            raise MissingPackage(
-                f"package {error.name} is not installed", where="azuremonitor", remedy=remedy
             ) from error
         try:
             return list(_rows(found))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import warnings
 from collections.abc import Mapping
@@ -12,13 +11,13 @@ from typing import Any
 
 from onnx_ops.adapters.optimizers.library import quiet, told
 from onnx_ops.adapters.optimizers.options import YES_NO, one_of, read_options
-from onnx_ops.errors import MissingPackage, UserError
+from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import read_model, write_model
 from onnx_ops.graph.gemm import split_gemms
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.graph.inspect import info
-from onnx_ops.plugins import install_hint
+from onnx_ops.plugins import require
 from onnx_ops.ports.optimize import OptimizeRequest
 
 ALGORITHMS = ("rtn", "hqq", "gptq")
@@ -85,8 +84,8 @@ def _check(request: OptimizeRequest, options: Mapping[str, Any], algorithm: str)
             why="the runtime's kernels do not run what it makes of 8",
             remedy="Set bits: 4, or algorithm: rtn.",
         )
-    if algorithm == "hqq" and importlib.util.find_spec("torch") is None:
-        raise MissingPackage("package torch is not installed", where=where, remedy=install_hint("torch"))
+    if algorithm == "hqq":
+        require("torch", where=f"{where}, algorithm hqq")
 
 
 def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> Any:

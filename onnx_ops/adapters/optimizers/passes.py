@@ -14,12 +14,12 @@ from typing import Any
 from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
 from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.optimizers.options import NAMES, read_options
-from onnx_ops.errors import MissingPackage, StageFailure, UserError
+from onnx_ops.errors import StageFailure, UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import nodes, read_model, write_model
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.graph.inspect import info
-from onnx_ops.plugins import install_hint
+from onnx_ops.plugins import imported, missing_package
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 
@@ -123,8 +123,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        package = error.name or name
-        raise MissingPackage(f"package {package} is not installed", remedy=install_hint(name)) from error
+        raise missing_package(imported(error) or name, where=f"method {name}") from error
 
 
 def _known(names: Sequence[str], known: Sequence[str], option: str) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.plugins import imported, missing_package, require
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -47,6 +48,7 @@ class Connection:
 
     Raises:
         UserError: the URI is of another kind.
+        MissingPackage: MLflow is not installed.
     """
 
     def __init__(self, uri: str) -> None:
@@ -60,6 +62,7 @@ class Connection:
                 why="folders of files are no longer a registry in MLflow 3",
                 remedy="Write http://HOST:PORT, or a database such as sqlite:///mlflow.db",
             )
+        require("mlflow", where="registry")
 
     @property
     def is_database(self) -> bool:
@@ -103,9 +106,7 @@ class Connection:
         except (SQLAlchemyError, OSError) as error:
             raise self._unavailable(str(error)) from error
         except ModuleNotFoundError as error:
-            raise MissingPackage(
-                f"package {error.name} is not installed", where=self.shown, remedy=f"pip install {error.name}"
-            ) from error
+            raise missing_package(imported(error), where=self.shown) from error
 
     @contextmanager
     def as_default(self) -> Iterator[None]:

@@ -1,0 +1,129 @@
+"""Every command of the command line, and what it says where only the base is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from onnx_ops.testing.models import rows, write_perceptron
+from tests.operations import release_parts
+from tests.operations.disk_scenes import on_disk
+from tests.operations.release_scenes import serving
+
+PIPELINES = {
+    "alone": "",
+    "released": "register: {model: released, promote: auto}\n"
+    "deploy: {endpoint: released, provider: local, target: cpu-1t}\n",
+    "cloud": "register: {model: cloud, promote: auto}\n"
+    "deploy: {endpoint: cloud, provider: sagemaker, target: cpu-1t, settings: {bucket: models-of-x, "
+    "role: 'arn:aws:iam::123456789012:role/x', "
+    "image: '123456789012.dkr.ecr.eu-west-1.amazonaws.com/onnx-ops:1'}}\n",
+    "tidied": "quantize: [{name: tidy, method: onnxslim}]\n",
+}
+PIPELINE = """\
+pipeline: {name}
+data: {{test: {{file: rows.npz, inputs: {{x: x}}}}}}
+model: model.onnx
+export: {{framework: onnx}}
+benchmark: {{targets: [cpu-1t]}}
+gates: [{{kind: parity}}]
+"""
+TRAINED = """\
+pipeline: trained
+data: {test: {sklearn: digits, split: test, inputs: {x: data}, label: target}}
+train: {run: 'code:train'}
+export: {framework: sklearn}
+benchmark: {targets: [cpu-1t]}
+register: {model: trained}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A command line, its exit code, and what it says; `extras` are those that it asks for, in order."""
+
+    line: str
+    code: int
+    says: str = ""
+    extras: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    works: bool = False
+    """Whether it does real work, which takes seconds."""
+
+    @property
+    def arguments(self) -> list[str]:
+        return self.line.split()
+
+
+CALLS = (
+    Call("--version", 0, "onnx-ops"),
+    Call("init fraud --template sklearn", 0, "files around"),
+    Call("check alone.yaml released.yaml cloud.yaml tidied.yaml trained.yaml", 0, "no problems"),
+    Call("plan trained.yaml", 0, "register"),
+    Call("run alone.yaml --quiet", 0, "PASS cpu-1t", works=True),
+    Call("run released.yaml", 4, "deploy/released needs httptools", extras="mlflow,serve"),
+    Call("run released.yaml --until gate", 4, "benchmark/fp32@cpu-1t needs mlflow", extras="mlflow"),
+    Call("run cloud.yaml", 4, "deploy/cloud needs boto3", extras="aws,mlflow"),
+    Call("run tidied.yaml", 4, "quantize/tidy needs onnxslim", extras="passes"),
+    Call("run trained.yaml", 4, "export needs skl2onnx", extras="mlflow,sklearn"),
+    Call("run released.yaml trained.yaml --quiet", 4, "2 pipelines: 0 done"),
+    Call("affected", 2, "no git repository"),
+    Call("explain m/1", 4, "onnx-ops explain, registry: package mlflow", extras="mlflow"),
+    Call("report m/1", 4, "onnx-ops report, registry: package mlflow", extras="mlflow"),
+    Call("export-dvc m/1", 4, "onnx-ops export-dvc, registry: package mlflow", extras="mlflow"),
+    Call("champions", 4, "onnx-ops champions, registry: package mlflow", extras="mlflow"),
+    Call("promote digits 1 -t cpu", 4, "onnx-ops promote, registry: package mlflow", extras="mlflow"),
+    Call("rollout status digits", 0, "no rollout in progress"),
+    Call("rollout pause digits", 4, "onnx-ops rollout, registry: package mlflow", extras="mlflow"),
+    Call("rollout abort digits", 2, "no rollout is in progress"),
+    Call("reconcile", 4, "onnx-ops reconcile, registry: package mlflow", extras="mlflow"),
+    Call("reconcile digits --watch", 4, "onnx-ops reconcile, registry: package mlflow", extras="mlflow"),
+    Call("webhooks check", 4, "onnx-ops webhooks, registry: package mlflow", extras="mlflow"),
+    Call("notify", 2, "no notifier is set"),
+    Call(
+        "notify --test",
+        4,
+        "onnx-ops notify, notifier prefect-events: package prefect",
+        extras="prefect",
+        environ={"ONNX_OPS_NOTIFY": "prefect-events"},
+    ),
+    Call("status", 4, "digits"),
+    Call("status", 4, "s3://b/x: package s3fs", extras="s3", environ={"ONNX_OPS_STORE": "s3://b/x"}),
+    Call("history digits", 0, "digits"),
+    Call("prune digits", 4, "onnx-ops prune, registry: package mlflow", extras="mlflow"),
+    Call("rollback digits --reason slow --wait", 4, "accepted, still owed: all traffic to v1", extras="serve"),
+    Call("reconcile digits", 4, "onnx-ops reconcile, endpoint digits: packages httptools", extras="serve"),
+    Call("rollback --withdraw digits --reason no", 0, "is owed no longer"),
+    Call("delete digits --yes", 0, "digits: deleted"),
+    Call("inspect model.onnx", 0, "opset"),
+    Call("inspect model.onnx --serve", 4, "onnx-ops inspect, --serve: package netron", extras="view"),
+    Call("compare model.onnx model.onnx --quiet", 0, "PASS", works=True),
+    Call("bench model.onnx --runs 20 --quiet", 0, "p50", works=True),
+    Call("quantize model.onnx small.onnx --method dynamic", 0, "int8"),
+    Call("quantize model.onnx slim.onnx --method onnxslim", 4, "onnx-ops quantize", extras="passes"),
+    Call("serve --state-dir served", 4, "onnx-ops serve: packages httptools", extras="serve"),
+    Call("doctor", 0, "onnx-ops[mlflow]"),
+    Call("targets", 0, "cpu-1t"),
+    Call("keys new", 2, "there is a key already"),
+    Call("keys list", 0),
+)
+
+
+def make_project(folder: Path) -> None:
+    """Write a project with an endpoint that has a ledger of two releases, and no server."""
+    folder.mkdir(exist_ok=True)
+    (folder / "onnx-ops.toml").touch()
+    write_perceptron(folder / "model.onnx")
+    np.savez(folder / "rows.npz", allow_pickle=False, **rows(64))
+    for name, rest in PIPELINES.items():
+        (folder / f"{name}.yaml").write_text(PIPELINE.format(name=name) + rest, encoding="utf-8")
+    (folder / "trained.yaml").write_text(TRAINED, encoding="utf-8")
+    (folder / "code.py").write_text("import sklearn\n\n\ndef train(data): ...\n", encoding="utf-8")
+    config = release_parts.config_of("digits")
+    local = type(config)(**{**{name: getattr(config, name) for name in config.__slots__}, "provider": "local"})
+    with on_disk(folder), patch.object(release_parts, "config_of", lambda _: local):
+        serving("a", "b")

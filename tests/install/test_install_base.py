@@ -1,0 +1,182 @@
+"""The base installation: what it brings, what works in it, and what each command says that needs more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+from packaging.utils import canonicalize_name
+
+from onnx_ops import plugins
+from onnx_ops.cli.main import app
+from tests.install.bare_commands import CALLS, Call, make_project
+from tests.install.bare_environments import (
+    PROJECT,
+    ROOT,
+    base_distributions,
+    environ_of,
+    install_base,
+    installed_in,
+    link_base,
+    requirements_of,
+)
+
+ALLOWED = frozenset(
+    """
+    annotated-doc annotated-types anyio attrs cattrs certifi cffi cryptography flatbuffers fsspec h11 httpcore httpx
+    idna markdown-it-py mdurl ml-dtypes numpy onnx onnxruntime packaging protobuf pycparser pydantic pydantic-core
+    pygments pyyaml rich scipy shellingham typer typing-extensions typing-inspection
+    """.split()  # noqa: SIM905 (a list of words reads better)
+)
+"""Distributions that the base may bring."""
+
+GROUPS = {"platform", "demo", "docs", "dev", "auth"}
+"""Extras that are made of others, or that no code of ours imports."""
+
+ROOMS = {
+    "onnx_ops.serving": plugins.EXTRAS["serve"],
+    "onnx_ops.adapters.webhooks.receiver": plugins.EXTRAS["serve"],
+    "onnx_ops.orchestration": plugins.EXTRAS["prefect"],
+    "onnx_ops.integrations.mlflow_deployments": plugins.EXTRAS["mlflow"],
+    "onnx_ops.testing": ("pytest",),
+}
+"""Modules that an import may fail for want of these packages."""
+
+IMPORT_ALL = """
+import importlib, json, pkgutil, onnx_ops
+failed = {}
+for module in pkgutil.walk_packages(onnx_ops.__path__, "onnx_ops."):
+    if "__main__" in module.name or ".templates" in module.name:
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        failed[module.name] = error.name
+print(json.dumps(failed))
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return link_base(tmp_path_factory.mktemp("bare") / "environment")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install_base(tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    make_project(tmp_path / "project")
+    return tmp_path / "project"
+
+
+def check(call: Call, code: int, output: str) -> list[str]:
+    """Return what is wrong with what a command said."""
+    text = " ".join(output.replace("│", " ").split())
+    wanted = f"pip install 'onnx-ops[{call.extras}]'" if call.extras else ""
+    problems = [f"exit code {code}, not {call.code}"] if code != call.code else []
+    problems += [f"does not say {part!r}" for part in (call.says, wanted) if part not in text]
+    if "Traceback" in text or text.count("error:") > 1:
+        problems.append("more than one message")
+    return [f"onnx-ops {call.line}: {problem}:\n{output}" for problem in problems]
+
+
+def test_every_command_of_the_command_line_is_among_the_calls() -> None:
+    names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert names - {call.arguments[0] for call in CALLS} == set()
+
+
+def test_without_extras_each_command_works_or_says_in_one_message_what_to_install(bare: Path, project: Path) -> None:
+    calls = [call for call in CALLS if not call.works]
+    done = subprocess.run(
+        [str(bare), str(Path(__file__).with_name("run_commands.py"))],
+        input=json.dumps([[call.arguments, dict(call.environ)] for call in calls]),
+        cwd=project,
+        env=environ_of(project),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert [(call.line, one["error"]) for call, one in zip(calls, results, strict=True) if one["error"]] == []
+    problems = [check(call, one["code"], one["output"]) for call, one in zip(calls, results, strict=True)]
+    assert "\n".join(problem for told in problems for problem in told) == ""
+
+
+def test_without_extras_only_the_rooms_of_an_extra_cannot_be_imported(bare: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(bare), "-c", IMPORT_ALL],
+        cwd=tmp_path,
+        env=environ_of(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    failed: dict[str, str] = json.loads(done.stdout)
+    assert failed, "the environment holds more than the base"
+    for module, package in failed.items():
+        rooms = [packages for room, packages in ROOMS.items() if f"{module}.".startswith(f"{room}.")]
+        assert any(plugins.distribution_of(package) in packages for packages in rooms), (module, package)
+    assert not any(name.startswith("onnx_ops.testing.fakes") or name.endswith("testing.models") for name in failed)
+
+
+def test_the_base_brings_neither_platform_nor_frameworks() -> None:
+    assert base_distributions() == ALLOWED
+
+
+def test_extras_are_those_that_the_code_names() -> None:
+    extras = {
+        extra: {canonicalize_name(requirement.name) for requirement in requirements_of(extra)}
+        for extra in PROJECT["optional-dependencies"]
+        if extra not in GROUPS
+    }
+    pins = {"fastapi", "sqlalchemy"}  # of Prefect, which imports them
+    found = {
+        extra: {name.removesuffix("-cpu") for name in names} - {"onnx-ops"} - (pins if extra == "prefect" else set())
+        for extra, names in extras.items()
+    }
+    assert found == {extra: set(names) for extra, names in plugins.EXTRAS.items()}
+
+
+def test_the_page_lists_every_extra() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    told = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert told == set(PROJECT["optional-dependencies"])
+
+
+def test_constraints_hold_a_version_of_everything_in_the_base() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    held = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    assert base_distributions() - held == set()
+
+
+@pytest.mark.nightly
+def test_the_wheel_brings_the_base_and_nothing_else(installed: Path) -> None:
+    assert installed_in(installed) - {"onnx-ops"} == ALLOWED
+
+
+@pytest.mark.nightly
+def test_in_the_installed_wheel_every_command_ends_without_a_traceback(installed: Path, project: Path) -> None:
+    problems: list[str] = []
+    for call in CALLS:
+        done = subprocess.run(
+            [str(installed.with_name("onnx-ops")), *call.arguments],
+            cwd=project,
+            env={**environ_of(project), **call.environ},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        problems += check(call, done.returncode, done.stdout + done.stderr)
+    assert "\n".join(problems) == ""
