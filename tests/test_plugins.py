@@ -12,6 +12,7 @@ import pytest
 
 from onnx_ops import plugins
 from onnx_ops.errors import MissingPackage, NotFound
+from tests.support.extras import hide
 
 MODULES = {
     "good": "class Plugin:\n    def __init__(self, *arguments):\n        self.arguments = arguments\n",
@@ -75,6 +76,45 @@ def test_a_missing_extra_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(MissingPackage):
         plugins.load("exporters", "sklearn")
     assert plugins.install_hint("skl2onnx") == "Install it with: pip install 'onnx-ops[sklearn]'"
+
+
+@pytest.mark.parametrize(
+    ("packages", "words"),
+    [
+        (("mlflow",), "it with: pip install 'onnx-ops[mlflow]'"),
+        (("onnxmltools", "lightgbm"), "them with: pip install 'onnx-ops[lightgbm]'"),
+        (("onnxmltools",), "it with: pip install 'onnx-ops[lightgbm]'"),
+        (("sklearn", "uvloop", "mlflow", "acme"), "them with: pip install 'onnx-ops[mlflow,serve,sklearn]' acme"),
+    ],
+)
+def test_the_hint_names_each_extra_once_and_no_more_than_are_needed(packages: tuple[str, ...], words: str) -> None:
+    assert plugins.install_hint(*packages) == f"Install {words}"
+
+
+def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "mlflow", "boto3")
+    with pytest.raises(MissingPackage) as caught:
+        plugins.require("numpy", "mlflow", "boto3", "mlflow", where="pipeline p")
+    assert (caught.value.what, caught.value.where) == ("packages mlflow, boto3 are not installed", "pipeline p")
+    assert caught.value.remedy == "Install them with: pip install 'onnx-ops[aws,mlflow]'"
+
+
+@pytest.mark.parametrize(
+    ("error", "package"),
+    [
+        (ModuleNotFoundError(name="azure.ai.ml"), "azure"),
+        (ImportError("Install s3fs"), ""),
+        (ModuleNotFoundError(), ""),
+    ],
+)
+def test_the_package_of_a_failed_import_is_its_first_part(error: ImportError, package: str) -> None:
+    assert plugins.imported(error) == package
+
+
+def test_the_package_of_an_import_that_failed_inside_is_that_of_the_cause() -> None:
+    error = ImportError("Install s3fs to access S3")
+    error.__cause__ = ModuleNotFoundError(name="s3fs")
+    assert plugins.imported(error) == "s3fs"
 
 
 def test_plugins_are_made_without_what_they_do_their_work_with() -> None:

@@ -52,7 +52,8 @@ class Performer:
     quiet: Quiet = field(default_factory=Quiet)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        if pool_of(stage):
+        if pool := pool_of(stage):
+            plugins.require(*plugins.EXTRAS["prefect"], where=f"pool {pool}")
             pools: Pools = plugins.load("pools", "prefect")
             return ask(pools, self.ports.store, stage, key, inputs, attempt=uuid.uuid4().hex)
         return self.here(stage, key, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -74,8 +75,11 @@ def _entry_points() -> Iterator[str]:
 
 def install_base(folder: Path) -> Path:
     """Build the wheel and install it into a new environment; return its interpreter."""
-    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "wheel"), str(ROOT)]
-    _call(build)
+    source = folder / "source"  # where no earlier build has left anything
+    shutil.copytree(ROOT / "onnx_ops", source / "onnx_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    _call([sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "wheel"), str(source)])
     (wheel,) = (folder / "wheel").glob("*.whl")
     _call(["uv", "venv", "--quiet", "--python", sys.executable, str(folder / "environment")])
     python = folder / "environment" / "bin" / "python"
