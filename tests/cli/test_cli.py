@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from onnx_ops.cli.common import reported
 from onnx_ops.cli.main import app
+from onnx_ops.testing.models import write_perceptron
 from tests.cli.tool_files import write_hostile, write_models
 from tests.support.command import PROGRAM, Result, clean, run_command
 from tests.support.golden import Golden
@@ -76,6 +77,13 @@ def modules_after(arguments: list[str]) -> set[str]:
 
 def test_help_imports_nothing_heavy() -> None:
     assert not HEAVY & modules_after(["--help"])
+
+
+def test_a_file_is_looked_at_without_runtime_statistics_and_platform(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    loaded = modules_after(["inspect", str(tmp_path / "model.onnx")])
+    assert "onnx" in loaded
+    assert not (HEAVY - {"onnx", "numpy", "pydantic"}) & loaded
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from onnx_ops.cli import rollback
 from onnx_ops.cli.main import app
+from onnx_ops.wiring.project import open_project
+from tests.support.extras import hide
 from tests.support.golden import Golden
 
 
@@ -35,3 +38,11 @@ def test_each_endpoints_trouble_is_told(capfd: pytest.CaptureFixture[str], golde
     assert result.exit_code == 2
     told = json.loads(capfd.readouterr().out)
     golden("errors", "\n".join(f"{one['endpoint']}: {one['what']}" for one in told))
+
+
+def test_without_mlflow_it_is_told_what_writes_the_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "mlflow")
+    monkeypatch.setattr(rollback, "_in_background", lambda *_: Path("registry.log"))
+    told = rollback._hand_over(open_project(tmp_path), ("digits",))
+    assert "onnx-ops[mlflow]" in told["digits"]
+    assert told["digits"].endswith("onnx-ops reconcile digits")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -14,11 +15,11 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Spoken
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
-from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, StillOwed, UserError
+from onnx_ops.errors import MissingPackage, NotFound, Refused, ServiceUnavailable, StillOwed, UserError
 from onnx_ops.operations import rollback
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.promote import configure
-from onnx_ops.operations.reconcile import settle, step
+from onnx_ops.operations.reconcile import settle, settle_owed, step
 from onnx_ops.operations.rollback import roll_back, roll_back_each, withdraw
 from onnx_ops.testing.fakes import FakeWorld
 from tests.operations.release_parts import (
@@ -611,3 +612,37 @@ def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
             roll_back(replace(scene.ports, ledger=ObjectLedger(counted)), "digits")
             assert counted.reads <= 10, sequence
             assert ObjectLedger(counted).state("digits").head == sequence + 3
+
+
+def no_client(*_: object) -> NoReturn:
+    raise MissingPackage("package mlflow is not installed", where="registry")
+
+
+def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(scene: Scene) -> None:
+    ports = replace(scene.ports, registry=no_client)
+    assert roll_back(ports, "digits").owed
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+    last = settle(ports, "digits")[-1]
+    assert (last.settled, "mlflow" in last.registry_down) == (True, True)
+    assert scene.state().pending_aliases
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "2"
+
+
+def test_what_fails_for_want_of_a_package_is_not_tried_again(scene: Scene) -> None:
+    tries: list[str] = []
+
+    def no_provider(name: str) -> NoReturn:
+        tries.append(name)
+        no_client()
+
+    ports = replace(scene.ports, provider=no_provider)
+    with pytest.raises(StillOwed, match="mlflow is not installed"):
+        roll_back(ports, "digits")
+    tries.clear()
+    with pytest.raises(MissingPackage):
+        settle(ports, "digits")
+    once = len(tries)
+    _, errors = settle_owed(ports, ("digits",), for_s=2.5)
+    assert isinstance(errors["digits"], MissingPackage)
+    assert len(tries) == 2 * once
