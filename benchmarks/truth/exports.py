@@ -42,8 +42,10 @@ QUICK_STEP = 12
 
 _OFF = 1e-3
 _OFF_ROWS = 0.05
-"""An export is wrong if one in twenty real rows is off by a thousandth of the largest answer: trees jump where their
-input is rounded, in up to 4.7 % of rows."""
+"""An export is wrong if one in twenty real rows is off, by a thousandth of the largest answer, from what the source
+answers in float32 and from what it answers in float64. Both are the source: trees jump where their input is rounded,
+and a scaler in float64 may move a fifth of the rows across a split, though the export agrees with the scaler in float32
+on all of them. Kernels that round otherwise still move up to 4.7 % of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,23 +182,23 @@ def outcome(source: Source, path: Path) -> Outcome:
 
 
 def _right(source: Source, path: Path) -> bool:
-    """Whether all but one in twenty real rows have the source's answer."""
-    expected = source.exporter.reference(source.model, source.samples, "float64")
-    expected = expected or source.exporter.reference(source.model, source.samples, "float32") or {}
+    """Whether all but one in twenty real rows have the source's answer, in either precision."""
+    references = [source.exporter.reference(source.model, source.samples, p) for p in ("float64", "float32")]
     try:
         (answers,) = OnnxRuntime().run(path, TARGET, (source.samples,))
     except OnnxOpsError:
         return False
-    shares = [_off(answers.get(name), array) for name, array in expected.items()]
-    return max(shares, default=1.0) <= _OFF_ROWS
+    names = {name for reference in references for name in reference or {}}
+    off = {name: np.all([_off(answers.get(name), r[name]) for r in references if r], axis=0) for name in names}
+    return max((float(rows.mean()) for rows in off.values()), default=1.0) <= _OFF_ROWS
 
 
-def _off(answer: Any, expected: Any) -> float:
-    """Share of rows."""
+def _off(answer: Any, expected: Any) -> Any:
+    """Whether each row is."""
     if answer is None or answer.shape != expected.shape:
-        return 1.0
+        return np.ones(len(expected), bool)
     if expected.dtype.kind != "f":
         wrong = answer.astype(np.str_) != expected.astype(np.str_)
     else:
         wrong = ~np.isclose(answer, expected, rtol=0, atol=_OFF * float(np.nanmax(np.abs(expected))), equal_nan=True)
-    return float(wrong.reshape(len(wrong), -1).any(axis=1).mean())
+    return wrong.reshape(len(wrong), -1).any(axis=1)

@@ -21,7 +21,7 @@ REQUIREMENTS = "requirements"
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.DATA: 2,
-    StageKind.EXPORT: 4,
+    StageKind.EXPORT: 5,
     StageKind.VALIDATE: 4,
     StageKind.SEARCH: 2,
     StageKind.QUANTIZE: 5,

@@ -94,6 +94,14 @@ def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
     assert info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
+def test_a_batch_that_the_exporter_fixes_is_refused_unless_the_pipeline_fixes_it(tmp_path: Path) -> None:
+    from tests.support.torch_modules import Counted
+
+    with pytest.raises(StageFailure, match=r"axis 0 of image \(batch\) at 2"):
+        export(Counted(), images(6), tmp_path / "m.onnx")
+    export(Counted(), images(2), tmp_path / "m.onnx", Export(framework="torch", dynamic={"image": {}}))
+
+
 def test_a_module_left_in_training_is_exported_and_asked_in_use(tmp_path: Path) -> None:
     from tests.support.torch_modules import Convolution
 

@@ -63,6 +63,7 @@ class TorchExporter:
         proto = program.model_proto
         proto.ir_version = section.ir_version
         _check_opset(proto, section.opset)
+        _check_free_axes(proto, section)
         _strip(proto)
         write_model(proto, request.path)
 
@@ -217,6 +218,20 @@ def _check_opset(proto: Any, wanted: int) -> None:
             why="it could not convert the operators of this module",
             remedy=f"Set export.opset: {found}, or a newer one.",
         )
+
+
+def _check_free_axes(proto: Any, section: Export) -> None:
+    """The exporter fixes a size that code makes a plain number of, and says nothing."""
+    for value in proto.graph.input:
+        sizes = value.type.tensor_type.shape.dim
+        for axis, symbol in free_axes(section, value.name).items():
+            if sizes[axis].HasField("dim_value"):
+                raise StageFailure(
+                    f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
+                    where="export.dynamic",
+                    why="`forward` makes a plain number of that size, as `len(x)` and `int(x.shape[0])` do",
+                    remedy=f"Use `x.shape[{axis}]`; or leave the axis out of `export.dynamic.{value.name}`.",
+                )
 
 
 @contextlib.contextmanager
