@@ -29,7 +29,7 @@ from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.gate import ParityGate, Verdict
 from onnx_ops.domain.pipeline import SOURCE_TIME_S, Export
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, OnnxOpsError
+from onnx_ops.errors import MeasurementFailure, OnnxOpsError, StageFailure
 from onnx_ops.ports import Exporter, ExportRequest, Tensors
 from onnx_ops.stages.asking import ask_source
 from onnx_ops.stages.parity import measure_parity
@@ -111,9 +111,8 @@ def prove(*, quick: bool) -> list[Claim]:
 def sources(step: int) -> Iterator[Source]:
     for case in cases(step):
         exporter = TorchExporter()
-        section = Export(framework="torch", dynamic=case.dynamic)
         for name, write in (
-            ("dynamo", _plain(exporter, case.module, section, case.samples)),
+            ("dynamo", _dynamo(exporter, case)),
             ("legacy", _legacy(case)),
         ):
             yield Source(
@@ -142,6 +141,24 @@ def sources(step: int) -> Iterator[Source]:
 
 def _plain(exporter: Exporter, model: object, section: Export, samples: Tensors) -> Callable[[Path], None]:
     return lambda path: exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
+
+
+def _dynamo(exporter: Exporter, case: Any) -> Callable[[Path], None]:
+    """With a free length where the exporter can leave it free: most recurrent layers it unrolls."""
+    free, batch_only = (
+        _plain(exporter, case.module, Export(framework="torch", dynamic=dynamic), case.samples)
+        for dynamic in (case.dynamic, {})
+    )
+
+    def write(path: Path) -> None:
+        try:
+            free(path)
+        except StageFailure as error:
+            if error.where != "export.dynamic":
+                raise
+            batch_only(path)
+
+    return write
 
 
 def _legacy(case: Any) -> Callable[[Path], None]:

@@ -229,7 +229,7 @@ def _check_free_axes(proto: Any, section: Export) -> None:
                 raise StageFailure(
                     f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
                     where="export.dynamic",
-                    why="`forward` makes a plain number of that size, as `len(x)` and `int(x.shape[0])` do",
+                    why="`forward`, or a layer that it calls, makes a plain number of that size, as `len(x)` does",
                     remedy=f"Use `x.shape[{axis}]`; or leave the axis out of `export.dynamic.{value.name}`.",
                 )
 
