@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.analysis.agreement import change_interval, change_p_value, value_interval, value_p_value
-from onnx_ops.analysis.grouping import design_effect, group_columns, group_numbers, grouping_signs
+from onnx_ops.analysis.grouping import design_effect, effect_of_sums, group_columns, group_numbers, grouping_signs
 from onnx_ops.domain.evidence import PairedCounts
 
 
@@ -104,6 +104,18 @@ class TestDesignEffect:
             assert (change_p_value(found, -0.02) < 0.05) == (change_interval(found).low > -0.02)
             assert (value_p_value(found, 0.97) < 0.05) == (value_interval(found).low > 0.97)
 
+    def test_many_sets_at_once_are_as_each_of_them(self) -> None:
+        rng = np.random.default_rng(0)
+        changes = rng.choice([-1.0, 0.0, 1.0], (3, 200, 4), p=[0.05, 0.92, 0.03])
+        found = effect_of_sums(changes.sum(axis=2), np.full((3, 200), 4), np.square(changes).sum(axis=(1, 2)))
+        assert found == pytest.approx([design_effect(change.ravel(), np.arange(800) // 4) for change in changes])
+
+    def test_few_groups_with_a_change_tell_less_than_many(self) -> None:
+        few, many = np.zeros(4000), np.zeros(4000)
+        few[:25], many[:1000] = -1, -1
+        assert 1.05 < design_effect(few, np.arange(4000)) < 1.1
+        assert design_effect(many, np.arange(4000)) < 1.01
+
 
 class TestSigns:
     def test_independent_rows_seldom_alarm(self) -> None:
@@ -114,6 +126,23 @@ class TestSigns:
     def test_rows_that_change_together_alarm(self) -> None:
         found = grouping_signs({}, {}, [drawn(100, 10, 0.5, 0.05, 0)], None, 0)
         assert any("neighbouring" in sign for sign in found)
+
+    def test_weak_runs_alarm_where_the_inputs_of_neighbours_are_alike(self) -> None:
+        rng = np.random.default_rng(0)
+        changes = [drawn(50, 10, 0.1, 0.05, seed) for seed in range(40)]
+        inputs = {"x": rng.standard_normal((50, 4)).repeat(10, axis=0) + rng.standard_normal((500, 4))}
+        shuffled = {"x": inputs["x"][rng.permutation(500)]}
+        alike, unlike = (
+            sum(bool(grouping_signs(read, {}, [change], None, seed)) for seed, change in enumerate(changes))
+            for read in (inputs, shuffled)
+        )
+        assert alike >= 1.3 * unlike
+
+    def test_an_input_by_which_rows_are_sorted_is_no_sign(self) -> None:
+        rng = np.random.default_rng(1)
+        inputs = {"age": np.sort(rng.random(500)), "height": rng.random(500)}
+        signals = [[drawn(500, 1, 0.0, 0.05, seed)] for seed in range(40)]
+        assert sum(bool(grouping_signs(inputs, {}, signal, None, n)) for n, signal in enumerate(signals)) <= 4
 
     def test_shuffled_groups_are_found_by_their_column_alone(self) -> None:
         order = np.random.default_rng(0).permutation(1000)
