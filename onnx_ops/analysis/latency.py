@@ -33,6 +33,10 @@ LARGEST_CORRELATION = 0.75
 _FEWEST_CORRELATED = 7
 """Pairs from which on their correlation is estimated."""
 
+_ERRORS = 1.5
+"""Standard errors by which a correlation is taken to be larger than measured, times the correlation: independent pairs
+pay nothing for it. By too small a correlation one limit in fifteen was missed where pairs vary by as much as it."""
+
 _USUAL_SD, _SPELLS_SD = 0.015, 0.028
 """Memory layout makes sessions vary by 1 to 1.5 %, each on its own. More is the work of spells of the machine, which
 last: until pairs can show whether they are correlated, they count as if they were."""
@@ -160,11 +164,12 @@ def _widening(values: Sequence[float], alpha: float) -> float:
     if n < 2 or not squares > 0:
         return 1.0
     spells = (math.sqrt(squares / (n - 1)) - _USUAL_SD) / (_SPELLS_SD - _USUAL_SD)
-    assumed = LARGEST_CORRELATION * min(max(spells, 0.0), 1.0) * max(0.0, 1 - n / LOOKS[-1])
+    assumed = LARGEST_CORRELATION * min(max(spells, 0.0), 1.0)
     if n < _FEWEST_CORRELATED:
         return math.sqrt((1 + assumed) / (1 - assumed))
-    r = (n * float(centred[1:] @ centred[:-1]) / squares + 1) / (n - 3)
-    r = min(max(r, 0.0), LARGEST_CORRELATION)
+    assumed *= max(0.0, 1 - n / LOOKS[-1])
+    r = max((n * float(centred[1:] @ centred[:-1]) / squares + 1) / (n - 3), 0.0)
+    r = min(r + _ERRORS * r * math.sqrt(max(0.0, 1 - r * r) / n), LARGEST_CORRELATION)
     few, all_of_them = special.stdtrit([max(n * (1 - r) / (1 + r) - 1, 1.0), n - 1], alpha)
     r = max(r, assumed)
     return math.sqrt((1 + r) / (1 - r)) * float(few / all_of_them)
