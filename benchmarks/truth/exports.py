@@ -145,10 +145,8 @@ def _plain(exporter: Exporter, model: object, section: Export, samples: Tensors)
 
 def _dynamo(exporter: Exporter, case: Any) -> Callable[[Path], None]:
     """With a free length where the exporter can leave it free: most recurrent layers it unrolls."""
-    free, batch_only = (
-        _plain(exporter, case.module, Export(framework="torch", dynamic=dynamic), case.samples)
-        for dynamic in (case.dynamic, {})
-    )
+    sections = Export(framework="torch", dynamic=case.dynamic), Export(framework="torch")
+    free, batch_only = (_plain(exporter, case.module, section, case.samples) for section in sections)
 
     def write(path: Path) -> None:
         try:

@@ -230,7 +230,8 @@ def _chance(signals: Sequence[Array]) -> float:
     """
     if not signals:
         return 1.0
-    return float(_shares(-sum(np.log(_shares(_largest(statistics))) for statistics in signals))[0])
+    logs = [np.log(_shares(_largest(statistics))) for statistics in signals]
+    return float(_shares(-np.sum(logs, axis=0))[0])
 
 
 def _largest(statistics: Array) -> Array:
