@@ -35,7 +35,13 @@ class _Distance:
 
 
 def measure(
-    *, group: str, output: str, onnx: AnyArray, single: AnyArray | None, double: AnyArray | None
+    *,
+    group: str,
+    output: str,
+    onnx: AnyArray,
+    single: AnyArray | None,
+    double: AnyArray | None,
+    epsilon: float = 0.0,
 ) -> ParityMeasurement:
     """Distance of an export's output from the source's answers in float32 (`single`) and float64 (`double`).
 
@@ -55,6 +61,7 @@ def measure(
         onnx: the export's answer; axis 0 is the batch.
         single: the source's answer in float32, if there is one.
         double: the source's answer in float64, if there is one.
+        epsilon: spacing of the floats that the export computes in, where that is coarser than its outputs'.
 
     Raises:
         MeasurementFailure: there is no answer, or the two have different shapes.
@@ -67,7 +74,7 @@ def measure(
             else "the source's answers in float32 and float64 have different shapes",
             where=f"output {output}, inputs {group}",
         )
-    distance = _distance(onnx, single, double, reference)
+    distance = _distance(onnx, single, double, reference, epsilon)
     return ParityMeasurement(
         output=output,
         group=group,
@@ -80,7 +87,9 @@ def measure(
     )
 
 
-def _distance(onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, reference: AnyArray) -> _Distance:
+def _distance(
+    onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, reference: AnyArray, epsilon: float
+) -> _Distance:
     if onnx.shape != reference.shape:
         return _Distance(mismatch=f"shape {onnx.shape}, the source gives {reference.shape}")
     if is_text(onnx) != is_text(reference):
@@ -96,7 +105,7 @@ def _distance(onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, 
         return _Distance()
     usable = [a[finite] for a in answers]
     if len(usable) == 2:
-        return _noise_distance(answer[finite], usable[1], usable[0], epsilon_of(onnx))
+        return _noise_distance(answer[finite], usable[1], usable[0], max(epsilon, epsilon_of(onnx)))
     return _tolerance_distance(answer[finite], usable[0], onnx.dtype.name)
 
 

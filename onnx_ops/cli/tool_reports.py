@@ -61,7 +61,7 @@ def parity_report(found: Parity, a: Path, b: Path, target: str, source: str) -> 
         if last not in (one.output, ""):
             table.add_section()
         shown = one.output if one.output != last else ""
-        table.add_row(escape(shown), escape(one.group), str(one.rows), *_figures(one), _coloured(one.verdict))
+        table.add_row(escape(shown), escape(one.group), str(one.rows), *_figures(one), coloured(one.verdict))
         last = one.output
     out.print(table)
     out.print(f"{escape(RULE)}.", style="dim")
@@ -70,7 +70,7 @@ def parity_report(found: Parity, a: Path, b: Path, target: str, source: str) -> 
     for line in (*tree_lines(found.trees), *coverage_lines(found.coverage)):
         out.print(escape(line), soft_wrap=True)
     advise(found.advice)
-    out.print(f"{_coloured(found.verdict)} {escape(found.reason)}")
+    out.print(f"{coloured(found.verdict)} {escape(found.reason)}")
 
 
 def alone_document(found: Alone, model: Path, target: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def paired_report(found: Paired, a: Path, b: Path) -> None:
     if facts is not None:
         out.print(escape(_machine(found.evidence.hardware, facts, found.evidence.conditions)), style="dim")
     for result in found.decision.results:
-        out.print(f"{_coloured(result.verdict)} {escape(result.reason)}", soft_wrap=True)
+        out.print(f"{coloured(result.verdict)} {escape(result.reason)}", soft_wrap=True)
     if found.faster:
         out.print("B is faster than A with confidence.")
     elif found.verdict is Verdict.PASS:
@@ -178,5 +178,5 @@ def _machine(hardware: HardwareFingerprint, facts: RuntimeFacts, conditions: Map
     return f"{hardware.cpu_model}, {hardware.cores} cores{load}; {facts.runtime} {facts.version}: {nodes}"
 
 
-def _coloured(verdict: Verdict) -> str:
+def coloured(verdict: Verdict) -> str:
     return f"[{_COLOURS[verdict]}]{verdict.value.upper()}[/{_COLOURS[verdict]}]"

@@ -59,6 +59,7 @@ def compare(
     """
     from onnx_ops.adapters.runtimes.shielded import shielded_runtime
     from onnx_ops.cli.tool_reports import parity_document, parity_report
+    from onnx_ops.stages.compare import REFERENCE
     from onnx_ops.stages.compare import compare as use_case
     from onnx_ops.stages.probing import fixed_by
 
@@ -66,8 +67,9 @@ def compare(
     samples = _samples(a, b, ports, data, dims, rows=rows, seed=seed)
     with telling(quiet=quiet or as_json) as tell:
         runtime = shielded_runtime(ports.runtime(chosen.runtime), timeout)
+        exact = shielded_runtime(ports.runtime(REFERENCE.runtime), timeout)
         sizes = fixed_by(a, b) if data else sizes_of(dims or [])  # a person's own rows have the sizes that matter
-        found = use_case(runtime, chosen, a, b, samples, tell, sizes=sizes)
+        found = use_case(runtime, chosen, a, b, samples, tell, sizes=sizes, exact=exact)
     source = str(data) if data else f"made-up rows (seed {seed}); other values need --data"
     if as_json:
         print_json(parity_document(found, a, b, chosen.name, source))

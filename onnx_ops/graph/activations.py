@@ -59,7 +59,7 @@ def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     for node in model.graph.node:
         if node.op_type != "QuantizeLinear" or node.input[0] in stored:
             continue
-        if (levels := _levels(node, stored)) is None:
+        if (levels := levels_of(node, stored)) is None:
             continue
         step, low, high = levels
         found += [
@@ -104,8 +104,8 @@ def bounded_values(path: Path) -> frozenset[str]:
     return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
 
 
-def _levels(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
-    """The step, and what the least and the largest level stand for."""
+def levels_of(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
+    """The step of a QuantizeLinear with constants, and what its least and largest level stand for; None without."""
     from onnx import numpy_helper
 
     if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(stored):

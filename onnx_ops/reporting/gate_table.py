@@ -112,7 +112,7 @@ def _count(result: GateResult, evidence: Evidence | None) -> str:
     if comparison is not None:
         return f"{result.n} {'session' if result.gate == 'throughput' else 'process'} pairs"
     if result.gate == "latency":
-        return f"{result.n} runs<br>1 session"
+        return f"{result.n} session pairs" if result.unit == "x" else f"{result.n} runs<br>1 session"
     if result.gate == "parity" and result.metric == "weights":
         return f"{result.n} elements"
     if result.groups:

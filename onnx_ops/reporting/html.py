@@ -78,12 +78,17 @@ def release_report(
         _meaning(),
         *_prospects(decisions),
         *_plots(decisions, evidence, choices),
-        *(part for record in searches for part in search_section(record, _figure)),
+        *(part for record in searches for part in search_section(record, figure_markup)),
         "<h2>How it was measured</h2>",
         *(_conditions(e, stored[e.variant, e.target]) for e in evidence),
         *_origin(lineage),
         "</main>",
     ]
+    return page(title, body)
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """A whole document that refers to nothing outside itself; `body` is markup."""
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -228,7 +233,7 @@ def _plots(decisions: Sequence[Decision], evidence: Sequence[Evidence], choices:
             *_parity(here, judged),
             *_weights(here, judged),
         ]
-        shown = [_figure(f) for f in figures if f is not None]
+        shown = [figure_markup(f) for f in figures if f is not None]
         if shown:
             yield f'<h2>Plots of {escape(target)}</h2><div class="figures">{"".join(shown)}</div>'
 
@@ -270,7 +275,8 @@ def variants_picture(
     )
 
 
-def _figure(figure: Figure) -> str:
+def figure_markup(figure: Figure) -> str:
+    """A plot with its title, keys and caption."""
     keys = "".join(f'<li class="s{key.series % SERIES}">{escape(key.text)}</li>' for key in figure.keys)
     legend = f'<ul class="keys">{keys}</ul>' if keys else ""
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>"

@@ -12,7 +12,7 @@ from onnx_ops.reporting.description import markdown, result_table
 LIMIT = 60_000
 """Characters; GitHub takes 65,536 in a comment, and as many in a check."""
 
-_SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
+SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
 _CHOICES = ("| target | chosen | verdict | why |", "|---|---|---|---|")
 _GATES = ("| variant | target | gate | limit | figure | verdict | reason |", "|---|---|---|---|---|---|---|")
 
@@ -74,7 +74,7 @@ def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
 
 
 def _part(one: Checked) -> str:
-    lines = [f"### {_SIGNS[one.verdict]} {markdown(one.file)}: {one.verdict.value.upper()}"]
+    lines = [f"### {SIGNS[one.verdict]} {markdown(one.file)}: {one.verdict.value.upper()}"]
     if one.error:
         lines.append("\n".join(f"> {markdown(line)}  " for line in one.error.splitlines()))
     if one.choices:

@@ -116,10 +116,12 @@ def compare(
     tell: Tell = lambda _: None,
     *,
     sizes: Collection[str] = (),
+    exact: Runtime | None = None,
 ) -> Parity:
     """Parity of B, run on the target, against A.
 
     `sizes` names dimensions of A at which one size is enough. Where B fixes another one, it is not the same function.
+    `exact` runs A as the reference, where the target's runtime is not ONNX Runtime on this machine.
 
     Raises:
         UserError: a file is not a valid model, or the two do not take the same inputs.
@@ -136,10 +138,11 @@ def compare(
     splits = split_probes(a, samples.rows) if has_trees(a) and not samples.fixed else None
     groups = groups_of(samples, empty=empty, bounds=bounds, splits=splits)
     tell(f"running {a.name} on {len(groups)} groups of inputs")
-    expected = _answers(runtime, reference, a, groups)
+    exact = exact or runtime
+    expected = _answers(exact, reference, a, groups)
     tell(f"running {b.name} on {len(groups)} groups of inputs")
     found = _answers(runtime, target, b, groups)
-    _check_repeats(runtime, reference, a, groups[0])
+    _check_repeats(exact, reference, a, groups[0])
     measured: list[ParityMeasurement] = []
     quantized = has_integers(b) and not has_integers(a)
     notes = [QUANTIZED_NOTE] if quantized else []

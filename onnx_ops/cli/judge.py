@@ -1,0 +1,396 @@
+"""`onnx-ops judge`: one verdict on two ONNX files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import typer
+
+from onnx_ops.cli.common import AsJson, Quiet, print_json, reported
+from onnx_ops.errors import NotFound, UserError
+
+if TYPE_CHECKING:
+    from onnx_ops.domain.artifact import TensorSpec
+    from onnx_ops.domain.gate import MetricGate
+    from onnx_ops.ports import Dataset, Ports
+    from onnx_ops.reporting.judgement import Heading
+    from onnx_ops.stages.judge import Judgement, Setting
+    from onnx_ops.stages.probing import Samples
+
+_TIMEOUT_S = 1800.0
+
+
+@reported
+def judge(
+    baseline: Annotated[Path, typer.Argument(help="The model in use.", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(help="The model that is to replace it.", show_default=False)],
+    *,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Rows: arrays by input name, and labels. Default: made up.", show_default=False),
+    ] = None,
+    labels: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Array of the labels in the data.", show_default=False)
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="accuracy, f1, auc, mae, rmse, cosine, … or package.module:function. Default: by the labels.",
+            show_default=False,
+        ),
+    ] = None,
+    max_drop: Annotated[
+        str, typer.Option(help="How much of the metric may be lost: points, or a share of A's error.")
+    ] = "1%",
+    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="Of a metric of your own.")] = False,
+    targets: Annotated[
+        list[str] | None, typer.Option("--target", help="Where; may be repeated. Default: cpu-1t.")
+    ] = None,
+    max_regression: Annotated[
+        str | None,
+        typer.Option(help="How much slower. Default: 5%, cold start 20%, memory 10%.", show_default=False),
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="N[,N…]", help="Rows of one request.")] = "1",
+    dims: Annotated[
+        list[str] | None,
+        typer.Option("--dim", metavar="NAME=SIZE[,SIZE…]", help="Sizes of a symbolic dimension; default 8."),
+    ] = None,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Also load time, first inference and memory of fresh processes.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(help="parity or latency: leave the other out.", show_default=False)
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, max=100_000, help="Rows to compare answers on.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Of made-up rows and of the order of runs.")] = 0,
+    page: Annotated[
+        str | None,
+        typer.Option("--markdown", metavar="FILE", help="Write the table for a pull request; - prints it."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Judge whether one ONNX file may take the place of another: answers, task metric, latency and size.
+
+    It reads off the files what the candidate is. A model in float must give the same answers. A rounded one (int8,
+    4-bit, float16) is judged by its weights, activations, function without rounding, and task metric.
+
+    Exit code: 0 it may, 1 it may not, 2 wrong input, 3 inconclusive, 4 not measured.
+
+    Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
+    """
+    from onnx_ops.adapters.runtimes.shielded import shielded_runtime
+    from onnx_ops.cli.tools import telling
+    from onnx_ops.graph.kind import read_candidate_kind
+    from onnx_ops.reporting.judgement import html_report, markdown_page
+    from onnx_ops.spec.builtin import find_target
+    from onnx_ops.stages.judge import JudgeRequest, judge_candidate
+    from onnx_ops.stages.probing import fixed_by, shared_inputs
+    from onnx_ops.wiring.project import open_project
+
+    part = _part(only)
+    _check_destination(page, "--markdown")
+    _check_destination(str(html) if html else None, "--html")
+    if data is None and (labels or metric):
+        raise UserError("a metric needs rows", where="--metric" if metric else "--labels", remedy="Give --data FILE.")
+    project = open_project()
+    chosen = [find_target(name, project.targets) for name in dict.fromkeys(targets or ["cpu-1t"])]
+    regression = _share(max_regression, "--max-regression") if max_regression else None
+    drop = _share(max_drop, "--max-drop")
+    kind = read_candidate_kind(baseline, candidate)
+    inputs = shared_inputs(baseline, candidate)
+    dataset = _dataset(project.ports, data, labels, inputs) if data else None
+    gate = _metric(metric, dataset, drop, lower_is_better=lower_is_better)
+    sweep = _sweep(dims or [], fixed_by(baseline, candidate))
+    settings = _settings(baseline, inputs, dataset, sweep, _batches(batch), rows=rows, seed=seed, where=str(data))
+    with telling(quiet=quiet or as_json) as tell:
+        found = judge_candidate(
+            JudgeRequest(
+                baseline=baseline,
+                candidate=candidate,
+                kind=kind,
+                targets=chosen,
+                settings=settings,
+                runtime=lambda name: shielded_runtime(project.ports.runtime(name), _TIMEOUT_S),
+                conditions=project.ports.conditions,
+                metric=gate,
+                dataset=dataset,
+                functions=_functions(gate),
+                max_regression=regression,
+                cold=cold,
+                only=part,
+                sizes=frozenset(fixed_by(baseline, candidate)) if data else frozenset(sweep),
+                seed=seed,
+                tell=tell,
+            )
+        )
+    heading = _heading(found, baseline, candidate, _rows_text(data, dataset, labels, settings, seed))
+    decisions = [one.decision for one in found.targets]
+    timings = [(paired.decision, paired.evidence) for one in found.targets for paired in one.paired]
+    if html:
+        _write(html, html_report(heading, decisions, timings), "--html")
+    if page and page != "-":
+        _write(Path(page), markdown_page(heading, decisions), "--markdown")
+    if as_json:
+        print_json(_document(found, heading, baseline, candidate))
+    elif page == "-":
+        typer.echo(markdown_page(heading, decisions), nl=False)
+    else:
+        _report(heading, decisions)
+    raise typer.Exit(found.verdict.exit_code)
+
+
+def _part(only: str | None) -> Literal["parity", "latency"] | None:
+    if only in (None, "parity", "latency"):
+        return only  # type: ignore[return-value]
+    raise UserError(f"there is no part {only!r}", where="--only", remedy="Give parity or latency.")
+
+
+def _share(text: str, option: str) -> float:
+    from onnx_ops.spec.quantities import parse_quantity
+
+    try:
+        value = float(parse_quantity(text, "1"))
+    except ValueError as error:
+        raise UserError(str(error), where=option) from error
+    if value <= 0:
+        raise UserError("the limit must be above 0%", where=option)
+    return value
+
+
+def _check_destination(path: str | None, option: str) -> None:
+    if path and path != "-" and not Path(path).resolve().parent.is_dir():
+        raise NotFound("there is no such folder", where=f"{option} {path}", remedy="Make the folder, or name another.")
+
+
+def _batches(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= 100_000 for part in parts):
+        raise UserError(f"{text!r} is no list of whole numbers", where="--batch", remedy="For example: --batch 1,8,32.")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def _sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
+    """Sizes by dimension; one that the candidate fixes has that size only."""
+    sizes: dict[str, list[int]] = {}
+    for text in dims:
+        name, _, listed = text.partition("=")
+        parts = listed.split(",")
+        if not (name and all(part.isdecimal() and 0 < int(part) < 1 << 31 for part in parts)):
+            remedy = "For example: --dim length=32,128."
+            raise UserError(f"{text!r} is not NAME=SIZE[,SIZE…]", where="--dim", remedy=remedy)
+        sizes[name] = [int(part) for part in parts]
+    for name, asked in sizes.items():
+        if name in fixed and asked != [fixed[name]]:
+            raise UserError(
+                f"{name} is {fixed[name]} in the candidate", where="--dim", remedy=f"--dim {name}={fixed[name]}."
+            )
+    return sizes
+
+
+def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorSpec, ...]) -> Dataset:
+    """All rows of the file, with labels if they are named."""
+    from onnx_ops.domain.pipeline import FileData
+    from onnx_ops.ports import Dataset
+    from onnx_ops.spec.words import did_you_mean
+    from onnx_ops.stages.probing import brought
+
+    if not data.is_file():
+        raise NotFound("no such file", where=str(data))
+    path = data.resolve()
+    section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs}, label=labels)
+    arrays = ports.source("file").load(section, path.parent)
+    found = brought(inputs, arrays, where=str(data), limit=100_000)
+    if labels is not None and labels not in arrays:
+        others = [name for name in arrays if name not in found.rows]
+        hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'none beside the inputs'}"
+        raise UserError(
+            f"it has no array {labels!r}{hint}", where=str(data), remedy="Name the array of the labels: --labels NAME."
+        )
+    label = None if labels is None else arrays[labels][: len(found)]
+    return Dataset(inputs=found.rows, label=label)
+
+
+def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool) -> MetricGate:
+    """The gate of the metric that was named, or that fits the labels."""
+    from onnx_ops.domain.metric import METRICS, MetricName
+    from onnx_ops.spec.functions import function_problem
+    from onnx_ops.spec.words import did_you_mean
+    from onnx_ops.stages.judge import metric_gate
+
+    known = [str(one) for one in get_args(MetricName)]
+    if name is not None and ":" in name:
+        if problem := function_problem(name, Path.cwd()):
+            raise UserError(problem, where="--metric", remedy="A function of (predictions, labels) that gives a float.")
+    elif name is not None and name not in known:
+        hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+        raise UserError(f"no metric is called {name!r}{hint}", where="--metric")
+    elif lower_is_better:
+        raise UserError("what is better is known of it", where="--lower-is-better", remedy="It is for an own metric.")
+    label = dataset.label if dataset is not None else None
+    if name is not None and dataset is not None and label is None:
+        traits = {str(key): value for key, value in METRICS.items()}.get(name)
+        if traits is None or not traits.label_free:
+            raise UserError(f"{name} needs labels", where="--metric", remedy="Name their array in the data: --labels.")
+    if name is None and label is not None:
+        whole = label.dtype.kind in "iubUSO" or not (label % 1).any()
+        name = "accuracy" if whole else "rmse"
+    return metric_gate(name, drop, lower_is_better=lower_is_better)
+
+
+def _functions(gate: MetricGate) -> Mapping[str, Any]:
+    from onnx_ops.stages.usercode import importable, load_function
+
+    if not gate.use:
+        return {}
+    with importable(Path.cwd()):
+        return {gate.use: load_function(gate.use, "--metric")}
+
+
+def _settings(
+    baseline: Path,
+    inputs: tuple[TensorSpec, ...],
+    dataset: Dataset | None,
+    sweep: Mapping[str, Sequence[int]],
+    batches: Sequence[int],
+    *,
+    rows: int,
+    seed: int,
+    where: str,
+) -> list[Setting]:
+    """Every shape with every batch; one that a model insists on is the only one."""
+    from onnx_ops.graph.input_bounds import input_bounds
+    from onnx_ops.stages.judge import Setting
+    from onnx_ops.stages.probing import brought, made_up
+
+    if dataset is not None and sweep:
+        raise UserError("--dim is for made-up rows, and --data brings its own", where="--dim")
+    bounds = input_bounds(baseline) if dataset is None else {}
+    settings: list[Setting] = []
+    for sizes in itertools.product(*sweep.values()):
+        dims = dict(zip(sweep, sizes, strict=True))
+        samples: Samples = (
+            made_up(inputs, count=rows, dims=dims, seed=seed, bounds=bounds)
+            if dataset is None
+            else brought(inputs, dataset.inputs, where=where, limit=max(rows, *batches))
+        )
+        shape = [f"{name}={size}" for name, size in dims.items()] if settings or len(_product(sweep)) > 1 else []
+        for size in [samples.batch] if samples.batch else batches:
+            told = [f"batch {size}"] if len(batches) > 1 and not samples.batch else []
+            settings.append(Setting(name=", ".join((*shape, *told)), batch=size, samples=samples))
+    return settings
+
+
+def _product(sweep: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*sweep.values()))
+
+
+def _rows_text(
+    data: Path | None, dataset: Dataset | None, labels: str | None, settings: Sequence[Setting], seed: int
+) -> str:
+    if dataset is not None:
+        count = len(dataset)
+        return f"{count} of {data}" + (f", labels {labels}" if labels else ", without labels")
+    return f"{len(settings[0].samples)} made up from the graph (seed {seed}); real ones: --data"
+
+
+def _heading(found: Judgement, baseline: Path, candidate: Path, rows: str) -> Heading:
+    from onnx_ops.reporting.judgement import Heading
+
+    notes = list(found.notes)
+    if "made up" in rows:
+        notes.append(
+            "made-up rows show whether B computes what A does; ranges, accuracy and times that depend on values need "
+            "real rows"
+        )
+    return Heading(
+        baseline=baseline.name,
+        candidate=candidate.name,
+        kind=found.kind.describe(),
+        rows=rows,
+        sizes=found.sizes,
+        verdict=found.verdict,
+        notes=notes,
+        advice=next((one.advice for one in found.targets if one.advice), ()),
+    )
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError("it cannot be written", where=f"{option} {path}", why=error.strerror or str(error)) from error
+
+
+def _document(found: Judgement, heading: Heading, baseline: Path, candidate: Path) -> dict[str, Any]:
+    from onnx_ops import codec
+    from onnx_ops.reporting.judgement import reason_of
+
+    return {
+        "tool": "judge",
+        "verdict": found.verdict.value,
+        "reason": reason_of([one.decision for one in found.targets], found.sizes),
+        "exit_code": found.verdict.exit_code,
+        "baseline": {"path": str(baseline), "digest": found.digests[0], "bytes": found.sizes[0]},
+        "candidate": {"path": str(candidate), "digest": found.digests[1], "bytes": found.sizes[1]},
+        "kind": {
+            "precision": found.kind.candidate.precision,
+            "why": found.kind.candidate.why,
+            "baseline": found.kind.baseline.precision,
+            "changes": list(found.kind.changes),
+        },
+        "rows": heading.rows,
+        "targets": [
+            {
+                "target": one.target,
+                "verdict": one.decision.verdict.value,
+                "results": [codec.to_json(result) for result in one.decision.results],
+                "timings": [codec.to_json(paired.evidence) for paired in one.paired],
+            }
+            for one in found.targets
+        ],
+        "notes": list(heading.notes),
+        "advice": [codec.to_json(one) for one in heading.advice],
+    }
+
+
+def _report(heading: Heading, decisions: Sequence[Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from onnx_ops.cli.tables import console
+    from onnx_ops.cli.tool_reports import advise, coloured
+    from onnx_ops.domain.gate import Verdict
+    from onnx_ops.reporting.judgement import reason_of, table_rows
+
+    out = console()
+    where = ", ".join(decision.target for decision in decisions)
+    out.print(f"{coloured(heading.verdict)} {escape(f'{heading.candidate} against {heading.baseline} on {where}')}")
+    out.print(escape(reason_of(decisions, heading.sizes)))
+    out.print(f"[dim]kind[/dim] {escape(heading.kind)}")
+    out.print(f"[dim]rows[/dim] {escape(heading.rows)}")
+    several = len(decisions) > 1
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in (*(("target",) if several else ()), "what", "measured", "limit", "verdict"):
+        table.add_column(name, header_style="dim")
+    last = ""
+    rows = table_rows(decisions, heading.sizes)
+    for row in rows:
+        shown = "–" if row.verdict is None else "[dim]note[/dim]" if row.advisory else coloured(row.verdict)
+        cells = (row.what, row.measured, row.limit)
+        place = [("" if row.target == last else row.target)] if several else []
+        table.add_row(*(escape(cell) for cell in (*place, *cells)), shown)
+        last = row.target
+    out.print(table)
+    worse = [row for row in rows if row.verdict not in (None, Verdict.PASS) and not row.advisory]
+    for row in worse if len(worse) > 1 or several else ():
+        at = f" on {row.target}" if several else ""
+        out.print(f"[bold]{escape(row.what + at)}[/bold] {escape(row.reason)}")
+    for note in heading.notes:
+        out.print(f"[yellow]note[/yellow] {escape(note)}")
+    if any(row.what.startswith("latency") for row in worse):
+        advise(heading.advice)

@@ -1,0 +1,179 @@
+"""A verdict on two files: the rows of its table, a page of Markdown and one of HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.structure import Advice
+from onnx_ops.reporting.description import markdown
+from onnx_ops.reporting.figures import NOTHING, format_figure, format_interval
+from onnx_ops.reporting.gate_table import chip, gate_table
+from onnx_ops.reporting.html import figure_markup, page
+from onnx_ops.reporting.pull_request import SIGNS
+from onnx_ops.reporting.ratio_plots import ratio_figure
+from onnx_ops.reporting.structure import advice_lines
+
+_HEADS = ("what", "measured", "limit", "verdict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What stands above the table. `rows` says on which rows the files were run, `notes` what was not shown."""
+
+    baseline: str
+    candidate: str
+    kind: str
+    rows: str
+    sizes: tuple[int, int]
+    verdict: Verdict
+    notes: Sequence[str] = ()
+    advice: Sequence[Advice] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table; `verdict` is None where a figure is shown that no limit is set for."""
+
+    target: str
+    what: str
+    measured: str
+    limit: str
+    verdict: Verdict | None
+    reason: str
+    advisory: bool = False
+
+
+def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Row]:
+    """Every result in the order of the decisions, and the size. Advice is left out where there is nothing to say."""
+    rows = [
+        _row(decision.target, result)
+        for decision in decisions
+        for result in decision.results
+        if not (result.advisory and result.verdict is Verdict.PASS and result.estimate is None)
+    ]
+    before, after = sizes
+    ratio = after / before if before else 0.0
+    told = f"{format_figure(ratio, 'x')} ({format_figure(after, 'B')}, was {format_figure(before, 'B')})"
+    return [*rows, Row(target="", what="size", measured=told, limit=NOTHING, verdict=None, reason="")]
+
+
+def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
+    """One line: the reason of the worst result, or the figures that matter where all passed."""
+    binding = [result for decision in decisions for result in decision.results if not result.advisory]
+    worst = max(binding, key=lambda result: result.verdict.rank, default=None)
+    if worst is None:
+        return "nothing was judged"
+    if worst.verdict is not Verdict.PASS:
+        return f"{_name(worst)}: {worst.reason}"
+    told = [f"{_name(result)} {_figure(result)}" for result in binding if result.gate == "task"][:1]
+    timed = [result for result in binding if result.gate == "latency"]
+    if timed:
+        slowest = max(timed, key=lambda result: result.estimate or 0.0)
+        told.append(f"{_figure(slowest)} the latency" + (f" at worst ({_name(slowest)})" if len(timed) > 1 else ""))
+    if sizes[0] and sizes[1] != sizes[0]:
+        told.append(f"{format_figure(sizes[1] / sizes[0], 'x')} the size")
+    if any(result.gate == "parity" for result in binding):
+        told.insert(0, "the same function within its precision")
+    return ", ".join(told)
+
+
+def _row(target: str, result: GateResult) -> Row:
+    return Row(
+        target=target,
+        what=_name(result),
+        measured=_figure(result),
+        limit=result.limit or NOTHING,
+        verdict=result.verdict,
+        reason=result.reason,
+        advisory=result.advisory,
+    )
+
+
+def _figure(result: GateResult) -> str:
+    """With its interval; a change with its sign."""
+    interval = format_interval(result.low, result.high, result.unit, near=result.estimate)
+    sign = "+" if result.gate == "task" and (result.estimate or 0) > 0 else ""
+    return f"{sign}{format_figure(result.estimate, result.unit)} {interval}".strip()
+
+
+def _name(result: GateResult) -> str:
+    return result.metric or result.gate
+
+
+def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
+    """For a pull request or a job summary."""
+    several = len(decisions) > 1
+    heads = ("target", *_HEADS) if several else _HEADS
+    names = f"{markdown(heading.candidate)} against {markdown(heading.baseline)}"
+    lines = [
+        f"### {SIGNS[heading.verdict]} {heading.verdict.value.upper()}: {names}",
+        "",
+        markdown(reason_of(decisions, heading.sizes)),
+        "",
+        f"| {' | '.join(heads)} |",
+        f"|{'---|' * len(heads)}",
+    ]
+    rows = table_rows(decisions, heading.sizes)
+    for row in rows:
+        cells = (row.what, row.measured, row.limit, _verdict_text(row))
+        shown = (row.target, *cells) if several else cells
+        lines.append("| " + " | ".join(markdown(cell) for cell in shown) + " |")
+    lines += ["", f"Candidate: {markdown(heading.kind)}. Rows: {markdown(heading.rows)}.", ""]
+    failed = [row for row in rows if row.verdict not in (None, Verdict.PASS)]
+    told = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
+    lines += [f"- {markdown(text)}" for text in (*told, *heading.notes)]
+    if heading.advice:
+        listed = "\n".join(f"- {markdown(text)}" for text in advice_lines(heading.advice))
+        lines += ["", f"<details><summary>What slows it down</summary>\n\n{listed}\n\n</details>"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _verdict_text(row: Row) -> str:
+    if row.verdict is None:
+        return NOTHING
+    return "note" if row.advisory else f"{SIGNS[row.verdict]} {row.verdict.value}"
+
+
+def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
+    """One page that needs nothing but itself.
+
+    Args:
+        heading: what is judged.
+        decisions: of each target.
+        timings: the evidence of each latency comparison with the decision made of it.
+    """
+    title = f"{heading.candidate} against {heading.baseline}"
+    evidence = {(decision.variant, decision.target): found for decision, found in _first(decisions, timings)}
+    notes = "".join(f"<li>{escape(text)}</li>" for text in (*heading.notes, *advice_lines(heading.advice)))
+    figures = [
+        *(ratio_figure(found, one, decision) for decision, found in timings for one in found.comparisons),
+        *(ratio_figure(found, one, decision) for decision, found in timings for one in found.ratios),
+    ]
+    plots = "".join(figure_markup(figure) for figure in figures if figure is not None)
+    before, after = (format_figure(size, "B") for size in heading.sizes)
+    entries = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows}
+    listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
+    summary = f'<p class="soft">{chip(heading.verdict)} {escape(reason_of(decisions, heading.sizes))}</p>'
+    body = [
+        f"<header><h1>{escape(title)}</h1>{summary}</header>",
+        f"<main><dl>{listed}</dl>",
+        f"<ul>{notes}</ul>" if notes else "",
+        gate_table(decisions, evidence, {place: digest_bytes(codec.dumps(one)) for place, one in evidence.items()}),
+        f'<h2>Latency</h2><div class="figures">{plots}</div>' if plots else "",
+        "</main>",
+    ]
+    return page(title, [part for part in body if part])
+
+
+def _first(
+    decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]
+) -> Iterator[tuple[Decision, Evidence]]:
+    """The first timing of each target tells its machine."""
+    for decision in decisions:
+        yield from [(decision, found) for _, found in timings if found.target == decision.target][:1]

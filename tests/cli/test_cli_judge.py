@@ -1,0 +1,131 @@
+"""judge on the command line, in a folder that is no project."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_ops import wiring
+from onnx_ops.domain.target import Target
+from tests.cli.tool_files import write_hostile, write_models
+from tests.stages.scripted import Scripted
+from tests.support.command import Result, run_command
+from tests.support.golden import Golden, without_figures
+from tests.support.pairs import derive
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files of `write_models` and a static int8 variant, on a machine whose figures are always the same."""
+    write_models(tmp_path)
+    derive(tmp_path / "good.onnx", "static").rename(tmp_path / "int8.onnx")
+    runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2, Path("int8.onnx"): 0.6})
+    machine = replace(runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1")
+    monkeypatch.setattr(Scripted, "fingerprint", lambda *_: machine)
+    monkeypatch.setattr(wiring, "_runtime", lambda *_: runtime)
+    monkeypatch.setattr(wiring, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
+    return tmp_path
+
+
+def command(folder: Path, *arguments: str) -> Result:
+    return run_command("judge", *arguments, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("good.onnx good.onnx", 0),
+        ("good.onnx wrong.onnx --data rows.npz", 1),
+        ("good.onnx int8.onnx", 3),
+        ("good.onnx int8.onnx --data scored.npz --labels y --max-drop 9%", 0),
+        ("good.onnx good.onnx --target cpu-1t --target cpu-all --batch 1,8 --only latency", 0),
+        ("good.onnx wrong.onnx --cold --only latency --batch 1,8", 1),
+    ],
+)
+def test_verdict_stands_first_with_a_line_why(folder: Path, arguments: str, code: int, golden: Golden) -> None:
+    x = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
+    np.savez(folder / "scored.npz", x=x, y=np.zeros(3000, np.int64))
+    done = command(folder, *arguments.split(), "--quiet")
+    assert done.code == code, done.stderr
+    golden("tables", without_figures(done.stdout))
+
+
+def test_document_page_and_report_hold_the_same_verdict(folder: Path, golden: Golden) -> None:
+    arguments = ("good.onnx", "int8.onnx", "--html", "report.html", "--markdown", "page.md", "--json", "--quiet")
+    found = command(folder, *arguments).document()
+    assert (found["verdict"], found["exit_code"], found["kind"]["precision"]) == ("inconclusive", 3, "int8")
+    assert found["baseline"]["bytes"] == (folder / "good.onnx").stat().st_size
+    (target,) = found["targets"]
+    assert {"weights", "function", "agreement", "latency"} <= {result["metric"] for result in target["results"]}
+    assert len(target["timings"][0]["comparisons"]) == 1
+    page = (folder / "page.md").read_text(encoding="utf-8")
+    golden("tables", without_figures(page))
+    assert command(folder, *arguments[:2], "--markdown", "-", "--quiet").stdout.startswith("### ⚪ INCONCLUSIVE")
+    report = (folder / "report.html").read_text(encoding="utf-8")
+    assert found["reason"].split(":")[0] in report
+    assert "<svg" in report
+    assert "http://" not in report
+
+
+def test_own_metric_is_found_in_the_working_folder(folder: Path) -> None:
+    (folder / "own_metric.py").write_text(
+        "import numpy as np\n\n\ndef top(scores, labels):\n    return float((scores.argmax(1) == labels).mean())\n",
+        encoding="utf-8",
+    )
+    x = np.random.default_rng(0).standard_normal((400, 8)).astype(np.float32)
+    np.savez(folder / "scored.npz", x=x, y=np.zeros(400, np.int64))
+    arguments = "good.onnx good.onnx --data scored.npz --labels y --metric own_metric:top --only parity --json"
+    found = command(folder, *arguments.split()).document()
+    assert "own_metric:top" in {result["metric"] for result in found["targets"][0]["results"]}
+    assert found["verdict"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("good.onnx nowhere.onnx", 2),
+        ("good.onnx garbage.onnx", 2),
+        ("good.onnx escape.onnx", 5),
+        ("good.onnx other.onnx", 2),
+        ("good.onnx good.onnx --data nowhere.npz", 2),
+        ("good.onnx good.onnx --data short.npz", 2),
+        ("good.onnx good.onnx --labels y", 2),
+        ("good.onnx good.onnx --metric f1", 2),
+        ("good.onnx good.onnx --data rows.npz --labels labels", 2),
+        ("good.onnx good.onnx --data rows.npz --metric acuracy", 2),
+        ("good.onnx good.onnx --data rows.npz --metric f1", 2),
+        ("good.onnx good.onnx --data rows.npz --labels label --metric nowhere:f", 2),
+        ("good.onnx good.onnx --data rows.npz --labels label --metric f1 --lower-is-better", 2),
+        ("good.onnx good.onnx --data rows.npz --dim batch=3", 2),
+        ("good.onnx good.onnx --dim batch", 2),
+        ("good.onnx good.onnx --dim bach=2", 2),
+        ("good.onnx good.onnx --target cpu-2t", 2),
+        ("good.onnx good.onnx --max-drop little", 2),
+        ("good.onnx good.onnx --max-regression 0%", 2),
+        ("good.onnx good.onnx --batch 1,many", 2),
+        ("good.onnx good.onnx --only latencies", 2),
+        ("good.onnx good.onnx --html nowhere/report.html", 2),
+    ],
+)
+def test_mistake_is_told_before_anything_is_measured(folder: Path, arguments: str, code: int, golden: Golden) -> None:
+    write_hostile(folder)
+    done = command(folder, *arguments.split())
+    assert (done.code, done.stdout) == (code, ""), done.stderr
+    golden("errors", done.stderr)
+
+
+def test_nothing_heavy_is_imported(folder: Path) -> None:
+    code = (
+        "import sys; from onnx_ops.cli.main import app; "
+        "app(['judge', 'good.onnx', 'good.onnx', '--only', 'parity', '--quiet'], standalone_mode=False); "
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'mlflow', 'prefect', 'torch', 'sklearn'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
