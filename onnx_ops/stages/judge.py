@@ -309,14 +309,14 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
     try:
         weights = measure_weights(request.baseline, request.candidate, request.exact, rows)
         unread = ""
-    except MeasurementFailure as error:
+    except (MeasurementFailure, UserError) as error:
         weights, unread = (), str(error)
     activations: tuple[ActivationMeasurement, ...] = ()
     if request.kind.candidate.precision == "int8" and rows:
         try:
             found = measure_activations(request.exact, request.baseline, request.candidate, rows)
             activations = found if own else tuple(replace(a, clipping=None, stretch=None) for a in found)
-        except MeasurementFailure as error:
+        except (MeasurementFailure, UserError) as error:
             notes[f"activations were not looked at: {error}"] = None
     yield from _invariants(request, weights, activations, unread, own)
     yield _judge_function(request)

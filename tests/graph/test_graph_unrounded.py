@@ -34,7 +34,10 @@ def distance(source: Path, derived: Path) -> float:
     write_with_weights(source, quantized_weights(source, derived), plain)
     write_unrounded(source, derived, exact)
     feed = {"x": 3 * rows(64, seed=9)["x"]}  # beyond the ranges too
-    one, other = (OnnxRuntime().run(path, AS_WRITTEN, (feed,))[0]["scores"] for path in (plain, exact))
+    one, other = (
+        np.asarray(OnnxRuntime().run(path, AS_WRITTEN, (feed,))[0]["scores"], dtype=np.float64)
+        for path in (plain, exact)
+    )
     return float(np.abs(one - other).max() / np.abs(one).max())
 
 
