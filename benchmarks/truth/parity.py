@@ -127,7 +127,7 @@ def _good(export: Exported, folder: Path) -> Iterator[tuple[str, GateResult]]:
         yield f"level {level}, {threads} threads", judged(export.path, target, export)
     optimised = folder / "optimised.onnx"
     for level in LEVELS[1:]:
-        _optimise(export.path, optimised, level)
+        optimise(export.path, optimised, level)
         yield f"optimised file, {level}", judged(optimised, TARGET, export)
     if _multiplied(export.path, optimised):
         yield "scaled by the reciprocal", judged(optimised, TARGET, export)
@@ -146,7 +146,7 @@ def _multiplied(source: Path, path: Path) -> bool:
     return bool(found)
 
 
-def _optimise(source: Path, path: Path, level: str) -> None:
+def optimise(source: Path, path: Path, level: str) -> None:
     ort = importlib.import_module("onnxruntime")
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -167,7 +167,7 @@ def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
         onnx.save(model, path)
         result = judged(path, TARGET, export)
         caught = result.verdict is Verdict.FAIL
-        equivalent, told = (False, result.reason) if caught else _equivalence(export, path)
+        equivalent, told = (False, result.reason) if caught else equivalence(export, path)
         yield Trial(
             kind=kind,
             family=export.family,
@@ -188,7 +188,7 @@ def _told_apart(right: Path, wrong: Path) -> bool:
         return True
 
 
-def _equivalence(export: Exported, faulty: Path) -> tuple[bool, str]:
+def equivalence(export: Exported, faulty: Path) -> tuple[bool, str]:
     """Whether the change alters no answer that a caller can get, shown on many inputs that the gate did not use."""
     inputs = _many(export)
     largest = _largest(export.path, faulty, inputs)

@@ -1,0 +1,95 @@
+"""The action that wraps `onnx-ops judge`: its script is run with a program that writes down what it was called with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.infra.infra_tools import ROOT
+
+ACTION = ROOT / ".github" / "actions" / "judge" / "action.yml"
+
+PROGRAM = f"""#!{sys.executable}
+import json, os, pathlib, sys
+options = dict(one[2:].split("=", 1) for one in sys.argv if one.startswith("--") and "=" in one)
+pathlib.Path(options["markdown"]).write_text("### table\\n", encoding="utf-8")
+pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(sys.argv[1:]), encoding="utf-8")
+sys.exit(int(os.environ["CODE"]))
+"""
+
+
+def step() -> dict[str, Any]:
+    action = yaml.safe_load(ACTION.read_text(encoding="utf-8"))
+    (found,) = action["runs"]["steps"]
+    return dict(found)
+
+
+def ran(folder: Path, code: int, **inputs: str) -> tuple[int, list[str], str, str]:
+    """Exit code, arguments of the program, the step's outputs and the job summary."""
+    program = folder / "bin" / "onnx-ops"
+    program.parent.mkdir()
+    program.write_text(PROGRAM, encoding="utf-8")
+    program.chmod(0o755)
+    action = yaml.safe_load(ACTION.read_text(encoding="utf-8"))
+    values = {name: str(one.get("default", "")) for name, one in action["inputs"].items()} | inputs
+    variables = {
+        name: text.replace("${{ inputs.", "").replace(" }}", "") if "inputs." in text else str(folder / "out")
+        for name, text in step()["env"].items()
+    }
+    environ = {name: values.get(key, key) for name, key in variables.items()}
+    places = {"SEEN": folder / "seen", "GITHUB_OUTPUT": folder / "output", "GITHUB_STEP_SUMMARY": folder / "summary"}
+    environ |= {name: str(path) for name, path in places.items()}
+    environ |= {"CODE": str(code), "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    script = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step()["run"]]
+    done = subprocess.run(script, env=environ, cwd=folder, timeout=30, check=False)
+    texts = [path.read_text(encoding="utf-8") for path in places.values()]
+    return done.returncode, json.loads(texts[0]), texts[1], texts[2]
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict"), [(0, "pass"), (1, "fail"), (2, "error"), (3, "inconclusive"), (4, "error")]
+)
+def test_verdict_is_the_output_and_the_table_the_summary(tmp_path: Path, code: int, verdict: str) -> None:
+    done, arguments, output, summary = ran(tmp_path, code, baseline="a.onnx", candidate="b.onnx")
+    assert (done, output, summary) == (code, f"verdict={verdict}\n", "### table\n")
+    assert arguments[-3:] == ["--", "a.onnx", "b.onnx"]
+    assert not any(one.startswith(("--data", "--labels", "--target")) for one in arguments)
+
+
+def test_inconclusive_may_succeed(tmp_path: Path) -> None:
+    given = {"baseline": "a.onnx", "candidate": "b.onnx", "allow-inconclusive": "true"}
+    assert ran(tmp_path, 3, **given)[0] == 0
+
+
+def test_inputs_are_arguments_whatever_they_hold(tmp_path: Path) -> None:
+    hostile = {
+        "baseline": "--help",
+        "candidate": "$(touch broken); b.onnx",
+        "data": "rows of mine.npz",
+        "labels": "`touch broken`",
+        "targets": "cpu-1t\ncpu-all\n",
+    }
+    done, arguments, _, _ = ran(tmp_path, 0, **hostile)
+    assert done == 0
+    assert arguments[-2:] == ["--help", "$(touch broken); b.onnx"]
+    assert {"--data=rows of mine.npz", "--labels=`touch broken`", "--target=cpu-1t", "--target=cpu-all"} <= set(
+        arguments
+    )
+    assert not (tmp_path / "broken").exists()
+
+
+def test_no_expression_stands_in_the_script() -> None:
+    assert "${{" not in step()["run"]
+
+
+def test_hook_runs_check_on_pipeline_files() -> None:
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    assert hook["entry"] == "onnx-ops check"
+    assert set(hook) <= {"id", "name", "description", "entry", "language", "files"}
