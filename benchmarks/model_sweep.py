@@ -1,4 +1,4 @@
-"""What `inspect` and `compare` make of every test model of the onnx package, as a page.
+"""What `inspect` and `judge` make of every test model of the onnx package, as a page.
 
 Each model is looked over and held against itself, in a process that may die of it. A process that died (`crashed`)
 or an exception without a type of its own (`untyped`) is a fault, and then this script ends with 1.
@@ -22,7 +22,7 @@ HEAD = f"""# The test models of the onnx package
 
 Written by `benchmarks/model_sweep.py` with onnx {version("onnx")} and onnxruntime {version("onnxruntime")}. Models of
 single operators are lowered to opset {OPSET} and IR version {IR_VERSION} where none of their operators is newer;
-all others stand as they ship. `inspect` looks each over, cost included; `compare` holds it against itself on four
+all others stand as they ship. `inspect` looks each over, cost included; `judge` holds it against itself on four
 made-up rows and what is made of them, but for the whole image classifiers (`light`), which take many minutes each.
 
 Rows are made up without knowledge of the operator: an axis may be out of range, a shape may not fit. Then the runtime

@@ -52,7 +52,7 @@ _CLOSE = 10 * 2 * float(np.finfo(np.float32).eps)
 _RANDOM_ROWS = 20_000
 
 _MADE_UP_ROWS = 128
-"""As `compare` takes when it is not asked for more."""
+"""As `judge` takes when it is not asked for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
 
 
 def _told_apart(right: Path, wrong: Path) -> bool:
-    """Whether `compare` refuses the faulty file beside the right one, on rows that it makes up."""
+    """Whether `judge` refuses the faulty file beside the right one, on rows that it makes up."""
     try:
         samples = made_up(shared_inputs(right, wrong), count=_MADE_UP_ROWS, dims={}, bounds=input_bounds(right))
         return compare(OnnxRuntime(), TARGET, right, wrong, samples).verdict is Verdict.FAIL

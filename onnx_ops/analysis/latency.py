@@ -231,11 +231,6 @@ def pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float, *, alp
     return max(LOOKS[-1], math.ceil(needed)) if needed <= 100 * LOOKS[-1] else None
 
 
-def faster(log_ratios: Sequence[Sequence[float]], *, alpha: float = ALPHA) -> bool:
-    """Whether B beats A with confidence."""
-    return compare(log_ratios, tolerance=0.0, alpha=alpha).verdict is Verdict.PASS
-
-
 def withheld(
     log_ratios: Sequence[Sequence[float]],
     self_log_ratios: Sequence[Sequence[float]],

@@ -59,7 +59,7 @@ def inspect(
         raise UserError("--set and --output belong together", remedy="For example: --set license=MIT --output new.onnx")
     if serve:
         require(*EXTRAS["view"], where="--serve")
-    with _local(model) as path:
+    with local_model(model) as path:
         written = [output] if set_ and output else []
         if set_ and output:
             _write(path, output, set_)
@@ -80,7 +80,7 @@ def inspect(
 
 
 @contextmanager
-def _local(place: str) -> Iterator[Path]:
+def local_model(place: str) -> Iterator[Path]:
     """The model as a local file; what is fetched is gone afterwards."""
     from onnx_ops.graph.files import model_file
 

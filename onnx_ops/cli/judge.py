@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
     from onnx_ops.stages.judge import Judgement, Setting
     from onnx_ops.stages.probing import Samples
 
-_TIMEOUT_S = 1800.0
+_SHOWN = 3
+"""Reasons that are printed; the table holds all verdicts."""
 
 
 @reported
 def judge(
-    baseline: Annotated[Path, typer.Argument(help="The model in use.", show_default=False)],
-    candidate: Annotated[Path, typer.Argument(help="The model that is to replace it.", show_default=False)],
+    baseline: Annotated[str, typer.Argument(help="The model in use: a file, folder, models:/NAME/VERSION or URL.")],
+    candidate: Annotated[str, typer.Argument(help="The model that is to replace it.")],
     *,
     data: Annotated[
         Path | None,
@@ -58,6 +61,9 @@ def judge(
         list[str] | None,
         typer.Option("--dim", metavar="NAME=SIZE[,SIZE…]", help="Sizes of a symbolic dimension; default 8."),
     ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, max=256, metavar="N", help="Also the throughput with N requests at once.")
+    ] = None,
     cold: Annotated[
         bool, typer.Option("--cold", help="Also load time, first inference and memory of fresh processes.")
     ] = False,
@@ -66,6 +72,7 @@ def judge(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, max=100_000, help="Rows to compare answers on.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Of made-up rows and of the order of runs.")] = 0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the answers of one session may take.")] = 1800,
     page: Annotated[
         str | None,
         typer.Option("--markdown", metavar="FILE", help="Write the table for a pull request; - prints it."),
@@ -84,6 +91,7 @@ def judge(
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
     from onnx_ops.adapters.runtimes.shielded import shielded_runtime
+    from onnx_ops.cli.inspecting import local_model
     from onnx_ops.cli.tools import telling
     from onnx_ops.graph.kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
@@ -93,45 +101,49 @@ def judge(
     from onnx_ops.wiring.project import open_project
 
     part = _part(only)
+    batches, regression, drop = (
+        _batches(batch),
+        _share(max_regression, "--max-regression"),
+        _share(max_drop, "--max-drop"),
+    )
     _check_destination(page, "--markdown")
     _check_destination(str(html) if html else None, "--html")
+    _check_metric(metric, lower_is_better=lower_is_better)
     if data is None and (labels or metric):
         raise UserError("a metric needs rows", where="--metric" if metric else "--labels", remedy="Give --data FILE.")
     project = open_project()
     chosen = [find_target(name, project.targets) for name in dict.fromkeys(targets or ["cpu-1t"])]
-    regression = _share(max_regression, "--max-regression") if max_regression else None
-    drop = _share(max_drop, "--max-drop")
-    kind = read_candidate_kind(baseline, candidate)
-    inputs = shared_inputs(baseline, candidate)
-    dataset = _dataset(project.ports, data, labels, inputs) if data else None
-    gate = _metric(metric, dataset, drop, lower_is_better=lower_is_better)
-    sweep = _sweep(dims or [], fixed_by(baseline, candidate))
-    settings = _settings(baseline, inputs, dataset, sweep, _batches(batch), rows=rows, seed=seed, where=str(data))
-    with telling(quiet=quiet or as_json) as tell:
-        found = judge_candidate(
-            JudgeRequest(
-                baseline=baseline,
-                candidate=candidate,
-                kind=kind,
-                targets=chosen,
-                settings=settings,
-                runtime=lambda name: shielded_runtime(project.ports.runtime(name), _TIMEOUT_S),
-                conditions=project.ports.conditions,
-                metric=gate,
-                dataset=dataset,
-                functions=_functions(gate),
-                max_regression=regression,
-                cold=cold,
-                only=part,
-                sizes=frozenset(fixed_by(baseline, candidate)) if data else frozenset(sweep),
-                seed=seed,
-                tell=tell,
-            )
+    with ExitStack() as stack:
+        a, b = (stack.enter_context(local_model(place)) for place in (baseline, candidate))
+        kind, inputs, fixed = read_candidate_kind(a, b), shared_inputs(a, b), fixed_by(a, b)
+        sweep = _sweep(dims or [], fixed)
+        dataset = _dataset(project.ports, data, labels, inputs) if data else None
+        gate = _metric(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
+        settings = _settings(a, inputs, dataset, sweep, batches, rows=rows, seed=seed, where=str(data))
+        request = JudgeRequest(
+            baseline=a,
+            candidate=b,
+            kind=kind,
+            targets=chosen,
+            settings=settings,
+            runtime=lambda name: shielded_runtime(project.ports.runtime(name), timeout),
+            conditions=project.ports.conditions,
+            metric=gate,
+            dataset=dataset,
+            functions=_functions(gate),
+            max_regression=regression,
+            concurrency=concurrency,
+            cold=cold,
+            only=part,
+            sizes=frozenset(fixed if data else sweep),
+            seed=seed,
         )
-    heading = _heading(found, baseline, candidate, _rows_text(data, dataset, labels, settings, seed))
+        with telling(quiet=quiet or as_json) as tell:
+            found = judge_candidate(replace(request, tell=tell))
+    heading = _heading(found, baseline, candidate, _rows_text(data, dataset, labels, settings, seed), settings)
     decisions = [one.decision for one in found.targets]
-    timings = [(paired.decision, paired.evidence) for one in found.targets for paired in one.paired]
     if html:
+        timings = [(paired.decision, paired.evidence) for one in found.targets for paired in one.paired]
         _write(html, html_report(heading, decisions, timings), "--html")
     if page and page != "-":
         _write(Path(page), markdown_page(heading, decisions), "--markdown")
@@ -150,9 +162,11 @@ def _part(only: str | None) -> Literal["parity", "latency"] | None:
     raise UserError(f"there is no part {only!r}", where="--only", remedy="Give parity or latency.")
 
 
-def _share(text: str, option: str) -> float:
+def _share(text: str | None, option: str) -> float | None:
     from onnx_ops.spec.quantities import parse_quantity
 
+    if text is None:
+        return None
     try:
         value = float(parse_quantity(text, "1"))
     except ValueError as error:
@@ -215,31 +229,38 @@ def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorS
     return Dataset(inputs=found.rows, label=label)
 
 
-def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool) -> MetricGate:
-    """The gate of the metric that was named, or that fits the labels."""
-    from onnx_ops.domain.metric import METRICS, MetricName
+def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
+    from onnx_ops.domain.metric import METRICS
     from onnx_ops.spec.functions import function_problem
     from onnx_ops.spec.words import did_you_mean
-    from onnx_ops.stages.judge import metric_gate
 
-    known = [str(one) for one in get_args(MetricName)]
+    known = [str(one) for one in METRICS]
     if name is not None and ":" in name:
         if problem := function_problem(name, Path.cwd()):
             raise UserError(problem, where="--metric", remedy="A function of (predictions, labels) that gives a float.")
     elif name is not None and name not in known:
         hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
-        raise UserError(f"no metric is called {name!r}{hint}", where="--metric")
+        raise UserError(
+            f"no metric is called {name!r}{hint}", where="--metric", remedy="Or name package.module:function."
+        )
     elif lower_is_better:
-        raise UserError("what is better is known of it", where="--lower-is-better", remedy="It is for an own metric.")
+        raise UserError(
+            "it is known which way the metric is better", where="--lower-is-better", remedy="It is for an own metric."
+        )
+
+
+def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool) -> MetricGate:
+    """The gate of the metric that was named, or that fits the labels."""
+    from onnx_ops.stages.judge import metric_gate
+
     label = dataset.label if dataset is not None else None
-    if name is not None and dataset is not None and label is None:
-        traits = {str(key): value for key, value in METRICS.items()}.get(name)
-        if traits is None or not traits.label_free:
-            raise UserError(f"{name} needs labels", where="--metric", remedy="Name their array in the data: --labels.")
     if name is None and label is not None:
         whole = label.dtype.kind in "iubUSO" or not (label % 1).any()
         name = "accuracy" if whole else "rmse"
-    return metric_gate(name, drop, lower_is_better=lower_is_better)
+    gate = metric_gate(name, drop, lower_is_better=lower_is_better)
+    if name is not None and label is None and not gate.definition().label_free:
+        raise UserError(f"{name} needs labels", where="--metric", remedy="Name their array in the data: --labels.")
+    return gate
 
 
 def _functions(gate: MetricGate) -> Mapping[str, Any]:
@@ -271,22 +292,19 @@ def _settings(
         raise UserError("--dim is for made-up rows, and --data brings its own", where="--dim")
     bounds = input_bounds(baseline) if dataset is None else {}
     settings: list[Setting] = []
-    for sizes in itertools.product(*sweep.values()):
+    shapes = list(itertools.product(*sweep.values()))
+    for sizes in shapes:
         dims = dict(zip(sweep, sizes, strict=True))
         samples: Samples = (
             made_up(inputs, count=rows, dims=dims, seed=seed, bounds=bounds)
             if dataset is None
             else brought(inputs, dataset.inputs, where=where, limit=max(rows, *batches))
         )
-        shape = [f"{name}={size}" for name, size in dims.items()] if settings or len(_product(sweep)) > 1 else []
+        shape = [f"{name}={size}" for name, size in dims.items()] if len(shapes) > 1 else []
         for size in [samples.batch] if samples.batch else batches:
             told = [f"batch {size}"] if len(batches) > 1 and not samples.batch else []
             settings.append(Setting(name=", ".join((*shape, *told)), batch=size, samples=samples))
     return settings
-
-
-def _product(sweep: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
-    return list(itertools.product(*sweep.values()))
 
 
 def _rows_text(
@@ -298,7 +316,8 @@ def _rows_text(
     return f"{len(settings[0].samples)} made up from the graph (seed {seed}); real ones: --data"
 
 
-def _heading(found: Judgement, baseline: Path, candidate: Path, rows: str) -> Heading:
+def _heading(found: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[Setting]) -> Heading:
+    from onnx_ops.reporting.figures import format_figure
     from onnx_ops.reporting.judgement import Heading
 
     notes = list(found.notes)
@@ -307,16 +326,29 @@ def _heading(found: Judgement, baseline: Path, candidate: Path, rows: str) -> He
             "made-up rows show whether B computes what A does; ranges, accuracy and times that depend on values need "
             "real rows"
         )
+    several = len(found.targets) > 1
+    times = []
+    for one in found.targets:
+        for setting, paired in zip(settings, one.paired, strict=False):
+            before, after = (format_figure(seconds, "s") for seconds in paired.medians["latency"])
+            place = ", ".join(part for part in (one.target if several else "", setting.name) if part)
+            times.append(f"{place + ': ' if place else ''}{after}, was {before}")
     return Heading(
-        baseline=baseline.name,
-        candidate=candidate.name,
+        baseline=_shown(baseline),
+        candidate=_shown(candidate),
         kind=found.kind.describe(),
         rows=rows,
+        times="; ".join(times),
         sizes=found.sizes,
         verdict=found.verdict,
         notes=notes,
         advice=next((one.advice for one in found.targets if one.advice), ()),
     )
+
+
+def _shown(place: str) -> str:
+    """A file by its name, other places as they are."""
+    return place if ":" in place else Path(place).name
 
 
 def _write(path: Path, text: str, option: str) -> None:
@@ -326,7 +358,7 @@ def _write(path: Path, text: str, option: str) -> None:
         raise UserError("it cannot be written", where=f"{option} {path}", why=error.strerror or str(error)) from error
 
 
-def _document(found: Judgement, heading: Heading, baseline: Path, candidate: Path) -> dict[str, Any]:
+def _document(found: Judgement, heading: Heading, baseline: str, candidate: str) -> dict[str, Any]:
     from onnx_ops import codec
     from onnx_ops.reporting.judgement import reason_of
 
@@ -335,8 +367,8 @@ def _document(found: Judgement, heading: Heading, baseline: Path, candidate: Pat
         "verdict": found.verdict.value,
         "reason": reason_of([one.decision for one in found.targets], found.sizes),
         "exit_code": found.verdict.exit_code,
-        "baseline": {"path": str(baseline), "digest": found.digests[0], "bytes": found.sizes[0]},
-        "candidate": {"path": str(candidate), "digest": found.digests[1], "bytes": found.sizes[1]},
+        "baseline": {"path": baseline, "digest": found.digests[0], "bytes": found.sizes[0]},
+        "candidate": {"path": candidate, "digest": found.digests[1], "bytes": found.sizes[1]},
         "kind": {
             "precision": found.kind.candidate.precision,
             "why": found.kind.candidate.why,
@@ -349,7 +381,10 @@ def _document(found: Judgement, heading: Heading, baseline: Path, candidate: Pat
                 "target": one.target,
                 "verdict": one.decision.verdict.value,
                 "results": [codec.to_json(result) for result in one.decision.results],
-                "timings": [codec.to_json(paired.evidence) for paired in one.paired],
+                "timings": [
+                    {"batch": paired.batch, "medians": paired.medians, "evidence": codec.to_json(paired.evidence)}
+                    for paired in one.paired
+                ],
             }
             for one in found.targets
         ],
@@ -373,6 +408,8 @@ def _report(heading: Heading, decisions: Sequence[Any]) -> None:
     out.print(escape(reason_of(decisions, heading.sizes)))
     out.print(f"[dim]kind[/dim] {escape(heading.kind)}")
     out.print(f"[dim]rows[/dim] {escape(heading.rows)}")
+    if heading.times:
+        out.print(f"[dim]time[/dim] {escape(heading.times)}")
     several = len(decisions) > 1
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in (*(("target",) if several else ()), "what", "measured", "limit", "verdict"):
@@ -387,10 +424,12 @@ def _report(heading: Heading, decisions: Sequence[Any]) -> None:
         last = row.target
     out.print(table)
     worse = [row for row in rows if row.verdict not in (None, Verdict.PASS) and not row.advisory]
-    for row in worse if len(worse) > 1 or several else ():
+    for row in worse[:_SHOWN] if len(worse) > 1 or several else ():
         at = f" on {row.target}" if several else ""
         out.print(f"[bold]{escape(row.what + at)}[/bold] {escape(row.reason)}")
     for note in heading.notes:
         out.print(f"[yellow]note[/yellow] {escape(note)}")
-    if any(row.what.startswith("latency") for row in worse):
-        advise(heading.advice)
+    slow = heading.advice if any(row.what.startswith("latency") for row in worse) else ()
+    advise(slow[:1])
+    if len(worse) > _SHOWN or len(slow) > 1:
+        out.print("More reasons and advice: --json, --markdown or --html.", style="dim")

@@ -64,7 +64,6 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
     (RELEASES, endpoints.delete),
     (TOOLS, inspecting.inspect),
     (TOOLS, judge.judge),
-    (TOOLS, tools.compare),
     (TOOLS, tools.bench),
     (TOOLS, quantize.quantize),
     (MACHINE, serve.serve),

@@ -64,8 +64,8 @@ def quantize(
     It writes everything it tried beside OUT, as OUT.search.json.
 
     What is told: how it was made and why, its size, what runs in int8 (of a float variant: a first look at its time),
-    and what slows it down with the setting that mends it. Whether it is right and fast is told by `compare` and
-    `bench`, and by the gates of a pipeline.
+    and what slows it down with the setting that mends it. Whether it is right and fast is told by `judge`, and by the
+    gates of a pipeline.
 
     Exit code: 0 made, 2 wrong input, 4 the library failed.
 

@@ -24,12 +24,14 @@ _HEADS = ("what", "measured", "limit", "verdict")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """What stands above the table. `rows` says on which rows the files were run, `notes` what was not shown."""
+    """What stands above the table. `rows` says on which rows the files were run, `times` the median times of a
+    request after and before, `notes` what was not shown."""
 
     baseline: str
     candidate: str
     kind: str
     rows: str
+    times: str
     sizes: tuple[int, int]
     verdict: Verdict
     notes: Sequence[str] = ()
@@ -50,13 +52,13 @@ class Row:
 
 
 def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Row]:
-    """Every result in the order of the decisions, and the size. Advice is left out where there is nothing to say."""
-    rows = [
-        _row(decision.target, result)
-        for decision in decisions
-        for result in decision.results
-        if not (result.advisory and result.verdict is Verdict.PASS and result.estimate is None)
-    ]
+    """Every result in the order of the decisions, what holds on all targets once, and the size."""
+    rows: list[Row] = []
+    seen: list[GateResult] = []
+    for decision in decisions:
+        results = [result for result in decision.results if result not in seen or result.gate != "parity"]
+        rows += [_row(decision.target, r) for r in results if not r.advisory or r.estimate is not None]
+        seen += results
     before, after = sizes
     ratio = after / before if before else 0.0
     told = f"{format_figure(ratio, 'x')} ({format_figure(after, 'B')}, was {format_figure(before, 'B')})"
@@ -124,7 +126,8 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
         cells = (row.what, row.measured, row.limit, _verdict_text(row))
         shown = (row.target, *cells) if several else cells
         lines.append("| " + " | ".join(markdown(cell) for cell in shown) + " |")
-    lines += ["", f"Candidate: {markdown(heading.kind)}. Rows: {markdown(heading.rows)}.", ""]
+    times = f" Median time of a request: {markdown(heading.times)}." if heading.times else ""
+    lines += ["", f"Candidate: {markdown(heading.kind)}. Rows: {markdown(heading.rows)}.{times}", ""]
     failed = [row for row in rows if row.verdict not in (None, Verdict.PASS)]
     told = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
     lines += [f"- {markdown(text)}" for text in (*told, *heading.notes)]
@@ -157,8 +160,8 @@ def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequen
     ]
     plots = "".join(figure_markup(figure) for figure in figures if figure is not None)
     before, after = (format_figure(size, "B") for size in heading.sizes)
-    entries = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows}
-    listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
+    entries = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows, "time": heading.times}
+    listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in entries.items() if text)
     summary = f'<p class="soft">{chip(heading.verdict)} {escape(reason_of(decisions, heading.sizes))}</p>'
     body = [
         f"<header><h1>{escape(title)}</h1>{summary}</header>",

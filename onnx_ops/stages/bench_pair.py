@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from onnx_ops.analysis.judge import judge
-from onnx_ops.analysis.latency import faster, run_interval
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, RuntimeFacts
 from onnx_ops.domain.gate import (
@@ -28,11 +26,11 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.stages.bench import LATENCY, PER_SECOND, UNITS, Conditions, Tell, facts_of
+from onnx_ops.stages.bench import LATENCY, UNITS, Conditions, Tell, facts_of
 from onnx_ops.stages.coverage import examine
 from onnx_ops.stages.probing import shared_inputs
 from onnx_ops.stages.speed import compare_more
-from onnx_ops.stages.timing import LogRatios, Race, Raw, rows_of, time_against
+from onnx_ops.stages.timing import Race, Raw, rows_of, time_against
 
 A = "A"
 """What the baseline is called in evidence."""
@@ -42,38 +40,13 @@ REGRESSIONS = {"latency": 0.05, "throughput": 0.05, "cold_start": 0.2, "memory":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Versus:
-    """One figure of B over that of A, side by side.
-
-    `medians` are those of A and B in `unit`. `ratio` is of what grows as B gets worse (time per request for a
-    throughput), with its bounds; `noise` is the half-width of the interval of A against itself, None where unknown.
-    `ratios` hold one value a pair.
-    """
-
-    figure: str
-    unit: str
-    medians: tuple[float, float]
-    ratio: float
-    low: float | None
-    high: float | None
-    limit: float
-    noise: float | None
-    ratios: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """B against A: latency first, then what else was asked."""
+    """B against A. `medians` are those of A and B by figure, latency first, in the unit that `UNITS` has for it."""
 
     batch: int
     decision: Decision
     evidence: Evidence
-    figures: tuple[Versus, ...]
-    faster: bool
-
-    @property
-    def latency(self) -> Versus:
-        return self.figures[0]
+    medians: Mapping[str, tuple[float, float]]
 
     @property
     def verdict(self) -> Verdict:
@@ -146,16 +119,11 @@ def bench_pair(
     evidence = _evidence(runtime, target, b, facts, comparison, ratios, conditions())
     evidence = replace(evidence, advice=examine(runtime, a, b, target).advice)
     decision = judge(gates, evidence)
-    limits = {r.metric: r.bound for r in decision.results if r.bound is not None}
     return Paired(
         batch=rows_of(feed),
         decision=decision,
         evidence=evidence,
-        figures=(
-            _versus(LATENCY, _latencies(raw), comparison, limits[f"ratio vs {A}"]),
-            *(_versus(r.figure, _medians(r.figure, more), r, limits[f"{r.figure} vs {A}"]) for r in ratios),
-        ),
-        faster=faster(comparison.log_ratios),
+        medians={LATENCY: _latencies(raw), **{r.figure: _medians(r.figure, more) for r in ratios}},
     )
 
 
@@ -196,30 +164,6 @@ def _check_provider(facts: RuntimeFacts, model: Path) -> None:
         raise MeasurementFailure(
             f"{first} was asked for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
         )
-
-
-def _versus(
-    figure: str, medians: tuple[float, float], measured: LatencyComparison | PairedRatios, limit: float
-) -> Versus:
-    ratio, low, high = _interval(measured.log_ratios)
-    _, self_low, self_high = _interval(measured.self_log_ratios)
-    return Versus(
-        figure=figure,
-        unit=UNITS.get(figure, PER_SECOND),
-        medians=medians,
-        ratio=ratio,
-        low=low if low > 0 else None,
-        high=high if math.isfinite(high) else None,
-        limit=limit,
-        noise=(self_high - self_low) / 2 if math.isfinite(self_high) else None,
-        ratios=tuple(float(np.exp(np.median(pair))) for pair in measured.log_ratios),
-    )
-
-
-def _interval(log_ratios: LogRatios) -> tuple[float, float, float]:
-    with np.errstate(over="ignore"):
-        estimate, low, high = np.exp(run_interval(log_ratios))
-    return float(estimate), float(low), float(high)
 
 
 def _latencies(raw: Raw) -> tuple[float, float]:

@@ -29,7 +29,7 @@ from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.graph.input_bounds import input_bounds
 from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.stages.coverage import examine, has_integers
+from onnx_ops.stages.coverage import examine
 from onnx_ops.stages.group_answers import answers_of, refusal
 from onnx_ops.stages.machine import fitting
 from onnx_ops.stages.parity import mismatched
@@ -44,8 +44,6 @@ REFERENCE = Target(
 RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
 
 Answers = Mapping[str, Tensors | MeasurementFailure]
-
-QUANTIZED_NOTE = "B is quantized: it differs from A by design, and only a task metric tells whether that is too much"
 
 Tell = Callable[[str], None]
 
@@ -144,9 +142,7 @@ def compare(
     found = _answers(runtime, target, b, groups)
     _check_repeats(exact, reference, a, groups[0])
     measured: list[ParityMeasurement] = []
-    quantized = has_integers(b) and not has_integers(a)
-    notes = [QUANTIZED_NOTE] if quantized else []
-    notes += ["one row is large: edges and large batches were left out"] if samples.large else []
+    notes = ["one row is large: edges and large batches were left out"] if samples.large else []
     for group in groups:
         right, answer = expected[group.name], found[group.name]
         measured_here: list[ParityMeasurement] = []

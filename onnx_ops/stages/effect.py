@@ -1,4 +1,4 @@
-"""What a float variant does to time: a first look, side by side. Whether it is faster, `bench` and gates decide."""
+"""What a float variant does to time: a first look, side by side. Whether it is faster, `judge` and gates decide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Effect:
     def words(self) -> str:
         if self.why:
             return f"not timed: {self.why}"
-        return f"{self.ratio:.2f} times the time ({self.low:.2f} to {self.high:.2f}); `bench` decides"
+        return f"{self.ratio:.2f} times the time ({self.low:.2f} to {self.high:.2f}); `judge` decides"
 
 
 def time_effect(runtime: Runtime, target: Target, source: Path, variant: Path) -> Effect:

@@ -83,6 +83,7 @@ class JudgeRequest:
     dataset: Dataset | None = None
     functions: Mapping[str, OwnMetric] = field(default_factory=dict)
     max_regression: float | None = None
+    concurrency: int | None = None
     cold: bool = False
     only: Part | None = None
     sizes: frozenset[str] = frozenset()
@@ -151,7 +152,7 @@ def _on_target(
             results += found
         if request.only != "parity":
             for number, setting in enumerate(request.settings):
-                one = _time(request, runtime, target, setting, cold=request.cold and not number)
+                one = _time(request, runtime, target, setting, first=not number)
                 paired.append(one)
                 results += [_named(result, setting.name) for result in one.decision.results]
                 advice = advice or one.evidence.advice
@@ -163,14 +164,14 @@ def _on_target(
     return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice)
 
 
-def _time(request: JudgeRequest, runtime: Runtime, target: Target, setting: Setting, *, cold: bool) -> Paired:
+def _time(request: JudgeRequest, runtime: Runtime, target: Target, setting: Setting, *, first: bool) -> Paired:
     return bench_pair(
         runtime,
         target,
         request.baseline,
         request.candidate,
         setting.samples.feed(setting.batch),
-        gates=pair_gates(request.max_regression, concurrency=None, cold=cold),
+        gates=pair_gates(request.max_regression, concurrency=request.concurrency, cold=request.cold and first),
         conditions=request.conditions,
         seed=request.seed,
         tell=request.tell,

@@ -135,7 +135,8 @@ def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
         yield path, f"configs/schema/{path.name}"
     for name in _WORKFLOWS:
         yield TEMPLATES / "workflows" / name, f".github/workflows/{name}"
-    yield TEMPLATES / "actions" / "onnx-ops" / "action.yml", ".github/actions/onnx-ops/action.yml"
+    for path in sorted((TEMPLATES / "actions").glob("*/action.yml")):
+        yield path, f".github/actions/{path.parent.name}/{path.name}"
     for name in _INFRA:
         for path in sorted((TEMPLATES / "infra" / name).iterdir()):
             yield path, f"infra/{name}/{path.name}"

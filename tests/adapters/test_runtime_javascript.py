@@ -296,7 +296,7 @@ def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(other_browser: No
     if "(software)" in facts.build:  # a machine with a GPU times it
         with pytest.raises(MeasurementFailure, match="software adapter") as refused:
             other_browser.sample(file, WEBGPU, rows(1), runs=1, warmup=0)
-        assert "onnx-ops compare" in refused.value.remedy
+        assert "onnx-ops judge" in refused.value.remedy
 
 
 def test_programs_that_are_missing_are_told_with_what_to_install(

@@ -18,7 +18,6 @@ from onnx_ops.analysis.latency import (
     DRIFT,
     LOOKS,
     compare,
-    faster,
     hodges_lehmann,
     needs_more,
     next_look,
@@ -247,11 +246,6 @@ class TestCompare:
 
     def test_nan_never_passes(self) -> None:
         assert compare([[math.nan]] * 5, tolerance=0.05).verdict is Verdict.INCONCLUSIVE
-        assert not faster([[math.nan]] * 10)
-
-    def test_faster_needs_confidence(self) -> None:
-        assert faster([[-0.2, -0.21]] * 4 + [[-0.19, -0.2]])
-        assert not faster([[-0.2], [0.2], [-0.1], [0.1], [-0.05]])
 
     @given(st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=4), min_size=5, max_size=12), st.floats(0.01, 0.5))
     def test_direction_does_not_matter_and_a_wider_limit_never_hurts(

@@ -62,7 +62,7 @@ def test_document_page_and_report_hold_the_same_verdict(folder: Path, golden: Go
     assert found["baseline"]["bytes"] == (folder / "good.onnx").stat().st_size
     (target,) = found["targets"]
     assert {"weights", "function", "agreement", "latency"} <= {result["metric"] for result in target["results"]}
-    assert len(target["timings"][0]["comparisons"]) == 1
+    assert len(target["timings"][0]["evidence"]["comparisons"]) == 1
     page = (folder / "page.md").read_text(encoding="utf-8")
     golden("tables", without_figures(page))
     assert command(folder, *arguments[:2], "--markdown", "-", "--quiet").stdout.startswith("### ⚪ INCONCLUSIVE")

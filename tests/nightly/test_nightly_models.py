@@ -1,4 +1,4 @@
-"""Every test model of the onnx package: `inspect` and `compare` end in a verdict or a typed error."""
+"""Every test model of the onnx package: `inspect` and `judge` end in a verdict or a typed error."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_sample_ends_in_verdicts_and_typed_errors(models: dict[str, Path], sweep: Sweep) -> None:
     found = tuple(outcomes([models[name] for name in sweep(name for name in SAMPLE if name not in TROUBLE)]))
     assert [one for one in found if one.fault] == []
-    assert {one.tool for one in found} == {"inspect", "compare"}
+    assert {one.tool for one in found} == {"inspect", "judge"}
     assert {"pass", "valid"} <= {one.kind for one in found}
 
 

@@ -66,7 +66,7 @@ def write_models(folder: Path, operators: Iterable[str] | None = None) -> tuple[
 
 
 def outcomes(models: Sequence[Path], *, timeout: float = 120.0) -> Iterator[Outcome]:
-    """What `inspect` and `compare` make of each, in processes of their own that are replaced when one dies.
+    """What `inspect` and `judge` make of each, in processes of their own that are replaced when one dies.
 
     Args:
         models: files as `write_models` gives them.
@@ -79,7 +79,7 @@ def outcomes(models: Sequence[Path], *, timeout: float = 120.0) -> Iterator[Outc
             told = [Outcome(**json.loads(line)) for line in lines]
             yield from told
             if ending:
-                tool = "compare" if told else "inspect"
+                tool = "judge" if told else "inspect"
                 yield Outcome(model=_name(model), tool=tool, kind="crashed", text=ending)
             done += 1
         waiting = waiting[done:]
@@ -136,7 +136,7 @@ def look(model: Path) -> Outcome:
 
 
 def hold_against_itself(model: Path) -> Outcome:
-    """What `compare` makes of a file and itself, on a few random rows."""
+    """What the parity of `judge` makes of a file and itself, on a few random rows."""
     from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
     from onnx_ops.spec.builtin import BUILTIN
     from onnx_ops.stages.compare import compare
@@ -147,7 +147,7 @@ def hold_against_itself(model: Path) -> Outcome:
         found = compare(ShieldedRuntime(), BUILTIN["cpu-1t"], model, model, samples)
         return found.verdict.value, found.reason
 
-    return _outcome(model, "compare", run)
+    return _outcome(model, "judge", run)
 
 
 def _outcome(model: Path, tool: str, run: Callable[[], tuple[str, str]]) -> Outcome:

@@ -46,7 +46,7 @@ function checkTiming(target) {
   if (!software) return;
   throw new Failure("MeasurementFailure", `WebGPU runs on a software adapter here (${adapter}), which is not timed`, {
     where: `target ${target.name}`,
-    remedy: "Use it to compare answers (`onnx-ops compare`); measure its speed on a machine with a GPU.",
+    remedy: "Use it to compare answers (`onnx-ops judge --only parity`); measure its speed on a machine with a GPU.",
   });
 }
 
