@@ -43,7 +43,7 @@ SLOWER = {"the same": 0, "+2 %": 2, "+10 %": 10, "+20 %": 20}
 
 REPEATS, QUICK_REPEATS = 5, 1
 FAMILY_FAULTS, QUICK_FAMILIES = ("mlp", "cnn", "transformer", "words", "trees", "scaler+linear"), ("mlp", "trees")
-ROUNDED, QUICK_ROUNDED = ("mlp", "cnn", "attention", "residual"), ("cnn",)
+ROUNDED, QUICK_ROUNDED = ("mlp", "cnn", "attention", "residual", "depthwise", "gru"), ("cnn",)
 GOOD_RECIPES = ("per channel", "per tensor", "dynamic", "QOperator")
 FAULTY_RECIPES = ("per channel", "dynamic")
 MAX_DROP = 0.02

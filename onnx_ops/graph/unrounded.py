@@ -123,12 +123,28 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
         if node.op_type != "QuantizeLinear" or node.input[0] in tensors:
             continue
         name = node.input[0].removesuffix(WRITTEN)
-        cutting = before.get(name) or (after.get(name) if name in cut and cut[name] not in makers else None)
-        if cutting is None or makers.get(node.input[0]) == cutting.op_type:
+        cutting = before.get(name) or (after[name] if name in cut else None)
+        if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
             continue
         if (levels := levels_of(node, tensors)) is not None and _ends_alike(cutting, stored, *levels):
-            found[node.output[0]] = cutting
+            found[node.output[0]] = _with_constants(cutting, stored, tensors)
     return found
+
+
+def _with_constants(
+    node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], tensors: dict[str, onnx.TensorProto]
+) -> onnx.NodeProto:
+    """A copy of a node of the original that reads constants of its own, which `tensors` gets."""
+    made = type(node)()
+    made.CopyFrom(node)
+    for place, name in enumerate(node.input):
+        if place and name:
+            made.input[place] = f"{name}.original"
+            constant = type(stored[name])()
+            constant.CopyFrom(stored[name])
+            constant.name = made.input[place]
+            tensors[constant.name] = constant
+    return made
 
 
 def _ends_alike(
@@ -137,12 +153,14 @@ def _ends_alike(
     """Whether a range lies within what the operator lets through, up to half a step."""
     from onnx import numpy_helper
 
+    if any(name and name not in stored for name in cutting.input[1:]):
+        return False
     ends: list[float | None] = [0.0, None]
     if cutting.op_type == "Clip":
         given = {a.name: a.f for a in cutting.attribute}
         ends = [given.get("min"), given.get("max")]
         for place, name in enumerate(cutting.input[1:3]):
-            if name in stored:
+            if name:
                 ends[place] = float(numpy_helper.to_array(stored[name]).item())
     return (ends[0] is None or low >= ends[0] - step / 2) and (ends[1] is None or high <= ends[1] + step / 2)
 

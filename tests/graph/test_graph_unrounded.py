@@ -18,7 +18,7 @@ from onnx_ops.stages.activations import AS_WRITTEN
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.pairs import derive
 
-METHODS = {"static": {}, "dynamic": {}, "fp16": {}, "weight-only": {"bits": 4, "block": 16}}
+METHODS: dict[str, dict[str, int]] = {"static": {}, "dynamic": {}, "fp16": {}, "weight-only": {"bits": 4, "block": 16}}
 
 
 @pytest.fixture
@@ -92,3 +92,28 @@ def test_operator_that_hides_its_rounding_is_refused(source: Path) -> None:
     onnx.save(model, derived)
     with pytest.raises(MeasurementFailure, match="QAttention"):
         write_unrounded(source, derived, source.with_name("exact.onnx"))
+
+
+@pytest.mark.parametrize("format_", ["QDQ", "QOperator"])
+def test_clip_that_became_a_range_is_put_back(tmp_path: Path, format_: str) -> None:
+    """A bound of the Clip is a constant that the variant no longer has; a residual sum is cut off too."""
+    from onnxruntime.quantization import QuantFormat, quantize_static
+
+    from onnx_ops.adapters.optimizers.calibration import BatchReader
+    from onnx_ops.graph.inspect import info
+
+    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
+    write_perceptron(source)
+    model = onnx.load(source)
+    for node in model.graph.node:
+        if node.name == "second_relu":
+            node.op_type = "Clip"
+            node.input.extend(["least", "most"])
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.array(value, np.float32), name) for name, value in (("least", 0), ("most", 6))
+    )
+    onnx.save(model, source)
+    reader = BatchReader(rows(256), info(source))
+    quantize_static(str(source), str(derived), reader, quant_format=QuantFormat[format_])
+    assert not any(node.op_type == "Clip" for node in onnx.load(derived).graph.node)
+    assert distance(source, derived) < 1e-5
