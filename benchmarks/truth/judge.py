@@ -111,6 +111,7 @@ def _judged(
                 targets=(TARGET,),
                 settings=(Setting(name="", batch=1, samples=samples),),
                 runtime=lambda _: OnnxRuntime(),
+                inside=OnnxRuntime(),
                 conditions=dict,
                 metric=metric_gate(None, MAX_DROP, lower_is_better=False),
                 dataset=dataset,

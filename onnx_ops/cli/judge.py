@@ -96,6 +96,7 @@ def judge(
     from onnx_ops.graph.kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.spec.builtin import find_target
+    from onnx_ops.stages.compare import REFERENCE
     from onnx_ops.stages.judge import JudgeRequest, judge_candidate
     from onnx_ops.stages.probing import fixed_by, shared_inputs
     from onnx_ops.wiring.project import open_project
@@ -127,6 +128,7 @@ def judge(
             targets=chosen,
             settings=settings,
             runtime=lambda name: shielded_runtime(project.ports.runtime(name), timeout),
+            inside=project.ports.runtime(REFERENCE.runtime),
             conditions=project.ports.conditions,
             metric=gate,
             dataset=dataset,

@@ -6,6 +6,7 @@ rounding: each weight and activation, the function without rounding, and what ro
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.structure import ActivationMeasurement, Advice
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.graph.files import external_files, read_structure
 from onnx_ops.graph.input_bounds import input_bounds
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.kind import CandidateKind
@@ -49,6 +51,12 @@ Part = Literal["parity", "latency"]
 HALF = 2.0**-10
 """Spacing of float16 relative to its values."""
 
+_LOOKED_AT, _COMPARED = 256, 128
+"""Rows that activations are looked at on, and that the function is compared on."""
+
+_LARGE_ROW = 1 << 14
+"""Bytes of a row of which a quarter as many is enough: it has many values."""
+
 _FIGURES = {"ratio": "latency", "load": "load time", "first": "first inference", "peak": "peak memory"}
 
 _MADE_UP = frozenset({"saturation", "clipping"})
@@ -69,7 +77,8 @@ class JudgeRequest:
     """Two files, where and how they are held against each other, and how much the candidate may lose.
 
     `settings` is the sweep. `dataset` holds all rows that were brought, with labels if there are any; None where rows
-    were made up. `metric` is the limit on the task metric. `runtime` gives a runtime by its name.
+    were made up. `metric` is the limit on the task metric. `runtime` gives a runtime by its name, `inside` is one for
+    models that show what is inside them.
     """
 
     baseline: Path
@@ -78,6 +87,7 @@ class JudgeRequest:
     targets: Sequence[Target]
     settings: Sequence[Setting]
     runtime: Callable[[str], Runtime]
+    inside: Runtime
     conditions: Conditions
     metric: MetricGate
     dataset: Dataset | None = None
@@ -302,25 +312,47 @@ def _stacked(answers: Sequence[Tensors]) -> Tensors:
 
 
 def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[GateResult]:
-    """The structural invariants of a pipeline's parity gate, and the function without rounding."""
-    request.tell(f"comparing weights and activations of {request.candidate.name} with those of {request.baseline.name}")
-    samples = request.settings[0].samples
-    rows = request.dataset.inputs if request.dataset is not None else samples.rows
+    """The structural invariants of a pipeline's parity gate, and the function without rounding.
+
+    Copies are looked at: files that show what is inside are written beside them.
+    """
+    a, b = request.baseline, request.candidate
+    request.tell(f"comparing weights and activations of {b.name} with those of {a.name}")
     own = request.dataset is not None
-    try:
-        weights = measure_weights(request.baseline, request.candidate, request.exact, rows)
-        unread = ""
-    except (MeasurementFailure, UserError) as error:
-        weights, unread = (), str(error)
+    rows = _few(request.settings[0].samples.rows, _LOOKED_AT)
+    weights: tuple[WeightMeasurement, ...] = ()
     activations: tuple[ActivationMeasurement, ...] = ()
-    if request.kind.candidate.precision == "int8" and rows:
+    unread = ""
+    function = _judge_function(request)  # in a process of its own: a model that crashes is told by it
+    with Scratch() as folder:
         try:
-            found = measure_activations(request.exact, request.baseline, request.candidate, rows)
-            activations = found if own else tuple(replace(a, clipping=None, stretch=None) for a in found)
+            a, b = (_copied(path, folder / side) for path, side in ((a, "baseline"), (b, "candidate")))
+            weights = measure_weights(a, b, request.inside, rows)
         except (MeasurementFailure, UserError) as error:
-            notes[f"activations were not looked at: {error}"] = None
+            unread = str(error)
+        if request.kind.candidate.precision == "int8" and rows:
+            try:
+                found = measure_activations(request.inside, a, b, rows)
+                activations = found if own else tuple(replace(one, clipping=None, stretch=None) for one in found)
+            except (MeasurementFailure, UserError) as error:
+                notes[f"activations were not looked at: {error}"] = None
     yield from _invariants(request, weights, activations, unread, own)
-    yield _judge_function(request)
+    yield function
+
+
+def _copied(model: Path, folder: Path) -> Path:
+    """The model and the files of its weights in a folder of its own."""
+    for file in (model, *external_files(read_structure(model), model.parent)):
+        place = folder / (file.name if file == model else file.relative_to(model.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
+    return folder / model.name
+
+
+def _few(rows: Tensors, count: int) -> Tensors:
+    """The first rows; fewer where one is large."""
+    size = sum(array.nbytes for array in rows.values()) // max(1, max(map(len, rows.values()), default=1))
+    return {name: array[: count if size < _LARGE_ROW else count // 4] for name, array in rows.items()}
 
 
 def _invariants(
@@ -351,9 +383,9 @@ def _judge_function(request: JudgeRequest) -> GateResult:
             weights = quantized_weights(request.baseline, request.candidate)
             write_with_weights(request.baseline, weights, plain)
             write_unrounded(request.baseline, request.candidate, exact)
-            found = compare(
-                request.exact, REFERENCE, plain, exact, request.settings[0].samples, request.tell, sizes=request.sizes
-            )
+            samples = request.settings[0].samples
+            samples = replace(samples, rows=_few(samples.rows, _COMPARED))
+            found = compare(request.exact, REFERENCE, plain, exact, samples, request.tell, sizes=request.sizes)
         except (MeasurementFailure, UserError) as error:
             return GateResult(
                 gate="parity",

@@ -59,6 +59,7 @@ def judged(source: Path, candidate: Path, dataset: Dataset | None = None, **chan
         targets=(CPU,),
         settings=(Setting(name="", batch=1, samples=samples),),
         runtime=lambda _: OnnxRuntime(),
+        inside=OnnxRuntime(),
         conditions=dict,
         metric=metric_gate(None, 0.01, lower_is_better=False),
         dataset=dataset,
