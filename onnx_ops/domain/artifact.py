@@ -122,3 +122,8 @@ class ModelInfo:
     outputs: tuple[TensorSpec, ...]
     nodes: int
     size_bytes: int
+
+    @property
+    def fixed_batch(self) -> int:
+        """The number of rows that a request must have; 0 if any number will do."""
+        return max((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), default=0)

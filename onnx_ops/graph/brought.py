@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.domain.pipeline import Export
@@ -12,8 +13,14 @@ from onnx_ops.graph.check import ceiling, foreign, lacking
 from onnx_ops.graph.files import model_file, read_structure
 from onnx_ops.graph.inspect import info
 
+if TYPE_CHECKING:
+    import onnx
+
 CONVERT = "convert"
 """Option of the export: the file is converted to exactly `opset` and `ir_version`."""
+
+DROPPED = "onnx-ops.zipmap.dropped"
+"""Metadata: outputs that were sequences of maps before onnx-ops made them tensors."""
 
 
 def newer(found: ModelInfo, section: Export) -> str:
@@ -36,17 +43,45 @@ def remedy(found: ModelInfo) -> str:
     )
 
 
+def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Let outputs that ZipMap makes a sequence of maps of be the matrix before it, a column a class.
+
+    Returns:
+        The outputs that have become tensors; the model's metadata names them too.
+    """
+    from onnx import TensorProto, helper
+
+    found = _zipmaps(model)
+    for node in found.values():
+        kept = helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name)
+        node.CopyFrom(kept)
+    for value in model.graph.output:
+        if value.name in found:
+            value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None]))
+    if found:
+        helper.set_model_props(model, {**{p.key: p.value for p in model.metadata_props}, DROPPED: ", ".join(found)})
+    return tuple(found)
+
+
+def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
+    """The nodes that make maps of outputs, by output."""
+    outputs = {value.name for value in model.graph.output}
+    return {n.output[0]: n for n in model.graph.node if n.op_type == "ZipMap" and n.output[0] in outputs}
+
+
 def no_tensors(path: Path) -> str:
-    """Which inputs and outputs are no tensors (a classifier with ZipMap gives a sequence of maps); empty if none."""
-    graph = read_structure(path).graph
-    kinds = {value.name: value.type.WhichOneof("value") for value in (*graph.input, *graph.output)}
+    """Which inputs and outputs are no tensors, and cannot be made some; empty if none."""
+    model = read_structure(path)
+    graph, zipped = model.graph, _zipmaps(model)
+    values = [*graph.input, *(value for value in graph.output if value.name not in zipped)]
+    kinds = {value.name: value.type.WhichOneof("value") for value in values}
     found = sorted(name for name, kind in kinds.items() if kind not in ("tensor_type", "optional_type", None))
     if not found:
         return ""
     what = str(kinds[found[0]]).removesuffix("_type")
     return (
-        f"{', '.join(found)} is no tensor but a {what}: nothing can be compared with it. "
-        "Export the model with tensors (scikit-learn's classifiers: options={'zipmap': False})."
+        f"{', '.join(found)} is no tensor but a {what}: an endpoint can neither take nor give it. "
+        "Export the model with tensors."
     )
 
 

@@ -11,6 +11,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.graph.inspect import info
+from onnx_ops.graph.ort_file import is_ort
 
 if TYPE_CHECKING:
     import onnx
@@ -39,7 +40,8 @@ _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
 def full_check(path: Path) -> None:
     """The checker of the ONNX project, shape inference included.
 
-    It accepts operators of unknown domains: only a session tells whether a runtime has them.
+    It accepts operators of unknown domains: only a session tells whether a runtime has them. Of a file in ORT format
+    there is nothing to check but whether it loads.
 
     Raises:
         UserError: the file breaks a rule of ONNX.
@@ -49,11 +51,14 @@ def full_check(path: Path) -> None:
     import onnx
 
     read_structure(path)
+    if is_ort(path):
+        return
     inference = onnx.shape_inference.InferenceError
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, inference, RuntimeError, ValueError) as error:  # inference raises all three
-        raise UserError("it is not valid ONNX", where=path.name, why=_first_line(error)) from error
+        remedy = "Export the model again, or mend what is named: onnx-ops inspect tells when it is valid."
+        raise UserError("it is not valid ONNX", where=path.name, why=_first_line(error), remedy=remedy) from error
 
 
 def ceiling(info: ModelInfo, target: Target) -> str:

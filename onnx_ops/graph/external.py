@@ -109,7 +109,8 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
         return None
     text = entries[key]
     if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= _LARGEST):
-        raise Refused(f"the {key} of its external data is no number of bytes: {text[:40]!r}", where=where)
+        what = f"the {key} of its external data is no number of bytes: {text[:40]!r}"
+        raise Refused(what, where=where, remedy=_AGAIN)
     return int(text)
 
 
@@ -143,7 +144,8 @@ def _inside_of(folder: Path, name: str, tensor: str) -> Path:
     if unsafe or not _inside(path, folder):
         raise Refused(f"its external data {name!r} lies outside its folder", where=_of(tensor), remedy=_AGAIN)
     if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
-        raise NotFound(f"its external data {name!r} is missing", where=str(folder))
+        remedy = f"Put {name} there: it holds the model's weights, and belongs with the file."
+        raise NotFound(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
     return path
 
 

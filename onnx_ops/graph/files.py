@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,15 +10,26 @@ from typing import TYPE_CHECKING
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFound, Refused, TooLarge, UserError
 from onnx_ops.graph.external import checked_files, locations, tell_lengths
+from onnx_ops.graph.ort_file import is_ort, read_ort
 
 if TYPE_CHECKING:
     import onnx
+
+_OTHERS = {
+    b"\x1f\x8b": "compressed: unpack it with gunzip",
+    b"PK\x03\x04": "a zip archive, as torch.save and Keras write them: export the model to ONNX, or unpack it",
+    b"\x80": "a Python pickle, as joblib and torch write them: name it as `model:` of a pipeline, which exports it",
+    b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
+    b"version ": "a pointer of Git LFS: fetch the file with git lfs pull",
+}
+"""What files that are not ONNX begin with."""
 
 EXTERNAL_LIMIT = 1 << 30
 """Bytes of weights above which they go into a file beside the model; a protobuf ends at 2 GiB."""
 
 _PROTOBUF_LIMIT = (1 << 31) - 1
 _BESIDE = "Save the model with its weights in a file beside it."
+_SOURCE = "Give the .onnx file that it was made from."
 _PLAIN = "Copy the model and its weights into a folder of plain files."
 
 
@@ -83,7 +95,7 @@ def model_digest(path: Path) -> Digest:
 
 
 def parse(path: Path) -> onnx.ModelProto:
-    """What stands in the file itself.
+    """What stands in the file itself; of one in ORT format its structure.
 
     Raises:
         NotFound: there is no such file.
@@ -96,13 +108,25 @@ def parse(path: Path) -> onnx.ModelProto:
         raise NotFound("no such file", where=str(path))
     if path.stat().st_size > _PROTOBUF_LIMIT:
         raise TooLarge("not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE)
+    if is_ort(path):
+        return read_ort(path)
     try:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
-        raise UserError("not an ONNX file", where=str(path), why=str(error)) from error
+        raise UserError("not an ONNX file", where=str(path), why=str(error), remedy=_kind_of(path)) from error
     if not model.graph.node and not model.graph.output:
-        raise UserError("not an ONNX file, or one without a graph", where=str(path))
+        raise UserError("not an ONNX file, or one without a graph", where=str(path), remedy=_kind_of(path))
     return model
+
+
+def _kind_of(path: Path) -> str:
+    """What to do with a file by what it begins with."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    for begins, what in _OTHERS.items():
+        if head.startswith(begins):
+            return f"It is {what}."
+    return "Export the model again, and look whether the file was copied whole."
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -111,6 +135,8 @@ def read_model(path: Path) -> onnx.ModelProto:
     from onnx.external_data_helper import load_external_data_for_model
 
     model = read_structure(path)
+    if is_ort(path):
+        raise UserError("a file in ORT format cannot be rewritten", where=str(path), remedy=_SOURCE)
     tell_lengths(tensors(model))
     try:
         load_external_data_for_model(model, str(path.parent))
@@ -139,6 +165,15 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
         )
     else:
         path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def copy_model(source: Path, path: Path) -> None:
+    """Copy a model under another name, and its weights under theirs beside it; raises as `read_structure` does."""
+    for file in external_files(read_structure(source), source.parent):
+        place = path.parent / file.relative_to(source.parent)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
+    shutil.copyfile(source, path)
 
 
 def external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:

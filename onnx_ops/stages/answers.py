@@ -55,10 +55,10 @@ def read_answers(
 
 def batches_of(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
     """Feeds that the model takes, and how many rows of each count."""
-    fixed = {spec.shape[0] for spec in info(model).inputs if spec.shape and isinstance(spec.shape[0], int)}
+    fixed = info(model).fixed_batch
     total = len(next(iter(inputs.values())))
     row_bytes = sum(array.nbytes for array in inputs.values()) // total
-    size = max(fixed, default=max(1, _INPUT_BYTES // max(1, row_bytes)))
+    size = fixed or max(1, _INPUT_BYTES // max(1, row_bytes))
     for start in range(0, total, size):
         count = min(size, total - start)
         if fixed and count < size:

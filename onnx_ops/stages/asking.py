@@ -128,7 +128,7 @@ def ask_source(
     source = _Source(exporter, model, has_trees(path))
     asked = probes(path, samples, declared)
     total = len(next(iter(samples.values())))
-    most = None if _fixed_batch(path) else _affordable(source, asked, seconds)
+    most = None if info(path).fixed_batch else _affordable(source, asked, seconds)
     groups: list[ReferenceGroup] = []
     refused: dict[str, str] = {}
     for name, probe in asked.items():
@@ -221,7 +221,7 @@ def _difference(name: str, first: Array, again: Array, tolerance: float) -> str:
 
 def probes(path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None) -> dict[str, ProbeGroup]:
     """Groups of inputs that the export takes, the real samples first: at a fixed batch, whole ones only."""
-    fixed = _fixed_batch(path)
+    fixed = info(path).fixed_batch
     try:
         domains = learn_domains(samples, declared, index_bounds(path))
     except ValueError as error:
@@ -233,12 +233,6 @@ def probes(path: Path, samples: Tensors, declared: Mapping[str, InputValues] | N
     if fixed:
         return {name: replace(probe, inputs=in_rows(probe.inputs, fixed)) for name, probe in found.items()}
     return found | {name: ProbeGroup(inputs=made) for name, made in batch_inputs(samples).items()}
-
-
-def _fixed_batch(path: Path) -> int:
-    """The number of rows that the export insists on; 0 if any will do."""
-    sizes = {spec.shape[0] for spec in info(path).inputs if spec.shape}
-    return max((size for size in sizes if isinstance(size, int)), default=0)
 
 
 def _evenly(tensors: Tensors, most: int) -> Tensors:

@@ -109,7 +109,8 @@ def facts_of(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
     """What really runs the model there; who is to blame if nothing does."""
     fitting(runtime, target)
     if reason := refusal(model, target):
-        raise UserError(reason.partition(": set export.")[0], where=model.name)
+        remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."
+        raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
     try:
         return runtime.facts(model, target)
     except MeasurementFailure:

@@ -189,7 +189,7 @@ def _contest(bench: Bench, is_export: bool, batch: int) -> Contest:
         target=bench.target,
         candidate=bench.candidate,
         rivals=rivals,
-        feed=feed_of(bench.dataset.inputs, batch),
+        feed=feed_of(bench.candidate, bench.dataset.inputs, batch),
         seed=bench.seed,
     )
 

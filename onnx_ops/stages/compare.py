@@ -43,6 +43,9 @@ REFERENCE = Target(
 
 RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
 
+_ENOUGH = 8
+"""Rows from which on one and the same answer to all of them is no accident."""
+
 Answers = Mapping[str, Tensors | MeasurementFailure]
 
 Tell = Callable[[str], None]
@@ -170,6 +173,7 @@ def compare(
     measured = sorted(with_pooled_noise(measured), key=lambda m: order[m.output])
     judged = [(m, _judged(m, labels=m.output in labels)) for m in measured]
     differences = tuple(difference for m, difference in judged if m.inside)
+    differences += _untold(samples, _tensors(expected[REAL]))
     notes += _outside([difference for m, difference in judged if not m.inside])
     examined = examine(runtime, a, b, target)
     return Parity(
@@ -193,10 +197,25 @@ def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Gro
     return {name: a if isinstance(a, MeasurementFailure) else _joined(a) for name, a in answers.items()}
 
 
-def _joined(answers: Sequence[Tensors]) -> Tensors:
-    for name, array in answers[0].items():
-        if not isinstance(array, np.ndarray):  # a runtime gives lists for sequences and maps
-            raise UserError(f"output {name!r} is no tensor", remedy="Export with plain outputs, e.g. without ZipMap.")
+def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
+    """A sequence of maps (ZipMap) as a matrix with a column a key, other sequences as an output an element."""
+    found: dict[str, Any] = {}
+    for name, value in answer.items():
+        if value is None:  # an optional output that is not there
+            continue
+        if not isinstance(value, list):
+            found[name] = np.asarray(value)
+        elif value and all(isinstance(one, dict) for one in value):
+            keys = sorted(value[0])
+            table = np.array([[one.get(key) for key in keys] for one in value])
+            found[name] = table.astype(np.float32) if table.dtype.kind in "fO" else table
+        else:
+            found |= {f"{name}[{number}]": np.asarray(one) for number, one in enumerate(value)}
+    return found
+
+
+def _joined(raw: Sequence[Mapping[str, Any]]) -> Tensors:
+    answers = [_as_tensors(answer) for answer in raw]
     if len(answers) == 1:
         return answers[0]
     for name in answers[0]:
@@ -211,7 +230,7 @@ def _joined(answers: Sequence[Tensors]) -> Tensors:
 
 def _check_repeats(runtime: Runtime, target: Target, a: Path, group: Group) -> None:
     """Twice in one session: a fresh session draws the same random numbers again."""
-    first, second = runtime.run(a, target, (group.runs[0], group.runs[0]))
+    first, second = map(_as_tensors, runtime.run(a, target, (group.runs[0], group.runs[0])))
     for name, array in first.items():
         if not _same(array, second[name]):
             raise MeasurementFailure(
@@ -260,6 +279,29 @@ def _coarse(expected: Tensors | MeasurementFailure, found: Tensors | Measurement
         for name, a, b in both
         if b is not None and a.dtype.name == b.dtype.name == "float32" and a.size and halved(b) and not halved(a)
     ]
+
+
+def _untold(samples: Samples, answers: Tensors) -> tuple[Difference, ...]:
+    """What rows cannot show to which A gives one and the same answer."""
+    count = len(samples)
+    by_row = [array for array in answers.values() if array.ndim and len(array) == count]
+    if count < _ENOUGH or len(by_row) < len(answers) or not all(_same(a, a[:1].repeat(count, 0)) for a in by_row):
+        return ()
+    reason = f"A gives the same answer to all {count} rows, so that they show nothing; bring rows that it tells apart"
+    return (
+        Difference(
+            output="*",
+            group=REAL,
+            rows=count,
+            error=0.0,
+            limit=0.0,
+            ratio=0.0,
+            labels=False,
+            mismatch="",
+            verdict=Verdict.INCONCLUSIVE,
+            reason=reason,
+        ),
+    )
 
 
 def _outside(differences: Sequence[Difference]) -> list[str]:

@@ -13,6 +13,7 @@ from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.advice import advise
 from onnx_ops.graph.coverage import int8_coverage
 from onnx_ops.graph.files import nodes, read_structure
+from onnx_ops.graph.ort_file import is_ort
 from onnx_ops.ports import RewritingRuntime, Runtime
 from onnx_ops.scratch import Scratch
 
@@ -40,7 +41,7 @@ def examine(runtime: Runtime, source: Path, variant: Path, target: Target, exclu
         target: as on which.
         excluded: names of nodes that were to stay in float.
     """
-    if not isinstance(runtime, RewritingRuntime):
+    if not isinstance(runtime, RewritingRuntime) or is_ort(variant):
         return Examined()
     with Scratch() as folder:
         copy = folder / "rewritten.onnx"

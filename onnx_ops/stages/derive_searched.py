@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.search import SEARCH_FILE, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
+from onnx_ops.graph.files import copy_model
 from onnx_ops.ports import Dataset, Ports, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.stages.derive import Derived, check_places, delivered, machines_of
@@ -49,9 +49,7 @@ def derive_searched(ports: Ports, order: Order, *, tell: Tell) -> Derived:
     with Scratch() as folder:
         source = folder / "source" / MODEL_FILE
         source.parent.mkdir()
-        for file in (order.source, order.source.with_name(f"{order.source.name}.data")):
-            if file.exists():
-                shutil.copyfile(file, source.with_name(file.name if file != order.source else MODEL_FILE))
+        copy_model(order.source, source)
         ground = Ground(
             ports=ports,
             section=order.section,

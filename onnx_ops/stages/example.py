@@ -21,9 +21,7 @@ def request_example(export: Manifest, store: Store) -> bytes:
     real = next((group for group in get_reference(store, export["reference.npz"]) if group.name == REAL), None)
     if real is None:
         return b""
-    info = codec.loads(store.read(export["info.json"]), ModelInfo)
-    sizes = {spec.shape[0] for spec in info.inputs if spec.shape and isinstance(spec.shape[0], int)}
-    batch = max(sizes, default=1)
+    batch = codec.loads(store.read(export["info.json"]), ModelInfo).fixed_batch or 1
     if sum(array[:batch].nbytes for array in real.inputs.values()) > _MOST_BYTES:
         return b""
     try:

@@ -26,7 +26,7 @@ def measure_invariance(
     Nothing for a model whose batch is fixed, for fewer than two rows, and for one that cannot take a single row.
     """
     count = min(ROWS, *(len(array) for array in samples.values()))
-    if count < 2 or any(isinstance(spec.shape[0], int) for spec in info(model).inputs if spec.shape):
+    if count < 2 or info(model).fixed_batch:
         return ()
     single_rows = (rows(samples, index, index + 1) for index in range(count))
     try:

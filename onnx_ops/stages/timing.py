@@ -16,6 +16,7 @@ from onnx_ops.analysis.latency import LOOKS, needs_more, next_look
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
 from onnx_ops.domain.target import Target
+from onnx_ops.graph.inspect import info
 from onnx_ops.ports import RaceSamples, RaceSchedule, Runtime, Tensors
 from onnx_ops.ports.data import Array
 
@@ -74,9 +75,9 @@ class Race:
         return self.baseline, self.baseline, self.candidate
 
 
-def feed_of(inputs: Tensors, batch: int) -> Tensors:
-    """One request of `batch` real rows; rows repeat if there are fewer."""
-    rows = np.arange(batch) % len(next(iter(inputs.values())))
+def feed_of(model: Path, inputs: Tensors, batch: int) -> Tensors:
+    """One request of `batch` real rows, or of the batch that the model insists on; rows repeat if there are fewer."""
+    rows = np.arange(info(model).fixed_batch or batch) % len(next(iter(inputs.values())))
     return {name: array[rows] for name, array in inputs.items()}
 
 

@@ -207,7 +207,7 @@ class Workshop:
 
     def _ratio(self, path: Path, target: Target) -> Interval:
         ground = self._ground
-        runtime, feed = ground.ports.runtime(target.runtime), feed_of(ground.tune.inputs, ground.batch)
+        runtime, feed = ground.ports.runtime(target.runtime), feed_of(ground.source, ground.tune.inputs, ground.batch)
         if target.name not in self._schedules:
             self._schedules[target.name] = _schedule(runtime, ground.source, target, feed, ground.seed)
         samples = runtime.race((ground.source, path), target, feed, self._schedules[target.name])
@@ -216,7 +216,7 @@ class Workshop:
 
     def _p99(self, path: Path, target: Target) -> float:
         ground = self._ground
-        feed = feed_of(ground.tune.inputs, ground.batch)
+        feed = feed_of(ground.source, ground.tune.inputs, ground.batch)
         runs, warmup = _RUNS_P99, _RUNS[1]
         samples = ground.ports.runtime(target.runtime).sample(path, target, feed, runs=runs, warmup=warmup)
         return float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9

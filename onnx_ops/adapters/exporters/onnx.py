@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,9 @@ from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import UserError
-from onnx_ops.graph.brought import CONVERT, newer, no_tensors, remedy
+from onnx_ops.graph.brought import CONVERT, drop_zipmaps, newer, no_tensors, remedy
 from onnx_ops.graph.check import ceiling
-from onnx_ops.graph.files import external_files, model_file, read_model, read_structure
+from onnx_ops.graph.files import copy_model, model_file, read_model, read_structure, write_model
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.operators import check_libraries
 from onnx_ops.ports.data import Array, Tensors
@@ -40,19 +39,19 @@ class OnnxExporter:
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a file, or the one `.onnx` file of a folder, with its external data.
+        """Copy a file, or the one `.onnx` file of a folder, with its external data; what ZipMap gives becomes a tensor.
 
         Raises:
             UserError: it is not ONNX.
             Refused: it names external data outside its folder.
         """
         source = model_file(Path(str(model)))
-        structure = read_structure(source)
-        for path in external_files(structure, source.parent):
-            place = folder / path.relative_to(source.parent)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
-        shutil.copyfile(source, folder / FILE)
+        if drop_zipmaps(read_structure(source)):
+            model = read_model(source)
+            drop_zipmaps(model)
+            write_model(model, folder / FILE)
+            return
+        copy_model(source, folder / FILE)
 
     def load(self, folder: Path) -> object:
         return model_file(folder)
@@ -75,11 +74,7 @@ class OnnxExporter:
             return
         if why := newer(found, section):
             raise UserError("the file is newer than asked for", where="export", why=why, remedy=remedy(found))
-        for path in external_files(read_structure(source), source.parent):
-            place = request.path.parent / path.relative_to(source.parent)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
-        shutil.copyfile(source, request.path)
+        copy_model(source, request.path)
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]

@@ -13,7 +13,7 @@ from onnx_ops.adapters.optimizers.library import quiet, told
 from onnx_ops.adapters.optimizers.options import SIZES, one_of, read_options, whole
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
-from onnx_ops.graph.files import EXTERNAL_LIMIT, nodes, read_model, write_model
+from onnx_ops.graph.files import EXTERNAL_LIMIT, external_names, nodes, read_model, write_model
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
@@ -138,7 +138,7 @@ def _save(source: Path, result: Path, level: str) -> None:
     options.log_severity_level = _ERRORS_ONLY
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
     options.optimized_model_filepath = str(result)
-    if source.stat().st_size > EXTERNAL_LIMIT:
+    if source.stat().st_size > EXTERNAL_LIMIT or external_names(source):  # whose places mean another folder
         options.add_session_config_entry(
             "session.optimized_model_external_initializers_file_name", f"{result.name}.data"
         )

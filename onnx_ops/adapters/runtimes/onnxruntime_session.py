@@ -25,6 +25,7 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.provider_options import PROVIDER_PACKAGES
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
+from onnx_ops.graph.files import external_names
 from onnx_ops.graph.operators import check_libraries
 
 DISTRIBUTION = "onnxruntime"
@@ -38,6 +39,17 @@ _LEVELS = {
 _EXTERNAL_WEIGHTS = "session.optimized_model_external_initializers_file_name"
 _LARGE = 1 << 30
 """Bytes of a file whose rewritten graph may not fit into one protobuf."""
+
+_REMEDIES = {
+    "Failed to construct locale": "Install that locale (Debian: locales, and locale-gen), or export with `locale: C`.",
+    "Got invalid dimensions": "Give rows of the shape that the model takes.",
+    "Failed to load library": "Install what the library needs; `ldd` shows what is missing.",
+    "is not a registered function/op": "Export with another opset, or give the target the operators: custom_ops.",
+    "NOT_IMPLEMENTED": "This build has no kernel for that operator and these types: export with other ones.",
+}
+"""What mends an error, by a part of its text."""
+
+_ANY_REMEDY = "These are the words of ONNX Runtime; what the file holds and asks for: onnx-ops inspect {model}."
 
 _LONGEST = 500
 """Characters of an error that are told."""
@@ -107,7 +119,7 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if write_to is not None:
             options.optimized_model_filepath = str(write_to)
-            if model.stat().st_size > _LARGE:
+            if model.stat().st_size > _LARGE or external_names(model):  # whose places mean another folder
                 options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{write_to.name}.data")
         return _built(ort, loaded, target, options)
 
@@ -134,8 +146,10 @@ def failures(model: Path) -> Iterator[None]:
             error, ValueError | RuntimeError
         ):
             raise
+        why = _why(str(error)) or type(error).__name__
+        remedy = next((remedy for part, remedy in _REMEDIES.items() if part in why), _ANY_REMEDY)
         raise MeasurementFailure(
-            "ONNX Runtime cannot run the model", where=model.name, why=_why(str(error)) or type(error).__name__
+            "ONNX Runtime cannot run the model", where=model.name, why=why, remedy=remedy.format(model=model.name)
         ) from error
 
 
