@@ -11,6 +11,7 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.graph.check import ceiling, foreign, lacking
 from onnx_ops.graph.files import model_file, read_structure
+from onnx_ops.graph.hygiene import DEFAULT_DOMAINS
 from onnx_ops.graph.inspect import info
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 CONVERT = "convert"
 """Option of the export: the file is converted to exactly `opset` and `ir_version`."""
+
+_OLDEST = 7
+"""Opset of a file that imports none."""
 
 DROPPED = "onnx-ops.zipmap.dropped"
 """Metadata: outputs that were sequences of maps before onnx-ops made them tensors."""
@@ -58,6 +62,8 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
     for value in model.graph.output:
         if value.name in found:
             value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None]))
+    if found and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
+        model.opset_import.add(version=_OLDEST)  # converters of trees import nothing but ai.onnx.ml
     if found:
         helper.set_model_props(model, {**{p.key: p.value for p in model.metadata_props}, DROPPED: ", ".join(found)})
     return tuple(found)

@@ -46,6 +46,9 @@ RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + a
 _ENOUGH = 8
 """Rows from which on one and the same answer to all of them is no accident."""
 
+KEYS, LENGTH = " (keys)", " (length)"
+"""What stands beside the values of maps and sequences, as outputs of their own: a matrix has neither."""
+
 Answers = Mapping[str, Tensors | MeasurementFailure]
 
 Tell = Callable[[str], None]
@@ -164,13 +167,13 @@ def compare(
     measured += _coarse(expected[REAL], found[REAL])
     if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
-    labels = {name for name, array in _tensors(expected[REAL]).items() if array.dtype.kind != "f"}
+    labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
     readable = b.suffix != ".ort" and has_trees(a) and has_trees(b)
     trees = compare_trees(read_trees(b), read_trees(a)) if readable else None
     if trees is not None and trees.changed:
         measured.append(mismatched("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
     order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}
-    measured = sorted(with_pooled_noise(measured), key=lambda m: order[m.output])
+    measured = sorted(with_pooled_noise(measured), key=lambda m: order.get(m.output, len(order)))
     judged = [(m, _judged(m, labels=m.output in labels)) for m in measured]
     differences = tuple(difference for m, difference in judged if m.inside)
     differences += _untold(samples, _tensors(expected[REAL]))
@@ -198,41 +201,52 @@ def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Gro
 
 
 def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
-    """A sequence of maps (ZipMap) as a matrix with a column a key, other sequences as an output an element."""
-    found: dict[str, Any] = {}
+    """Make tensors of sequences and maps.
+
+    Maps (ZipMap) become a matrix with a column a key, and their keys; other sequences an output an element, and their
+    length. An optional output that is absent is left out.
+    """
+    tensors: dict[str, Any] = {}
     for name, value in answer.items():
-        if value is None:  # an optional output that is not there
+        maps = [value] if isinstance(value, dict) else value
+        if value is None:
             continue
-        if not isinstance(value, list):
-            found[name] = np.asarray(value)
-        elif value and all(isinstance(one, dict) for one in value):
-            keys = sorted(value[0])
-            table = np.array([[one.get(key) for key in keys] for one in value])
-            found[name] = table.astype(np.float32) if table.dtype.kind in "fO" else table
+        if not isinstance(maps, list):
+            tensors[name] = np.asarray(value)
+        elif maps and all(isinstance(entry, dict) for entry in maps):
+            keys = sorted({key for entry in maps for key in entry})
+            table = np.array([[entry.get(key, np.nan) for key in keys] for entry in maps])
+            tensors[name] = table.astype(np.float32) if table.dtype.kind == "f" else table
+            tensors[f"{name}{KEYS}"] = np.array([keys])
         else:
-            found |= {f"{name}[{number}]": np.asarray(one) for number, one in enumerate(value)}
-    return found
+            tensors[f"{name}{LENGTH}"] = np.array([len(maps)])
+            tensors |= {f"{name}[{index}]": np.asarray(element) for index, element in enumerate(maps)}
+    return tensors
 
 
 def _joined(raw: Sequence[Mapping[str, Any]]) -> Tensors:
     answers = [_as_tensors(answer) for answer in raw]
     if len(answers) == 1:
         return answers[0]
-    for name in answers[0]:
-        if len(shapes := {np.atleast_1d(answer[name]).shape[1:] for answer in answers}) > 1:
+    parts: dict[str, list[Any]] = {}  # a sequence may be longer in one run than in another
+    for answer in answers:
+        for name, array in answer.items():
+            parts.setdefault(name, []).append(np.atleast_1d(array))
+    for name, arrays in parts.items():
+        if len(shapes := {array.shape[1:] for array in arrays}) > 1:
             raise UserError(
                 f"output {name!r} has another shape for other rows: {' and '.join(map(str, sorted(shapes)[:2]))}",
                 why="its shape depends on the values of the inputs, so that answers cannot be laid side by side",
                 remedy="Bring one run's rows: --data.",
             )
-    return {name: np.concatenate([np.atleast_1d(a[name]) for a in answers]) for name in answers[0]}
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
 def _check_repeats(runtime: Runtime, target: Target, a: Path, group: Group) -> None:
     """Twice in one session: a fresh session draws the same random numbers again."""
     first, second = map(_as_tensors, runtime.run(a, target, (group.runs[0], group.runs[0])))
     for name, array in first.items():
-        if not _same(array, second[name]):
+        if name not in second or not _same(array, second[name]):
             raise MeasurementFailure(
                 f"output {name!r} is another one each time",
                 where=a.name,
@@ -258,11 +272,17 @@ def _names(answer: Tensors | MeasurementFailure) -> tuple[str, ...]:
 def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMeasurement]:
     found = []
     for name, expected in reference.items():
-        if name not in answer:
-            found.append(mismatched(name, group, "B lacks this output"))
-        else:
+        if name in answer:
             found.append(measure(group=group, output=name, onnx=answer[name], single=expected, double=None))
+        elif not _in_other_form(name, expected, answer):
+            found.append(mismatched(name, group, "B lacks this output"))
     return found
+
+
+def _in_other_form(name: str, expected: Any, answer: Tensors) -> bool:
+    """Whether one of the two gives a matrix and the other maps: keys and lengths then have no counterpart."""
+    base = name.removesuffix(KEYS).removesuffix(LENGTH)
+    return base in answer if base != name else not expected.size and f"{name}{LENGTH}" in answer
 
 
 def _coarse(expected: Tensors | MeasurementFailure, found: Tensors | MeasurementFailure) -> list[ParityMeasurement]:
@@ -284,8 +304,9 @@ def _coarse(expected: Tensors | MeasurementFailure, found: Tensors | Measurement
 def _untold(samples: Samples, answers: Tensors) -> tuple[Difference, ...]:
     """What rows cannot show to which A gives one and the same answer."""
     count = len(samples)
-    by_row = [array for array in answers.values() if array.ndim and len(array) == count]
-    if count < _ENOUGH or len(by_row) < len(answers) or not all(_same(a, a[:1].repeat(count, 0)) for a in by_row):
+    told = [array for name, array in answers.items() if not name.endswith((KEYS, LENGTH))]
+    by_row = [array for array in told if array.ndim and len(array) == count]
+    if count < _ENOUGH or len(by_row) < len(told) or not all(_same(a, a[:1].repeat(count, 0)) for a in by_row):
         return ()
     reason = f"A gives the same answer to all {count} rows, so that they show nothing; bring rows that it tells apart"
     return (
