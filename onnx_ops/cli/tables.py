@@ -30,11 +30,11 @@ _COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR
 
 def console() -> Console:
     """Standard output; 120 columns where it is not a terminal, so that tables in logs stay whole."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, emoji=False)
 
 
 def error_console() -> Console:
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False, emoji=False)
 
 
 def plan_table(plan: Plan, would: Mapping[str, str]) -> None:
