@@ -35,6 +35,9 @@ def info(path: Path) -> ModelInfo:
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
     from onnx import TensorProto
 
+    form = value.type.WhichOneof("value")
+    if form not in ("tensor_type", None):
+        return TensorSpec(name=value.name, dtype=form.removesuffix("_type"), shape=())
     kind = value.type.tensor_type
     known = kind.elem_type in TensorProto.DataType.values()
     name = TensorProto.DataType.Name(kind.elem_type).lower() if known else "undefined"

@@ -32,6 +32,15 @@ _SET_BYTES = 1 << 26
 
 _ROW_BYTES = 1 << 30
 
+_TENSORS = "Inputs may be tensors of floats, integers, booleans or texts."
+_REMEDIES = {
+    "bfloat16": "NumPy has no bfloat16: export the model with float32 inputs, and a Cast to bfloat16 behind them.",
+    "map": "Export the model with a tensor that has a column for each key.",
+    "optional": "Export the model with plain tensors: one file with this input, and one without it.",
+    "sequence": "Export the model with one tensor for each element.",
+}
+"""What to do about an input that cannot be made up, by its type."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -311,10 +320,7 @@ def _dtype(spec: TensorSpec) -> np.dtype[Any]:
 
 
 def _no_tensor(spec: TensorSpec) -> UserError:
-    return UserError(
-        f"input {spec.name!r} is of type {spec.dtype}",
-        remedy="Inputs may be tensors of floats, integers, booleans or texts.",
-    )
+    return UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=_REMEDIES.get(spec.dtype, _TENSORS))
 
 
 def _draw(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...], bounds: InputBounds) -> Any:

@@ -125,6 +125,17 @@ def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
         export(TorchExporter(), Nested(), tmp_path, SAMPLES)
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("complex64", "Return torch.view_as_real"), ("bfloat16", "Return output.float")]
+)
+def test_an_output_that_the_exporter_writes_as_another_type_is_refused(tmp_path: Path, kind: str, remedy: str) -> None:
+    from tests.support.torch_modules import Casting
+
+    with pytest.raises(UserError, match=f"output 'output' is of type {kind}") as caught:
+        export(TorchExporter(), Casting(kind), tmp_path, SAMPLES)
+    assert caught.value.remedy.startswith(remedy)
+
+
 def test_a_module_that_refuses_the_samples_is_told_what_it_was_given(tmp_path: Path) -> None:
     from torch import nn
 

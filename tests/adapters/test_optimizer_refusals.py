@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
-from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
+from onnx_ops.adapters.optimizers.halves import HalfOptimizer
+from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import UserError
-from onnx_ops.ports import OptimizeRequest
+from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
 
@@ -42,3 +46,47 @@ def test_what_builds_and_does_not_run_is_refused(tmp_path: Path, options: dict[s
     with pytest.raises(UserError, match=said):
         StaticQuantizer().optimize(request)
     assert not request.path.exists()
+
+
+def write_product(path: Path, kind: str) -> None:
+    """`y = x @ w` in that type."""
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
+        "product",
+        [helper.make_tensor_value_info("x", element, ["N", 8])],
+        [helper.make_tensor_value_info("y", element, ["N", 8])],
+        [numpy_helper.from_array(np.random.default_rng(0).normal(size=(8, 8)).astype(kind), "w")],
+    )
+    onnx.save(helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 18)]), path)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float64"])
+@pytest.mark.parametrize("optimizer", [DynamicQuantizer(), HalfOptimizer()], ids=["dynamic", "fp16"])
+def test_weights_of_another_precision_are_named(tmp_path: Path, optimizer: Optimizer, kind: str) -> None:
+    write_product(tmp_path / "model.onnx", kind)
+    request = OptimizeRequest(
+        section=Quantize(name="v", method="dynamic"),
+        source=tmp_path / "model.onnx",
+        path=tmp_path / "v.onnx",
+        calibration=None,
+    )
+    with pytest.raises(UserError, match=f"its weights are {kind}") as caught:
+        optimizer.optimize(request)
+    assert caught.value.remedy.startswith("Export the model in float32")
+    assert not request.path.exists()
+
+
+def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    section = Quantize(name="v", method="dynamic")
+    DynamicQuantizer().optimize(
+        OptimizeRequest(section=section, source=tmp_path / "model.onnx", path=tmp_path / "once.onnx", calibration=None)
+    )
+    with pytest.raises(UserError, match="quantized already") as caught:
+        DynamicQuantizer().optimize(
+            OptimizeRequest(
+                section=section, source=tmp_path / "once.onnx", path=tmp_path / "twice.onnx", calibration=None
+            )
+        )
+    assert caught.value.remedy == "Give the float model that it was made from."

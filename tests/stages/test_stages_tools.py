@@ -139,6 +139,12 @@ class TestProbing:
         with pytest.raises(UserError, match="is of type"):
             made_up([TensorSpec(name="x", dtype=dtype, shape=("n",))], count=4, dims={})
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "map", "optional", "sequence"])
+    def test_an_input_that_numpy_has_no_array_for_is_refused_with_its_own_remedy(self, dtype: str) -> None:
+        with pytest.raises(UserError, match=f"is of type {dtype}") as caught:
+            made_up([TensorSpec(name="x", dtype=dtype, shape=())], count=4, dims={})
+        assert caught.value.remedy.partition(" ")[0] in ("Export", "NumPy")
+
     def test_sizes_that_no_machine_holds_are_refused(self) -> None:
         with pytest.raises(UserError, match="one row of the model's inputs takes"):
             made_up([TensorSpec(name="x", dtype="float32", shape=("n", 1 << 40, 1 << 40))], count=4, dims={})

@@ -83,3 +83,14 @@ class Conditional(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda y: y.sin() + 1, lambda y: y.cos() * 2, (x,))
+
+
+class Casting(nn.Module):
+    """Its input in another type."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind: torch.dtype = getattr(torch, kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.kind)

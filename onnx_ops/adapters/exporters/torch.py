@@ -185,13 +185,34 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
             why=f"{type(error).__name__}: {lines[0][:300] if lines else ''}",
             remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
         ) from error
-    if not all(isinstance(value, torch.Tensor) for value in output_values(answer)):
+    values = dict(zip(output_names(answer), output_values(answer), strict=True))
+    if not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise UserError(
             f"the module returns {type(answer).__name__} of other things than tensors",
             where="export",
             remedy="`forward` must return a tensor, a list or tuple of tensors, or a flat dictionary of them.",
         )
+    for name, value in values.items():
+        _check_output(torch, name, value)
     return answer
+
+
+def _check_output(torch: Any, name: str, value: Any) -> None:
+    """Refuse outputs that the exporter writes as something else, or that no client can read."""
+    if value.is_complex():
+        raise UserError(
+            f"output {name!r} is of type {str(value.dtype).removeprefix('torch.')}",
+            where="export",
+            why="the exporter writes complex numbers as pairs of real ones in one more dimension: another function",
+            remedy="Return torch.view_as_real(output), which is the same in both.",
+        )
+    if value.dtype == torch.bfloat16:
+        raise UserError(
+            f"output {name!r} is of type bfloat16",
+            where="export",
+            why="NumPy has no such type, so that neither a gate nor a client can read it",
+            remedy="Return output.float().",
+        )
 
 
 def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:

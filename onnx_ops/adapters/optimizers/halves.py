@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from onnx_ops.adapters.optimizers.library import quiet, told
+from onnx_ops.adapters.optimizers.library import nothing_derived, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, read_options
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
@@ -66,13 +66,9 @@ def _round_as_numpy_does(derived: Any, source: Any, variant: str) -> int:
 
     originals = constants(source)
     halves = {name: t for name, t in constants(derived).items() if t.data_type == _HALF and name in originals}
-    if not halves:
-        raise UserError(
-            "nothing was converted",
-            where=f"variant {variant}",
-            why="the model has no weights that an operator takes in float16",
-            remedy="Leave this variant out of `quantize`.",
-        )
+    if all(originals[name].data_type == _HALF for name in halves):
+        why = "the model has no weights that an operator takes in float16"
+        raise nothing_derived("nothing was converted", variant, source, why)
     for name, tensor in halves.items():
         with np.errstate(over="ignore"):
             rounded = numpy_helper.to_array(originals[name]).astype(np.float16)

@@ -8,11 +8,24 @@ import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from onnx_ops.errors import OnnxOpsError, StageFailure
+from onnx_ops.errors import OnnxOpsError, StageFailure, UserError
+from onnx_ops.graph.files import constants, nodes
 from onnx_ops.graph.inspect import info
 
+if TYPE_CHECKING:
+    import onnx
+
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
+
+_UNDEFINED, _FLOAT = 0, 1
+_NAMES = {10: "float16", 11: "float64", 16: "bfloat16"}
+_MATRIX = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_QUANTIZED = frozenset(
+    {"ConvInteger", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "QGemm", "QLinearConv", "QLinearMatMul"}
+)
+"""Operators that quantizers write, and no export in float has."""
 
 
 @contextlib.contextmanager
@@ -53,6 +66,31 @@ def told(what: str, variant: str, remedy: str) -> Iterator[None]:
 def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
+
+
+def nothing_derived(what: str, variant: str, source: onnx.ModelProto, why: str) -> UserError:
+    """Return the error for a model of which a method changes nothing.
+
+    Args:
+        what: what happened.
+        variant: its name.
+        source: the model, whose weights tell the reason.
+        why: the reason where the weights tell none.
+    """
+    remedy = "Leave this variant out of `quantize`."
+    kinds = {node.op_type for node in nodes(source)}
+    taken = {name for node in source.graph.node if node.op_type in _MATRIX for name in node.input}
+    types = {tensor.data_type for name, tensor in constants(source).items() if name in taken}
+    if kinds & _QUANTIZED:
+        why, remedy = "the model is quantized already", "Give the float model that it was made from."
+    elif types and not types & {_FLOAT, _UNDEFINED}:
+        names = " and ".join(sorted(_NAMES.get(number, f"of type {number}") for number in types))
+        why = f"its weights are {names}, and this method takes float32 only"
+        remedy = "Export the model in float32, and derive the variant from that."
+    elif not types and kinds & _MATRIX and source.functions:
+        why = "its weights are in functions of its own, and this method looks at the main graph only"
+        remedy = "Inline them first: onnx.inliner.inline_local_functions(model)."
+    return UserError(what, where=f"variant {variant}", why=why, remedy=remedy)
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:

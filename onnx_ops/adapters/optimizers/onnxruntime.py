@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.optimizers.library import first_line, quiet, told
+from onnx_ops.adapters.optimizers.library import first_line, nothing_derived, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, one_of, read_options
 from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow, still_quantized
-from onnx_ops.graph.files import EXTERNAL_LIMIT, constants, read_model, write_model
+from onnx_ops.graph.files import EXTERNAL_LIMIT, constants, read_model, read_structure, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS, flatten_biases, like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports.optimize import OptimizeRequest
@@ -259,10 +259,8 @@ def _check_effect(job: _Job, derived: Any) -> None:
             why="the quantizer does not leave this node in float",
             remedy="Exclude the node that holds the weights, or leave it out of `exclude`.",
         )
-    if not any(t.name.endswith("_quantized") for t in derived.graph.initializer):
-        raise UserError(
-            "nothing was quantized",
-            where=f"variant {section.name}",
-            why="the model has no operator with constant weights that this method quantizes",
-            remedy="Leave this variant out of `quantize`.",
-        )
+    source = read_structure(job.request.source)
+    known = {tensor.name for tensor in source.graph.initializer}  # a source that is quantized has such names too
+    if not any(t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer):
+        why = "the model has no operator with constant weights that this method quantizes"
+        raise nothing_derived("nothing was quantized", section.name, source, why)
