@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.recipes import Arithmetic, arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.graph.check import full_check
+from onnx_ops.graph.check import ceiling, full_check
+from onnx_ops.graph.files import parse, tensors
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import ConfiguredOptimizer, OptimizeRequest, Ports, Tensors
 from onnx_ops.scratch import Scratch
@@ -57,6 +59,10 @@ def derive(
         StageFailure: the library failed.
     """
     check_places(source, path)
+    for target in targets:
+        if reason := ceiling(info(source), target):
+            remedy = "Export the model for this target's opset and IR version."
+            raise UserError(reason.partition(": set export.")[0], where=source.name, remedy=remedy)
     machines = machines_of(ports, targets)
     with Scratch() as folder:
         made = folder / MODEL_FILE
@@ -76,8 +82,9 @@ def derive(
 def check_places(source: Path, path: Path) -> None:
     """Raises UserError if the source is no valid model, or the variant cannot be written to its path."""
     full_check(source)
-    if path.exists():
-        raise UserError("there is a file of that name", where=str(path), remedy="Remove it, or name another.")
+    for place in (path, _weights_of(path)):
+        if place.exists():
+            raise UserError("there is a file of that name", where=str(place), remedy="Remove it, or name another.")
     if not path.parent.is_dir():
         raise UserError("there is no such folder", where=str(path.parent))
 
@@ -97,18 +104,25 @@ def delivered(
     recipe: tuple[str, ...],
     excluded: tuple[str, ...],
 ) -> Derived:
-    """Put a variant that was made to its path, and say what each target makes of it.
-
-    Raises:
-        UserError: its weights do not fit into one file.
-    """
-    if made.with_name(f"{made.name}.data").exists():
-        raise UserError(
-            "the variant needs a second file for its weights", where=str(path), remedy="Use a pipeline for it."
-        )
+    """Put a variant that was made to its path, weights too large for one file beside it, and examine it."""
     examined = {t.name: examine(ports.runtime(t.runtime), source, made, t, excluded) for t in targets}
     sizes = info(source).size_bytes, info(made).size_bytes
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(made.read_bytes())
-    os.replace(partial, path)
+    if _weights_of(made).exists():
+        model = parse(made)
+        for entry in (entry for tensor in tensors(model) for entry in tensor.external_data if entry.key == "location"):
+            entry.value = _weights_of(path).name
+        _place(_weights_of(made), _weights_of(path))
+        made.write_bytes(model.SerializeToString(deterministic=True))
+    _place(made, path)
     return Derived(recipe=recipe, sizes=sizes, examined=examined)
+
+
+def _weights_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.data")
+
+
+def _place(made: Path, path: Path) -> None:
+    """Copy a file; it appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.copyfile(made, partial)
+    os.replace(partial, path)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from typer.testing import CliRunner
 
 from onnx_ops.cli.main import app
+from onnx_ops.graph import files
 from onnx_ops.graph.inspect import info
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from tests.support.operators import write_softsign
@@ -102,3 +104,27 @@ def test_a_file_is_never_overwritten(folder: Path) -> None:
     assert "file of that name" in run("model.onnx", "out.onnx", "--method", "dynamic", code=2)
     assert (folder / "out.onnx").read_bytes() == b"mine"
     run("model.onnx", "nowhere/out.onnx", "--method", "dynamic", code=2)
+
+
+def test_weights_too_large_for_one_file_come_in_a_second_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "EXTERNAL_LIMIT", 200)
+    run("model.onnx", "large.onnx", "--method", "graph")
+    written = onnx.load(folder / "large.onnx", load_external_data=False)
+    places = {e.value for t in written.graph.initializer for e in t.external_data if e.key == "location"}
+    assert places == {"large.onnx.data"}
+    onnx.checker.check_model(str(folder / "large.onnx"), full_check=True)
+    assert sorted(path.name for path in folder.iterdir() if "large" in path.name) == ["large.onnx", "large.onnx.data"]
+
+
+def test_a_second_file_that_is_there_already_is_not_written_over(folder: Path) -> None:
+    (folder / "int8.onnx.data").write_bytes(b"somebody's")
+    assert "int8.onnx.data" in run("model.onnx", "int8.onnx", "--method", "dynamic", code=2)
+    assert (folder / "int8.onnx.data").read_bytes() == b"somebody's"
+    assert not (folder / "int8.onnx").exists()
+
+
+def test_a_model_too_new_for_the_target_is_refused_before_any_work(folder: Path) -> None:
+    write_perceptron(folder / "new.onnx", opset=99)
+    said = run("new.onnx", "int8.onnx", "--method", "dynamic", code=2)
+    assert "accepts opset" in said
+    assert not (folder / "int8.onnx").exists()

@@ -237,3 +237,12 @@ def test_generated_numbers_are_counted_anew_and_stay_distinct() -> None:
         assert made.graph.node[0].output[0] == made.graph.node[1].input[0] != made.graph.node[1].output[0]
         assert made.graph.node[2].attribute[0].g.node[0].input[0] == made.graph.node[1].output[0]
     assert results[0] == results[1]
+
+
+def test_a_graph_without_outputs_is_refused(path: Path) -> None:
+    model = read_model(path)
+    model.graph.ClearField("output")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="no outputs") as caught:
+        read_structure(path)
+    assert caught.value.remedy
