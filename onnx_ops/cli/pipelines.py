@@ -49,7 +49,8 @@ def check(
     notes: list[str] = []
     for file in files:
         try:
-            notes += projects.rollout_notes(project, projects.check(project, file, overrides or ()))
+            pipeline = projects.check(project, file, overrides or ())
+            notes += [*projects.model_notes(project, pipeline), *projects.rollout_notes(project, pipeline)]
         except SpecError as error:
             problems.extend(error.problems)
     if problems:
@@ -140,6 +141,9 @@ def run(
         )
         raise typer.Exit(code)
     prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
+    if not (as_json or quiet):
+        for note in projects.model_notes(project, prepared.pipeline):
+            typer.echo(note, err=True)
     observer = None if as_json or quiet else _progress(jobs)
     result = projects.execute(project, prepared, fresh=fresh or (), observer=observer, abandon=abandon, jobs=jobs)
     from onnx_ops.wiring.summary import summarise

@@ -91,6 +91,18 @@ def no_tensors(path: Path) -> str:
     )
 
 
+def brought_notes(place: Path) -> list[str]:
+    """List what a pipeline does with a ready file that its owner may not expect; raises as `brought_problems`."""
+    path = model_file(place)
+    notes = [
+        f"{name} is a sequence of maps (ZipMap), and becomes a matrix with a column for each key"
+        for name in sorted(_zipmaps(read_structure(path)))
+    ]
+    if batch := info(path).fixed_batch:
+        notes.append(f"it takes batches of {batch} only: each run has {batch} rows, and no other batch is tried")
+    return notes
+
+
 def brought_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
     """Why the file cannot be brought, or what a target refuses of it.
 

@@ -167,6 +167,7 @@ def compare(
     measured += _coarse(expected[REAL], found[REAL])
     if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
+    notes += _read_as(expected[REAL])
     labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
     readable = b.suffix != ".ort" and has_trees(a) and has_trees(b)
     trees = compare_trees(read_trees(b), read_trees(a)) if readable else None
@@ -277,6 +278,14 @@ def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMea
         elif not _in_other_form(name, expected, answer):
             found.append(mismatched(name, group, "B lacks this output"))
     return found
+
+
+def _read_as(answer: Tensors | MeasurementFailure) -> list[str]:
+    """A line on each output of A that is no tensor."""
+    names = _names(answer)
+    maps = [f"{n.removesuffix(KEYS)} holds maps: compared by keys, and as a matrix" for n in names if n.endswith(KEYS)]
+    ends = [n.removesuffix(LENGTH) for n in names if n.endswith(LENGTH)]
+    return maps + [f"{name} is a sequence: compared by length, and element by element" for name in ends]
 
 
 def _in_other_form(name: str, expected: Any, answer: Tensors) -> bool:

@@ -99,10 +99,7 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
 
 def _brought(project: Project, pipeline: Pipeline, targets: Mapping[str, Target]) -> Sequence[str]:
     """What a ready ONNX file of the project is refused for; one from elsewhere is looked at once it is fetched."""
-    if pipeline.model is None or pipeline.export.framework != "onnx":
-        return ()
-    place = project.settings.root / pipeline.model
-    if "://" in pipeline.model or pipeline.model.startswith("models:/") or not place.exists():
+    if (place := _ready_file(project, pipeline)) is None:
         return ()
     from onnx_ops.graph.brought import brought_problems
 
@@ -110,6 +107,25 @@ def _brought(project: Project, pipeline: Pipeline, targets: Mapping[str, Target]
         return brought_problems(place, pipeline.export, targets.values())
     except UserError as error:
         return [str(error)]
+
+
+def _ready_file(project: Project, pipeline: Pipeline) -> Path | None:
+    """Return the path of the project's ready ONNX file; None for a model from elsewhere, or of a framework."""
+    if pipeline.model is None or pipeline.export.framework != "onnx":
+        return None
+    place = project.settings.root / pipeline.model
+    if "://" in pipeline.model or pipeline.model.startswith("models:/") or not place.exists():
+        return None
+    return place
+
+
+def model_notes(project: Project, pipeline: Pipeline) -> list[str]:
+    """List what the pipeline does with a ready file that its owner may not expect."""
+    if (place := _ready_file(project, pipeline)) is None:
+        return []
+    from onnx_ops.graph.brought import brought_notes
+
+    return [f"{pipeline.model}: {note}" for note in brought_notes(place)]
 
 
 def abilities(project: Project, entry: Deploy) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import helper, numpy_helper, parser
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.gate import Verdict
@@ -16,6 +16,7 @@ from onnx_ops.graph.brought import drop_zipmaps
 from onnx_ops.spec.builtin import BUILTIN
 from onnx_ops.stages.compare import Parity, compare
 from onnx_ops.stages.probing import made_up, shared_inputs
+from tests.support.zipmap import zipped
 
 _HEAD = '<ir_version: 9, opset_import: ["" : 18]>'
 _HALVES = "(float[N,4] x) => (seq(float[N,2]) y) { y = SplitToSequence<axis: int = 1>(x, two) }"
@@ -34,24 +35,6 @@ def write(path: Path, text: str, **constants: Any) -> Path:
         model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), name))
     onnx.save(model, path)
     return path
-
-
-def zipped(keys: list[int]) -> onnx.ModelProto:
-    """A classifier as converters write it by default: probabilities as one map a row."""
-    maps = helper.make_sequence_type_proto(
-        helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
-    )
-    graph = helper.make_graph(
-        [
-            helper.make_node("Softmax", ["x"], ["p"]),
-            helper.make_node("ZipMap", ["p"], ["probabilities"], domain="ai.onnx.ml", classlabels_int64s=keys),
-        ],
-        "classifier",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3])],
-        [helper.make_value_info("probabilities", maps)],
-    )
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 1)]
-    return helper.make_model(graph, ir_version=9, opset_imports=opsets)
 
 
 def compared(a: Path, b: Path) -> Parity:
