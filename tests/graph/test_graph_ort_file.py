@@ -1,0 +1,68 @@
+"""Files in ORT format: what is read of them, and that damaged ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from onnx_ops.errors import UserError
+from onnx_ops.graph.check import full_check
+from onnx_ops.graph.files import read_model, read_structure
+from onnx_ops.graph.inspect import info
+from onnx_ops.graph.ort_file import is_ort
+from onnx_ops.testing.models import write_perceptron
+
+_MAGIC_END = 8
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ort")
+    write_perceptron(folder / "model.onnx")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(folder / "model.ort")
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    return folder / "model.ort"
+
+
+def test_versions_inputs_outputs_and_operators_are_read(stored: Path) -> None:
+    assert is_ort(stored)
+    assert not is_ort(stored.with_name("model.onnx"))
+    found, source = info(stored), info(stored.with_name("model.onnx"))
+    assert (found.inputs, found.outputs, found.ir_version) == (source.inputs, source.outputs, source.ir_version)
+    assert found.opsets[""] == source.opsets[""]
+    graph = read_structure(stored).graph
+    assert {node.op_type for node in graph.node} >= {"Gemm"}
+    assert {tuple(tensor.dims) for tensor in graph.initializer} >= {(16, 16), (3, 16)}
+    full_check(stored)
+
+
+def test_it_is_not_rewritten(stored: Path) -> None:
+    with pytest.raises(UserError, match="cannot be rewritten") as caught:
+        read_model(stored)
+    assert caught.value.remedy.startswith("Give the .onnx file")
+
+
+def test_a_damaged_file_is_refused_or_read_and_never_a_crash(stored: Path, tmp_path: Path) -> None:
+    data, path = stored.read_bytes(), tmp_path / "damaged.ort"
+    draw = np.random.default_rng(0)
+    for size in draw.integers(_MAGIC_END, len(data), 60):
+        path.write_bytes(data[:size])
+        _tried(path)
+    for _ in range(400):
+        damaged = bytearray(data)
+        for place in draw.integers(_MAGIC_END, len(data), 8):
+            damaged[place] = int(draw.integers(0, 256))
+        path.write_bytes(damaged)
+        _tried(path)
+
+
+def _tried(path: Path) -> None:
+    try:
+        read_structure(path)
+    except UserError as error:
+        assert error.remedy
