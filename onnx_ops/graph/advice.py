@@ -57,9 +57,15 @@ def advise(
     Raises:
         NotFound, UserError, Refused: as for reading the files.
     """
-    model, run = read_model(variant), read_structure(rewritten)
-    types = _types(model)
+    model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
+    if kinds & {
+        "DequantizeLinear",
+        "QuantizeLinear",
+        *_DYNAMIC,
+    }:  # those of a float model tell nothing, and may take gigabytes
+        model = read_model(variant)
+    types = _types(model)
     found = [*_of_types(types, machine), *_of_sessions(target, machine, kinds), *_of_kinds(kinds, machine)]
     if coverage is not None:
         found += _of_coverage(coverage)

@@ -27,7 +27,9 @@ _OTHERS = {
 EXTERNAL_LIMIT = 1 << 30
 """Bytes of weights above which they go into a file beside the model; a protobuf ends at 2 GiB."""
 
-_PROTOBUF_LIMIT = (1 << 31) - 1
+PROTOBUF_LIMIT = (1 << 31) - 1
+"""Bytes of the largest protobuf."""
+
 _BESIDE = "Save the model with its weights in a file beside it."
 _SOURCE = "Give the .onnx file that it was made from."
 _PLAIN = "Copy the model and its weights into a folder of plain files."
@@ -106,7 +108,7 @@ def parse(path: Path) -> onnx.ModelProto:
 
     if not path.is_file():
         raise NotFound("no such file", where=str(path))
-    if path.stat().st_size > _PROTOBUF_LIMIT:
+    if path.stat().st_size > PROTOBUF_LIMIT:
         raise TooLarge("not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE)
     if is_ort(path):
         return read_ort(path)

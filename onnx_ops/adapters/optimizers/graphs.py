@@ -13,7 +13,7 @@ from onnx_ops.adapters.optimizers.library import quiet, told
 from onnx_ops.adapters.optimizers.options import SIZES, one_of, read_options, whole
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
-from onnx_ops.graph.files import EXTERNAL_LIMIT, external_names, nodes, read_model, write_model
+from onnx_ops.graph.files import EXTERNAL_LIMIT, external_names, nodes, read_model, read_structure, write_model
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
@@ -39,7 +39,7 @@ class GraphOptimizer:
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         level = str(read_options(request.section, {"level": one_of(*LEVELS)}).get("level", "extended"))
-        source = _checked(request)
+        source = _checked(request, read_structure(request.source))
         if level == "all" and len({(one.family, one.wide) for one in request.machines}) > 1:
             raise UserError(
                 "level `all` lays a graph out for the registers of one kind of machine, and the targets have several",
@@ -71,7 +71,7 @@ class FusionOptimizer:
         kinds = {"family": one_of(*FAMILIES), "heads": whole(1), "hidden": whole(1)}
         options = read_options(request.section, kinds)
         family = str(options.get("family", "bert"))
-        source = _checked(request)
+        source = _checked(request, read_structure(request.source))
         with quiet(), told("the patterns of transformers cannot be fused", request.section.name, _LEAVE_OUT):
             library = importlib.import_module("onnxruntime.transformers.optimizer")
             fused = library.optimize_model(
@@ -108,7 +108,7 @@ class ShapeOptimizer:
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         where = f"variant {request.section.name}, options"
         dims = read_options(request.section, {"dims": SIZES}).get("dims", {})
-        model = _checked(request)
+        model = _checked(request, read_model(request.source))
         shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
         batch = {shape[0].dim_param for shape in shapes if shape} - {""}
         known = {dim.dim_param for shape in shapes for dim in shape} - batch - {""}
@@ -125,9 +125,8 @@ class ShapeOptimizer:
         return (f"fixed: {', '.join(f'{name} = {size}' for name, size in sorted(dims.items()))}",)
 
 
-def _checked(request: OptimizeRequest) -> Any:
+def _checked(request: OptimizeRequest, source: Any) -> Any:
     """The source. What is excluded must be there; in float it stays by itself."""
-    source = read_model(request.source)
     follow(request.section.exclude, source, source)
     return source
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from onnx_ops.adapters.optimizers.library import nothing_derived, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, read_options
-from onnx_ops.errors import UserError
+from onnx_ops.errors import TooLarge, UserError
 from onnx_ops.graph.exclusion import follow
-from onnx_ops.graph.files import constants, read_model, write_model
+from onnx_ops.graph.files import PROTOBUF_LIMIT, constants, read_model, write_model
 from onnx_ops.graph.hygiene import like_source
+from onnx_ops.graph.inspect import info
 from onnx_ops.ports.optimize import OptimizeRequest
 
 _FLOAT, _HALF = 1, 10
@@ -28,6 +29,12 @@ class HalfOptimizer:
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         options = read_options(request.section, {"keep": NAMES})
+        if info(request.source).size_bytes > PROTOBUF_LIMIT:
+            raise TooLarge(
+                "the model has more than 2 GiB, which the converter does not take",
+                where=f"variant {request.section.name}",
+                remedy="Convert it before its export, as in torch with model.half(), or use method: weight-only.",
+            )
         source, model = read_model(request.source), read_model(request.source)
         follow(request.section.exclude, source, source)
         del model.graph.value_info[:]

@@ -14,7 +14,7 @@ from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, one_of, read_opt
 from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow, still_quantized
-from onnx_ops.graph.files import EXTERNAL_LIMIT, constants, read_model, read_structure, write_model
+from onnx_ops.graph.files import EXTERNAL_LIMIT, constants, nodes, read_model, read_structure, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS, flatten_biases, like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports.optimize import OptimizeRequest
@@ -51,6 +51,9 @@ _KEEP = "Keep the node that it names in float with `exclude`, or leave this vari
 _UNFUSED = "Quantize the graph as it was before operators were fused: types of fused ones cannot be inferred."
 
 
+_NOTHING = "the model has no operator with constant weights that this method quantizes"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """One quantization under way, between two files of a scratch folder.
@@ -81,6 +84,9 @@ class DynamicQuantizer:
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         options = read_options(request.section, _DYNAMIC_OPTIONS)
+        source = read_structure(request.source)
+        if not {node.op_type for node in nodes(source)} & set(options.get("op_types", DYNAMIC_OPERATORS)):
+            raise nothing_derived("nothing was quantized", request.section.name, source, _NOTHING)
         reduce_range, why = reduced(options, request.machines)
         _quantize(request, {**options, "reduce_range": reduce_range}, _dynamic)
         return (why, "ranges of activations are found anew for each batch: answers depend on what else is in it")
@@ -262,5 +268,4 @@ def _check_effect(job: _Job, derived: Any) -> None:
     source = read_structure(job.request.source)
     known = {tensor.name for tensor in source.graph.initializer}  # a source that is quantized has such names too
     if not any(t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer):
-        why = "the model has no operator with constant weights that this method quantizes"
-        raise nothing_derived("nothing was quantized", section.name, source, why)
+        raise nothing_derived("nothing was quantized", section.name, source, _NOTHING)
