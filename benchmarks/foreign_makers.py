@@ -647,7 +647,7 @@ def _optimised(level: str) -> Make:
     return make
 
 
-@_maker("optimised by ONNX Runtime", "ort-format")
+@_maker("optimised by ONNX Runtime", "ort-format")  # under a name that does not say so
 def _ort_format(path: Path) -> None:
     import onnxruntime as ort
 

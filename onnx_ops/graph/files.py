@@ -132,14 +132,19 @@ def _kind_of(path: Path) -> str:
     return "Export the model again, and look whether the file was copied whole."
 
 
+def refuse_ort(path: Path) -> None:
+    """Raises UserError for a file in ORT format, of which nothing but its structure is read."""
+    if is_ort(path):
+        raise UserError("a file in ORT format cannot be rewritten", where=str(path), remedy=_SOURCE)
+
+
 def read_model(path: Path) -> onnx.ModelProto:
     """The whole model, weights included; raises as `read_structure` does."""
     from onnx.checker import ValidationError
     from onnx.external_data_helper import load_external_data_for_model
 
     model = read_structure(path)
-    if is_ort(path):
-        raise UserError("a file in ORT format cannot be rewritten", where=str(path), remedy=_SOURCE)
+    refuse_ort(path)
     tell_lengths(tensors(model))
     try:
         load_external_data_for_model(model, str(path.parent))

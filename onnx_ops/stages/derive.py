@@ -14,7 +14,7 @@ from onnx_ops.domain.recipes import Arithmetic, arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import ceiling, full_check
-from onnx_ops.graph.files import parse, tensors
+from onnx_ops.graph.files import parse, refuse_ort, tensors
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import ConfiguredOptimizer, OptimizeRequest, Ports, Tensors
 from onnx_ops.scratch import Scratch
@@ -82,6 +82,7 @@ def derive(
 def check_places(source: Path, path: Path) -> None:
     """Raises UserError if the source is no valid model, or the variant cannot be written to its path."""
     full_check(source)
+    refuse_ort(source)
     for place in (path, _weights_of(path)):
         if place.exists():
             raise UserError("there is a file of that name", where=str(place), remedy="Remove it, or name another.")

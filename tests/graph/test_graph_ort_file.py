@@ -8,12 +8,15 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.files import read_model, read_structure
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.ort_file import is_ort
-from onnx_ops.testing.models import write_perceptron
+from onnx_ops.spec.builtin import BUILTIN
+from onnx_ops.stages.derive import check_places
+from onnx_ops.testing.models import rows, write_perceptron
 
 _MAGIC_END = 8
 
@@ -45,6 +48,16 @@ def test_it_is_not_rewritten(stored: Path) -> None:
     with pytest.raises(UserError, match="cannot be rewritten") as caught:
         read_model(stored)
     assert caught.value.remedy.startswith("Give the .onnx file")
+
+
+def test_it_runs_under_any_name_and_no_variant_is_made_of_it(stored: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(stored.read_bytes())
+    runtime, target = OnnxRuntime(), BUILTIN["cpu-1t"]
+    ((answer,), (expected,)) = (runtime.run(p, target, (rows(4),)) for p in (path, stored.with_name("model.onnx")))
+    np.testing.assert_allclose(answer["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
+    with pytest.raises(UserError, match="cannot be rewritten"):
+        check_places(path, tmp_path / "variant.onnx")
 
 
 def test_a_damaged_file_is_refused_or_read_and_never_a_crash(stored: Path, tmp_path: Path) -> None:

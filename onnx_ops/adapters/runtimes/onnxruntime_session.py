@@ -27,6 +27,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.graph.files import external_names
 from onnx_ops.graph.operators import check_libraries
+from onnx_ops.graph.ort_file import is_ort
 
 DISTRIBUTION = "onnxruntime"
 
@@ -111,6 +112,8 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
     loaded = model if record_assignment or write_to is not None else loaded_file(model, target)
     with failures(model):
         options = _options(ort, target.session)
+        if is_ort(loaded):  # else the runtime goes by the file's name
+            options.add_session_config_entry("session.load_model_format", "ORT")
         if target.ort_format is not None and target.ort_format.style == "runtime":
             options.add_session_config_entry(REPLAYED, "1")
         for library in target.custom_ops:
