@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 Make = Callable[[Path], object]
 
 _MAKERS: list[tuple[str, str, Make, bool]] = []
+_OWN_TESTS = "onnx's own tests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def files(folder: Path, *, step: int = 1, only: str = "") -> Iterator[ForeignFil
 
 
 def _main(folder: Path, step: int, only: str) -> None:
-    for number, (kind, name, make, broken) in enumerate(_all()):
+    for number, (kind, name, make, broken) in enumerate(_all(only)):
         if number % step or not kind.startswith(only):
             continue
         path = folder / kind.replace(" ", "-") / name / "model.onnx"
@@ -61,9 +62,10 @@ def _main(folder: Path, step: int, only: str) -> None:
         print(json.dumps({"kind": kind, "name": name, "path": str(path), "broken": broken}), flush=True)
 
 
-def _all() -> Iterator[tuple[str, str, Make, bool]]:
+def _all(only: str) -> Iterator[tuple[str, str, Make, bool]]:
     yield from _MAKERS
-    yield from _backend_models()
+    if _OWN_TESTS.startswith(only):  # all of them are built for a few
+        yield from _backend_models()
 
 
 def _maker(kind: str, name: str, *, broken: bool = False) -> Callable[[Make], Make]:
@@ -729,7 +731,7 @@ def _backend_models() -> Iterator[tuple[str, str, Make, bool]]:
     for operator in _CASES:
         name = next((name for name in models if name.startswith(operator)), None)
         if name is not None:
-            yield "onnx's own tests", name, partial(_given, models[name]), False
+            yield _OWN_TESTS, name, partial(_given, models[name]), False
 
 
 def _given(model: object, _: Path) -> object:

@@ -55,7 +55,7 @@ def test_it_runs_under_any_name_and_no_variant_is_made_of_it(stored: Path, tmp_p
     path.write_bytes(stored.read_bytes())
     runtime, target = OnnxRuntime(), BUILTIN["cpu-1t"]
     ((answer,), (expected,)) = (runtime.run(p, target, (rows(4),)) for p in (path, stored.with_name("model.onnx")))
-    np.testing.assert_allclose(answer["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.float32(answer["scores"]), np.float32(expected["scores"]), rtol=1e-5, atol=1e-6)
     with pytest.raises(UserError, match="cannot be rewritten"):
         check_places(path, tmp_path / "variant.onnx")
 
