@@ -220,3 +220,29 @@ def test_a_mistake_is_a_document_too(folder: Path) -> None:
     found = command(folder, "bench", "good.onnx", "--data", "short.npz", "--json").document()
     assert (found["exit_code"], found["error"]) == (2, "UserError")
     assert "numpy.savez" in found["remedy"]
+
+
+class TestExternalWeights:
+    """The default of torch: weights in a file beside the model."""
+
+    def test_every_tool_takes_them(self, folder: Path) -> None:
+        write_external(folder / "model.onnx", "model.onnx.data")
+        for words in (
+            "inspect model.onnx",
+            "compare model.onnx model.onnx --rows 8",
+            "bench model.onnx --runs 20",
+            "quantize model.onnx graph.onnx --method graph",
+        ):
+            done = command(folder, *words.split(), "--json")
+            assert done.code == 0, done.stderr or done.stdout
+
+    @pytest.mark.parametrize(
+        "words", ["inspect m.onnx", "compare m.onnx m.onnx", "quantize m.onnx v.onnx --method graph"]
+    )
+    def test_a_missing_file_is_named_with_the_remedy(self, folder: Path, words: str) -> None:
+        write_external(folder / "m.onnx", "m.onnx.data")
+        (folder / "m.onnx.data").unlink()
+        done = command(folder, *words.split(), "--json")
+        assert done.code == 2
+        assert "m.onnx.data" in done.document()["what"]
+        assert "m.onnx.data" in done.document()["remedy"]

@@ -246,3 +246,21 @@ def test_a_graph_without_outputs_is_refused(path: Path) -> None:
     with pytest.raises(UserError, match="no outputs") as caught:
         read_structure(path)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("head", "remedy"),
+    [
+        (b"\x1f\x8b\x08", "gunzip"),
+        (b"PK\x03\x04", "zip archive"),
+        (b"\x80\x04\x95", "pickle"),
+        (b"\x89HDF\r\n", "HDF5"),
+        (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        (b"", "copied whole"),
+    ],
+)
+def test_a_file_that_is_no_onnx_is_refused_by_what_it_is(tmp_path: Path, head: bytes, remedy: str) -> None:
+    (tmp_path / "model.onnx").write_bytes(head + bytes(40) * bool(head))
+    with pytest.raises(UserError) as caught:
+        read_structure(tmp_path / "model.onnx")
+    assert remedy in caught.value.remedy
