@@ -50,9 +50,12 @@ def full_check(path: Path) -> None:
     """
     import onnx
 
-    read_structure(path)
+    structure = read_structure(path)
     if is_ort(path):
         return
+    if not structure.graph.output:
+        remedy = "Export the model again, with names for its outputs."
+        raise UserError("it is not valid ONNX", where=path.name, why="the graph has no outputs", remedy=remedy)
     inference = onnx.shape_inference.InferenceError
     try:
         onnx.checker.check_model(str(path), full_check=True)

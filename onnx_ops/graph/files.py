@@ -116,9 +116,8 @@ def parse(path: Path) -> onnx.ModelProto:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
         raise UserError("not an ONNX file", where=str(path), why=str(error), remedy=_kind_of(path)) from error
-    if not model.graph.output:
-        what = "it has no outputs" if model.graph.node else "not an ONNX file, or one without a graph"
-        raise UserError(what, where=str(path), remedy=_kind_of(path))
+    if not model.graph.node and not model.graph.output:
+        raise UserError("not an ONNX file, or one without a graph", where=str(path), remedy=_kind_of(path))
     return model
 
 

@@ -244,7 +244,7 @@ def test_a_graph_without_outputs_is_refused(path: Path) -> None:
     model.graph.ClearField("output")
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UserError, match="no outputs") as caught:
-        read_structure(path)
+        full_check(path)
     assert caught.value.remedy
 
 
