@@ -23,10 +23,11 @@ from onnx_ops.domain.gate import ParityGate, Verdict, combine
 from onnx_ops.domain.structure import Advice, Int8Coverage, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.graph.check import aborts_without_rows, foreign, full_check, lacking
+from onnx_ops.graph.check import aborts_without_rows, ceiling, foreign, full_check, lacking
 from onnx_ops.graph.files import read_structure
 from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.graph.input_bounds import input_bounds
+from onnx_ops.graph.inspect import info
 from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.stages.coverage import examine
@@ -133,10 +134,8 @@ def compare(
     """
     shared_inputs(a, b)
     fitting(runtime, target)
-    for model in (a, b):
-        if reason := lacking(foreign(read_structure(model)), target):
-            raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
     reference = replace(REFERENCE, custom_ops=target.custom_ops)
+    _check_places(target, (a, reference), (b, target))
     bounds = input_bounds(a)
     empty = not any(map(aborts_without_rows, (a, b)))
     splits = split_probes(a, samples.rows) if has_trees(a) and not samples.fixed else None
@@ -189,6 +188,17 @@ def compare(
         coverage=examined.coverage,
         advice=examined.advice,
     )
+
+
+def _check_places(target: Target, *pairs: tuple[Path, Target]) -> None:
+    """Raises UserError if a target cannot run its model, as far as the file tells."""
+    for model, place in pairs:
+        if reason := ceiling(info(model), place):
+            remedy = "Export the model for this target's opset and IR version."
+            raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
+        if reason := lacking(foreign(read_structure(model)), target):
+            remedy = "Give the target its library of them: custom_ops."
+            raise UserError(reason, where=model.name, remedy=remedy)
 
 
 def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Group]) -> Answers:

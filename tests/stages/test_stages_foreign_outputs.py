@@ -12,10 +12,12 @@ from onnx import helper, numpy_helper, parser
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.gate import Verdict
+from onnx_ops.errors import UserError
 from onnx_ops.graph.brought import drop_zipmaps
 from onnx_ops.spec.builtin import BUILTIN
 from onnx_ops.stages.compare import Parity, compare
 from onnx_ops.stages.probing import made_up, shared_inputs
+from onnx_ops.testing.models import write_perceptron
 from tests.support.zipmap import zipped
 
 _HEAD = '<ir_version: 9, opset_import: ["" : 18]>'
@@ -95,3 +97,10 @@ def test_a_file_without_maps_is_left_as_it_is() -> None:
     before = model.SerializeToString(deterministic=True)
     assert drop_zipmaps(model) == ()
     assert model.SerializeToString(deterministic=True) == before
+
+
+def test_a_file_too_new_for_the_target_is_refused_before_it_runs(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "new.onnx", opset=99)
+    with pytest.raises(UserError, match="accepts opset") as caught:
+        compared(tmp_path / "new.onnx", tmp_path / "new.onnx")
+    assert caught.value.remedy
