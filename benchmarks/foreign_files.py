@@ -34,7 +34,7 @@ from onnx_ops.graph.inspect import info
 
 HEAD = """# Files of others
 
-Written by `benchmarks/foreign_files.py`. Each file goes through `inspect`, `compare` with itself, `compare` with a copy
+Written by `benchmarks/foreign_files.py`. Each file goes through `inspect`, `judge` against itself, `judge` of a copy
 that has a wrong weight, `quantize` (dynamic and graph), and `bench`. *done* counts the commands that ended in a
 verdict or a result, *refused* those that ended with a message and exit code 2, 4 or 5.
 """
@@ -75,10 +75,10 @@ def _tried(file: makers.ForeignFile) -> Iterator[Outcome]:
             fault = "no remedy"
         return Outcome(kind=file.kind, file=file.name, command=command, code=code, message=message, fault=fault)
 
-    yield outcome("inspect", file.path, good=(0,))
-    yield outcome("compare", file.path, file.path, "--rows", 16, good=(0,))
+    yield outcome("inspect", file.path)
+    yield outcome("judge", file.path, file.path, "--only", "parity", "--rows", 16)
     if not file.broken and (wrong := wrong_copy(file.path)) is not None:
-        yield outcome("compare", file.path, wrong, "--rows", 64, good=(1,))
+        yield outcome("judge", file.path, wrong, "--only", "parity", "--rows", 64, good=(1,))
     for method in ("dynamic", "graph"):
         yield outcome("quantize", file.path, file.path.parent / f"{method}.onnx", "--method", method)
     yield outcome("bench", file.path, "--runs", 20)

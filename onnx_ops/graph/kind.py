@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.graph.files import constants, nodes, read_structure
+from onnx_ops.graph.ort_file import is_ort
 
 if TYPE_CHECKING:
     import onnx
@@ -117,7 +118,7 @@ def _count(tensor: onnx.TensorProto) -> int:
 
 
 def _list_changes(before: onnx.ModelProto, after: onnx.ModelProto, file: Path, *, same: bool) -> list[str]:
-    changes = [".ort format"] if file.suffix == ".ort" else []
+    changes = [".ort format"] if is_ort(file) else []
     opsets = [
         max((e.version for e in m.opset_import if e.domain in ("", "ai.onnx")), default=0) for m in (before, after)
     ]

@@ -28,6 +28,7 @@ from onnx_ops.graph.files import read_structure
 from onnx_ops.graph.forest import has_trees, read_trees
 from onnx_ops.graph.input_bounds import input_bounds
 from onnx_ops.graph.inspect import info
+from onnx_ops.graph.ort_file import is_ort
 from onnx_ops.graph.trees import split_probes
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.stages.coverage import examine
@@ -168,7 +169,7 @@ def compare(
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
     notes += _read_as(expected[REAL])
     labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
-    readable = b.suffix != ".ort" and has_trees(a) and has_trees(b)
+    readable = not is_ort(b) and has_trees(a) and has_trees(b)
     trees = compare_trees(read_trees(b), read_trees(a)) if readable else None
     if trees is not None and trees.changed:
         measured.append(mismatched("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))

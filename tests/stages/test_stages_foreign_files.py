@@ -13,5 +13,5 @@ _KIND = "other domains"
 def test_files_of_other_domains_end_in_verdicts_and_refusals_with_a_remedy(tmp_path: Path) -> None:
     found = list(outcomes(tmp_path, only=_KIND))
     assert [one for one in found if one.fault] == []
-    assert {one.command for one in found} == {"inspect", "compare", "quantize", "bench"}
+    assert {one.command for one in found} == {"inspect", "judge", "quantize", "bench"}
     assert {one.code for one in found} <= {0, 2, 4}
