@@ -229,7 +229,7 @@ class TestExternalWeights:
         write_external(folder / "model.onnx", "model.onnx.data")
         for words in (
             "inspect model.onnx",
-            "compare model.onnx model.onnx --rows 8",
+            "judge model.onnx model.onnx --rows 8 --only parity",
             "bench model.onnx --runs 20",
             "quantize model.onnx graph.onnx --method graph",
         ):
@@ -237,7 +237,7 @@ class TestExternalWeights:
             assert done.code == 0, done.stderr or done.stdout
 
     @pytest.mark.parametrize(
-        "words", ["inspect m.onnx", "compare m.onnx m.onnx", "quantize m.onnx v.onnx --method graph"]
+        "words", ["inspect m.onnx", "judge m.onnx m.onnx", "quantize m.onnx v.onnx --method graph"]
     )
     def test_a_missing_file_is_named_with_the_remedy(self, folder: Path, words: str) -> None:
         write_external(folder / "m.onnx", "m.onnx.data")
