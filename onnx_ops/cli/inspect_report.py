@@ -47,7 +47,7 @@ def survey_report(path: Path, found: Survey, targets: Mapping[str, str], written
         "about": found.description,
         "inputs": _tensors(info.inputs),
         "outputs": _tensors(info.outputs),
-        "nodes": f"{sum(found.operators.values())}: {_counts(found.operators)}",
+        "nodes": f"{sum(found.operators.values())}: {_counts(found.versions)}",
         "custom": "\n".join(f"{name} at {', '.join(at[:5])}" for name, at in found.foreign.items()),
         "weights": _counts(found.parameters) or "none",
         **_cost(found.cost),

@@ -258,7 +258,9 @@ class Evidence:
     `failure` says why a measurement is missing; it blames the environment, never the model. `raw` is the digest of
     the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source, or else
     that of the target from that place. `recipe` tells in sentences how the variant was made, `advice` what slows it
-    down on the target. `grouped` says why the scored rows look as if some belonged together, where no key names groups.
+    down on the target. `opsets` are the versions that the variant imports by domain, `operators` counts its nodes by
+    operator and version of its definition (`Gemm-13`). `grouped` says why the scored rows look as if some belonged
+    together, where no key names groups.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -289,6 +291,8 @@ class Evidence:
     metrics: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
     grouped: tuple[str, ...] = field(default=(), metadata=LATER)
+    opsets: Mapping[str, int] = field(default_factory=dict, metadata=LATER)
+    operators: Mapping[str, int] = field(default_factory=dict, metadata=LATER)
     comparisons: tuple[LatencyComparison, ...] = ()
     latency: LatencySamples | None = None
     throughput: tuple[Throughput, ...] = ()

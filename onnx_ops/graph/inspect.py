@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo, TensorSpec
-from onnx_ops.graph.files import external_files, read_structure
+from onnx_ops.graph.files import external_files, nodes, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -30,6 +31,34 @@ def info(path: Path) -> ModelInfo:
         nodes=len(model.graph.node),
         size_bytes=path.stat().st_size + sum(f.stat().st_size for f in external_files(model, path.parent)),
     )
+
+
+def count_operators(model: onnx.ModelProto) -> dict[str, int]:
+    """Count the nodes by operator and the version of its definition, such as `Gemm-13`, the most frequent first.
+
+    A version is the newest opset, at most the one that the model imports, that changed the operator. Operators of other
+    domains have theirs in front; of those that ONNX does not define, no version is known. Nodes of subgraphs and
+    functions count too; a function's nodes have the versions of the model, and of the function's own imports where the
+    model has none of that domain.
+    """
+    opsets = {
+        entry.domain or "ai.onnx": entry.version
+        for imports in (*(function.opset_import for function in model.functions), model.opset_import)
+        for entry in imports
+    }
+    counts = Counter(_versioned(node, opsets.get(node.domain or "ai.onnx", 0)) for node in nodes(model))
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _versioned(node: onnx.NodeProto, opset: int) -> str:
+    from onnx import defs
+
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    name = f"{domain}::{node.op_type}" if domain else node.op_type
+    try:
+        return f"{name}-{defs.get_schema(node.op_type, opset, domain).since_version}"
+    except defs.SchemaError:
+        return name
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:

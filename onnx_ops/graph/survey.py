@@ -13,7 +13,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.graph.check import foreign, full_check
 from onnx_ops.graph.cost import Cost, cost
 from onnx_ops.graph.files import external_files, nodes, read_structure
-from onnx_ops.graph.inspect import info
+from onnx_ops.graph.inspect import count_operators, info
 from onnx_ops.graph.metadata import AUTHOR, LICENSE
 
 if TYPE_CHECKING:
@@ -27,15 +27,17 @@ class Survey:
     """What stands in a file.
 
     `operators` counts nodes, those of subgraphs and functions too; outside the default domain with the domain in
-    front. `foreign` names the nodes of operators that no runtime brings. `parameters` counts the elements of the
-    graph's constants by their type. `author`, `license`, `version` and `description` are what the file tells; empty or
-    0 if nothing. `problem` is what the ONNX checker has against the file; empty if nothing.
+    front, and `versions` by the version of their definitions too (`Gemm-13`). `foreign` names the nodes of operators
+    that no runtime brings. `parameters` counts the elements of the graph's constants by their type. `author`,
+    `license`, `version` and `description` are what the file tells; empty or 0 if nothing. `problem` is what the ONNX
+    checker has against the file; empty if nothing.
     """
 
     file: Digest
     info: ModelInfo
     producer: str
     operators: Mapping[str, int]
+    versions: Mapping[str, int]
     foreign: Mapping[str, tuple[str, ...]]
     parameters: Mapping[str, int]
     cost: Cost
@@ -69,6 +71,7 @@ def survey(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None)
         info=info(path),
         producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
         operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        versions=count_operators(model),
         foreign=foreign(model),
         parameters=_parameters(model),
         cost=cost(path, batch=batch, dims=dims),

@@ -24,6 +24,8 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
     entries = {
         "trees": "; ".join(tree_lines(evidence.trees)),
         "recipe": "; ".join(evidence.recipe),
+        "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in evidence.opsets.items()),
+        "operators": ", ".join(f"{name} {count}" for name, count in evidence.operators.items()),
         "int8": "; ".join(coverage_lines(evidence.coverage)),
         "advice": "; ".join(advice_lines(evidence.advice)),
         "activations": activations,

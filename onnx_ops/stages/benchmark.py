@@ -19,6 +19,8 @@ from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits, TreeS
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.graph.check import refusal
+from onnx_ops.graph.files import read_structure
+from onnx_ops.graph.inspect import count_operators, info
 from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
 from onnx_ops.scratch import Scratch
 from onnx_ops.stages.champion import Champion, champion_of
@@ -106,6 +108,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             metrics=metrics.counts,
             scores=metrics.scores,
             grouped=metrics.grouped,
+            opsets=info(bench.candidate).opsets,
+            operators=count_operators(read_structure(bench.candidate)),
             comparisons=speed.comparisons,
             latency=speed.latency,
             throughput=speed.throughput,

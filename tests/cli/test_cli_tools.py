@@ -46,6 +46,7 @@ class TestInspect:
     def test_the_same_for_machines(self, folder: Path) -> None:
         found = command(folder, "inspect", "good.onnx", "--json").document()
         assert found["operators"] == {"Gemm": 2, "Relu": 2, "Add": 1, "MatMul": 1}
+        assert found["versions"] == {"Gemm-13": 2, "Relu-14": 2, "Add-14": 1, "MatMul-13": 1}
         assert found["parameters"] == {"float": 467}
         assert found["valid"] is True
         assert found["targets"]["cpu-all"] == {"accepts": True, "reason": ""}
