@@ -87,6 +87,10 @@ class Train(Attempts):
     env: Annotated[Environment | None, doc("Environment to train in; that of `export` if left out.")] = None
 
 
+TRANSLATIONS = "translations"
+"""Option of the torch exporter: `package.module:TABLE`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export(Attempts):
     framework: Annotated[str, doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, onnx (bring your own).")]
@@ -98,6 +102,11 @@ class Export(Attempts):
     ] = field(default_factory=dict)
     options: Annotated[Mapping[str, Json], doc("Options of this exporter.")] = field(default_factory=dict)
     env: Annotated[Environment | None, doc("Environment of its own; the exporter's default if left out.")] = None
+
+    @property
+    def translations(self) -> str:
+        """The reference of the project's table of ONNX functions for operators of torch; empty if none is given."""
+        return str(self.options.get(TRANSLATIONS, "")) if self.framework == "torch" else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

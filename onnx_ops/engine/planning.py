@@ -116,6 +116,9 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
         **env,
         **operators,
     }
+    if table := pipeline.export.translations:  # validation rests on the export, and needs the code for tracing only
+        depends = pipeline.train.depends if pipeline.train else ()
+        export["translations"] = probe.code(table, depends).digest()
     validate: dict[str, Json] = {
         "section": section_of(pipeline.validate),
         "export": section_of(pipeline.export),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.domain.pipeline import Pipeline, PluginData
+from onnx_ops.domain.pipeline import TRANSLATIONS, Pipeline, PluginData
 from onnx_ops.domain.search import AUTO
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound, Problem, SpecError, UserError
@@ -65,6 +65,9 @@ def project_findings(draft: Draft, files: TargetFiles, targets: Mapping[str, Tar
     ]
     if draft.train and (problem := function_problem(draft.train.run, files.root)):
         findings.append(Finding(loc=("train", "run"), message=problem))
+    table = draft.export.translations if draft.export else ""
+    if table and (problem := function_problem(table, files.root)):
+        findings.append(Finding(loc=("export", "options", TRANSLATIONS), message=problem))
     return findings
 
 

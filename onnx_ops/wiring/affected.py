@@ -102,6 +102,8 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
             yield from user_code(referred_modules(root / pipeline.model, root), root).files
     if pipeline.train is not None:
         yield from user_code((pipeline.train.run,), root, pipeline.train.depends).files
+    if table := pipeline.export.translations:
+        yield from user_code((table,), root).files
     for entry in pipeline.quantize:
         optimizer = None if entry.method == AUTO else project.ports.optimizer(entry.method, entry.env)
         if isinstance(optimizer, ConfiguredOptimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from onnx_ops.adapters.exporters.torch import TorchExporter, _quiet
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure, UserError
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
@@ -158,3 +160,40 @@ def test_loading_what_is_not_a_module_is_told(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"not a module")
     with pytest.raises(UserError, match="cannot load"):
         TorchExporter().load(tmp_path)
+
+
+def test_an_operator_without_translation_is_named_with_the_option(tmp_path: Path) -> None:
+    from tests.support.torch_modules import Custom
+
+    with pytest.raises(StageFailure) as raised:
+        export(Custom(), images(4), tmp_path / "m.onnx")
+    assert "no translation of operator onnx_ops_tests.twice.default" in raised.value.what
+    assert "translations: package.module:TABLE" in raised.value.remedy
+
+
+def test_a_table_of_translations_exports_an_operator_of_the_project(tmp_path: Path) -> None:
+    from tests.support.torch_modules import Custom
+
+    section = replace(SECTION, options={"translations": "tests.support.torch_modules:TRANSLATIONS"})
+    feed = images(4)
+    answers = export(Custom(), feed, tmp_path / "m.onnx", section)
+    (answer,) = map(np.asarray, answers.values())
+    reference = TorchExporter().reference(Custom(), feed, "float64")
+    assert reference is not None
+    (double,) = reference.values()
+    assert np.abs(answer - double).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"translation": "a:B"}, "no option 'translation'"),
+        ({"translations": "tests.support.torch_modules:NO_TRANSLATIONS"}, "is no table of translations"),
+        ({"translations": "tests.support.torch_modules:NOWHERE"}, "cannot import"),
+    ],
+)
+def test_a_wrong_table_of_translations_is_refused(tmp_path: Path, options: dict[str, Json], message: str) -> None:
+    from tests.support.torch_modules import Custom
+
+    with pytest.raises(OnnxOpsError, match=message):
+        export(Custom(), images(4), tmp_path / "m.onnx", replace(SECTION, options=options))

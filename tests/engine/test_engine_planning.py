@@ -12,7 +12,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
-from onnx_ops.domain.pipeline import FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
+from onnx_ops.domain.pipeline import Export, FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.engine import InlineExecutor, Silent, plan, run
 from onnx_ops.testing.fakes import FakeClock
@@ -228,6 +228,16 @@ def test_limits_tell_the_measurement_how_long_to_go_on() -> None:
 
 def test_another_signer_judges_again() -> None:
     assert changed(planned(), planned(probe=TableProbe(key=Digest("sha256:other")))) == pairs_of("gate") | RELEASE
+
+
+def test_the_code_of_a_table_of_translations_is_part_of_the_export() -> None:
+    export = Export(framework="torch", options={"translations": "operators:TABLE"})
+    pipeline = replace(PIPELINE, export=export, train=None, model="model.pt")
+    again = changed(planned(pipeline), planned(pipeline, TableProbe(world={"code": "new"})))
+    assert "export" in again
+    assert "train" not in again
+    plain = replace(pipeline, export=Export(framework="torch"))
+    assert not changed(planned(plain), planned(plain, TableProbe(world={"code": "new"})))
 
 
 def test_other_code_trains_again_and_all_that_follows() -> None:

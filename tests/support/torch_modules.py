@@ -94,3 +94,30 @@ class Casting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.kind)
+
+
+@torch.library.custom_op("onnx_ops_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    """An operator that torch cannot translate."""
+    return 2 * x
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Custom(nn.Module):
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = torch.ops.onnx_ops_tests.twice(image)
+        return doubled + 1
+
+
+def twice_in_onnx(x: Any) -> Any:
+    from onnxscript import opset18
+
+    return opset18.Add(x, x)
+
+
+TRANSLATIONS = {torch.ops.onnx_ops_tests.twice.default: twice_in_onnx}
+NO_TRANSLATIONS = [twice_in_onnx]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors
 
 
-def check_section(section: Export, samples: Tensors) -> None:
-    """Free axes must be those of inputs that exist; no exporter has options yet.
+def check_section(section: Export, samples: Tensors, options: Collection[str] = ()) -> None:
+    """Check that free axes are those of inputs that exist, and that the exporter has the options.
 
     Raises:
         UserError: an entry would take no effect.
@@ -28,7 +29,11 @@ def check_section(section: Export, samples: Tensors) -> None:
                 raise UserError(
                     f"{symbol!r} is no name of a dimension", where="export.dynamic", remedy="Write it like `batch`."
                 )
-    if section.options:
-        raise UserError(
-            f"exporter {section.framework} has no option {next(iter(section.options))!r}", where="export.options"
-        )
+    for name in section.options:
+        if name not in options:
+            close = difflib.get_close_matches(name, options, n=1)
+            raise UserError(
+                f"exporter {section.framework} has no option {name!r}",
+                where="export.options",
+                remedy=f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(options) or 'none'}.",
+            )

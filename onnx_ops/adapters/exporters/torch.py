@@ -8,6 +8,7 @@ import importlib
 import inspect
 import io
 import logging
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.naming import free_axes, output_names, output_values
 from onnx_ops.adapters.exporters.section import check_section
-from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.pipeline import TRANSLATIONS, Export
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import graphs, nodes, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
+from onnx_ops.stages.usercode import load_function
 
 FILE = "model.pt"
 
@@ -32,8 +34,15 @@ _NOISY = ("torch", "onnxscript", "onnx_ir")
 """Roots of the loggers that tell of the exporter's own steps; what matters of them is raised."""
 
 
+_UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>")
+"""What torch 2.13 says of an operator that it cannot translate; only the text names it."""
+
+
 class TorchExporter:
-    """Inputs are passed to `forward` in the order of the data set's `inputs:`."""
+    """Inputs are passed to `forward` in the order of the data set's `inputs:`.
+
+    Options: `translations` (`package.module:TABLE`), ONNX functions of the project for operators of torch.
+    """
 
     tools: tuple[str, ...] = ("torch", "numpy")
     converters: tuple[str, ...] = ("onnxscript", "onnx-ir", "onnx")
@@ -109,7 +118,8 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
             remedy="`train.run` must return a module.",
         )
     section = request.section
-    check_section(section, request.samples)
+    check_section(section, request.samples, (TRANSLATIONS,))
+    table = _translations(section)
     module: Any = model.eval()
     rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
     outputs = output_names(_try_out(torch, module, rows))
@@ -123,17 +133,43 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
                 input_names=list(rows),
                 output_names=outputs,
                 dynamic_shapes=_shapes(torch, module, section, tuple(rows)),
+                custom_translation_table=table,
                 verbose=False,
             )
     except Exception as error:  # the exporter raises whatever its parts raise
         cause = error.__cause__ or error  # the outer one only says which step failed
         lines = str(cause).strip().splitlines()
+        if unknown := _UNTRANSLATED.search(str(error)):
+            name = ".".join(unknown.groups()).replace("::", ".")
+            raise StageFailure(
+                f"torch.onnx.export has no translation of operator {name}",
+                where="export",
+                why="torch has neither an ONNX function nor a decomposition of it",
+                remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, and set "
+                f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
+            ) from error
         raise StageFailure(
             "torch.onnx.export cannot export the module",
             where="export",
             why=f"{type(cause).__name__}: {lines[0][:300] if lines else ''}",
             remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
         ) from error
+
+
+def _translations(section: Export) -> Mapping[Any, Any] | None:
+    """Return the project's table of ONNX functions by operator of torch, None where the section names none."""
+    if not section.translations:
+        return None
+    where = f"export.options.{TRANSLATIONS}"
+    table: Any = load_function(section.translations, where)
+    if not isinstance(table, Mapping) or not all(callable(one) for pair in table.items() for one in pair):
+        raise UserError(
+            f"{section.translations} is no table of translations",
+            where=where,
+            why="it must be a mapping of operators to functions",
+            remedy="Write it like {torch.ops.acme.scale.default: scale}, with `scale` a function of onnxscript.",
+        )
+    return table
 
 
 def _shapes(torch: Any, module: Any, section: Export, names: tuple[str, ...]) -> Any:
