@@ -182,9 +182,28 @@ def test_an_excluded_operator_without_weights_is_followed_into_what_it_became(pe
     assert names == {"second.weight", "third.weight"}
 
 
+@pytest.mark.parametrize(("data_type", "name"), [(TensorProto.FLOAT16, "float16"), (TensorProto.DOUBLE, "float64")])
+def test_matrix_products_of_other_floats_are_named_with_the_reason(
+    perceptron: OptimizeRequest, data_type: int, name: str
+) -> None:
+    weight = helper.make_tensor("weight", data_type, (4, 3), range(12))
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "weight"], ["mixed"]), helper.make_node("MatMul", ["x", "y"], ["scores"])],
+        "products",
+        [helper.make_tensor_value_info(one, data_type, shape) for one, shape in (("x", (4, 4)), ("y", (4, 4)))],
+        [helper.make_tensor_value_info(one, data_type, None) for one in ("mixed", "scores")],
+        [weight],
+    )
+    write_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), perceptron.source)
+    with pytest.raises(UserError, match="nothing was quantized") as raised:
+        DynamicQuantizer().optimize(replace(perceptron, section=DYNAMIC))
+    assert f"1 MatMul: weights in {name}, and only float32 is quantized" in raised.value.why
+    assert "1 MatMul: no constant weights" in raised.value.why
+
+
 def test_excluding_everything_is_no_variant(perceptron: OptimizeRequest) -> None:
     section = replace(DYNAMIC, exclude=("first", "second", "third"))
-    with pytest.raises(UserError, match="nothing was quantized"):
+    with pytest.raises(UserError, match=r"nothing was quantized.*excluded"):
         DynamicQuantizer().optimize(replace(perceptron, section=section))
 
 

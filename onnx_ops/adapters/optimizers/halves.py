@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from onnx_ops.adapters.optimizers.library import nothing_derived, quiet, told
+from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, read_options
+from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import TooLarge, UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import PROTOBUF_LIMIT, constants, read_model, write_model
@@ -14,7 +15,8 @@ from onnx_ops.graph.hygiene import like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports.optimize import OptimizeRequest
 
-_FLOAT, _HALF = 1, 10
+_FLOAT, _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_HALF = 1, 10
 
 
 class HalfOptimizer:
@@ -55,7 +57,7 @@ class HalfOptimizer:
             )
             models = importlib.import_module("onnxruntime.transformers.onnx_model")
             models.OnnxModel(derived).topological_sort(is_deterministic=True)
-        halves = _round_as_numpy_does(derived, source, request.section.name)
+        halves = _round_as_numpy_does(derived, source, request.section)
         _check_effect(derived, request)
         like_source(derived, source)
         write_model(derived, request.path)
@@ -66,7 +68,7 @@ class HalfOptimizer:
         return tuple(notes)
 
 
-def _round_as_numpy_does(derived: Any, source: Any, variant: str) -> int:
+def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
     """Weights to the nearest half, since the converter lifts the smallest away from 0 and cuts the largest."""
     import numpy as np
     from onnx import numpy_helper
@@ -74,15 +76,14 @@ def _round_as_numpy_does(derived: Any, source: Any, variant: str) -> int:
     originals = constants(source)
     halves = {name: t for name, t in constants(derived).items() if t.data_type == _HALF and name in originals}
     if all(originals[name].data_type == _HALF for name in halves):
-        why = "the model has no weights that an operator takes in float16"
-        raise nothing_derived("nothing was converted", variant, source, why)
+        raise nothing_quantized(section, source, _WITH_WEIGHTS, "nothing was converted")
     for name, tensor in halves.items():
         with np.errstate(over="ignore"):
             rounded = numpy_helper.to_array(originals[name]).astype(np.float16)
         if not np.isfinite(rounded).all():
             raise UserError(
                 f"weight {name} holds values beyond 65504, the largest of float16",
-                where=f"variant {variant}",
+                where=f"variant {section.name}",
                 remedy="Keep the node that takes it in float32 with `exclude`.",
             )
         tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))

@@ -6,22 +6,22 @@ import contextlib
 import importlib
 import io
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import OnnxOpsError, StageFailure, UserError
 from onnx_ops.graph.files import constants, nodes
 from onnx_ops.graph.inspect import info
 
-if TYPE_CHECKING:
-    import onnx
-
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
+_FLOAT = 1
+_NAMED = 8
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gather", "Gemm", "MatMul"})
+"""Operators whose weights are worth quantizing."""
 
-_UNDEFINED, _FLOAT = 0, 1
-_NAMES = {10: "float16", 11: "float64", 16: "bfloat16"}
-_MATRIX = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _QUANTIZED = frozenset(
     {"ConvInteger", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "QGemm", "QLinearConv", "QLinearMatMul"}
 )
@@ -68,31 +68,6 @@ def first_line(error: Exception) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def nothing_derived(what: str, variant: str, source: onnx.ModelProto, why: str) -> UserError:
-    """Return the error for a model of which a method changes nothing.
-
-    Args:
-        what: what happened.
-        variant: its name.
-        source: the model, whose weights tell the reason.
-        why: the reason where the weights tell none.
-    """
-    remedy = "Leave this variant out of `quantize`."
-    kinds = {node.op_type for node in nodes(source)}
-    taken = {name for node in source.graph.node if node.op_type in _MATRIX for name in node.input}
-    types = {tensor.data_type for name, tensor in constants(source).items() if name in taken}
-    if kinds & _QUANTIZED:
-        why, remedy = "the model is quantized already", "Give the float model that it was made from."
-    elif types and not types & {_FLOAT, _UNDEFINED}:
-        names = " and ".join(sorted(_NAMES.get(number, f"of type {number}") for number in types))
-        why = f"its weights are {names}, and this method takes float32 only"
-        remedy = "Export the model in float32, and derive the variant from that."
-    elif not types and kinds & _MATRIX and source.functions:
-        why = "its weights are in functions of its own, and this method looks at the main graph only"
-        remedy = "Inline them first: onnx.inliner.inline_local_functions(model)."
-    return UserError(what, where=f"variant {variant}", why=why, remedy=remedy)
-
-
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
     """Clients and gates go by names, types and free dimensions.
 
@@ -108,3 +83,61 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
                 why=f"they were {list(map(str, old))} and became {list(map(str, new))}"[:400],
                 remedy="Leave this variant out of `quantize`.",
             )
+
+
+def nothing_quantized(
+    section: Quantize, source: Any, op_types: frozenset[str], what: str = "nothing was quantized"
+) -> UserError:
+    """Return the error of a variant in which nothing was quantized, with the reason for each kind of operator.
+
+    Args:
+        section: the variant.
+        source: the model as it came.
+        op_types: the types of operators that the method quantizes.
+        what: what happened.
+    """
+    if any(node.op_type in _QUANTIZED for node in nodes(source)):
+        return UserError(
+            what,
+            where=f"variant {section.name}",
+            why="the model is quantized already",
+            remedy="Give the float model that it was made from.",
+        )
+    stored = constants(source)
+    reasons: Counter[tuple[str, str]] = Counter()
+    for node in nodes(source):
+        place = 0 if node.op_type == "Gather" else 1
+        if node.op_type not in {*op_types, *_WEIGHTED} or len(node.input) <= place:
+            continue
+        weight = stored.get(node.input[place])
+        if node.op_type not in op_types:
+            reason = f"{section.method} does not quantize this type here"
+        elif node.name in section.exclude:
+            reason = "excluded"
+        elif weight is None:
+            reason = "no constant weights"
+        elif weight.data_type != _FLOAT:
+            reason = f"weights in {_type_name(weight.data_type)}, and only float32 is quantized"
+        else:
+            reason = "the quantizer left it in float"
+        reasons[node.op_type, reason] += 1
+    others = ", ".join(sorted({node.op_type for node in nodes(source)})[:_NAMED])
+    remedy = "Leave this variant out of `quantize`."
+    if any("only float32" in reason for _, reason in reasons):
+        remedy = "Quantize the model as it was in float32."
+    elif source.functions and all(reason == "no constant weights" for _, reason in reasons):
+        remedy = "Weights in functions are not seen; inline them: onnx.inliner.inline_local_functions(model)."
+    return UserError(
+        what,
+        where=f"variant {section.name}",
+        why="; ".join(f"{count} {kind}: {reason}" for (kind, reason), count in reasons.items())
+        or f"the model has none of {', '.join(sorted(op_types & _WEIGHTED))}; it has {others}",
+        remedy=remedy,
+    )
+
+
+def _type_name(data_type: int) -> str:
+    from onnx import TensorProto
+
+    name: str = TensorProto.DataType.Name(data_type).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)

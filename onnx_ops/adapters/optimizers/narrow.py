@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from onnx_ops.adapters.optimizers.library import nothing_derived, quiet, told
+from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import YES_NO, one_of, read_options
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
@@ -60,8 +60,7 @@ class WeightQuantizer:
             derived = _narrowed(model, request, options, algorithm)
         found = [node for node in derived.graph.node if node.op_type == "MatMulNBits"]
         if not found:
-            why = "the model has no MatMul or Gemm with constant weights of its own"
-            raise nothing_derived("nothing was quantized", request.section.name, source, why)
+            raise nothing_quantized(request.section, source, frozenset({"Gemm", "MatMul"}))
         like_source(derived, source)
         write_model(derived, request.path)
         return _notes(request, options, algorithm, len(found))

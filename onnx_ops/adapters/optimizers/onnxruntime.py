@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.optimizers.library import first_line, nothing_derived, quiet, told
+from onnx_ops.adapters.optimizers.library import first_line, nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, one_of, read_options
 from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
 from onnx_ops.errors import UserError
@@ -51,9 +51,6 @@ _KEEP = "Keep the node that it names in float with `exclude`, or leave this vari
 _UNFUSED = "Quantize the graph as it was before operators were fused: types of fused ones cannot be inferred."
 
 
-_NOTHING = "the model has no operator with constant weights that this method quantizes"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """One quantization under way, between two files of a scratch folder.
@@ -85,10 +82,11 @@ class DynamicQuantizer:
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         options = read_options(request.section, _DYNAMIC_OPTIONS)
         source = read_structure(request.source)
-        if not {node.op_type for node in nodes(source)} & set(options.get("op_types", DYNAMIC_OPERATORS)):
-            raise nothing_derived("nothing was quantized", request.section.name, source, _NOTHING)
+        types = frozenset(options.get("op_types", DYNAMIC_OPERATORS))
+        if types.isdisjoint(node.op_type for node in nodes(source)):
+            raise nothing_quantized(request.section, source, types)
         reduce_range, why = reduced(options, request.machines)
-        _quantize(request, {**options, "reduce_range": reduce_range}, _dynamic)
+        _quantize(request, {"op_types": DYNAMIC_OPERATORS, **options, "reduce_range": reduce_range}, _dynamic)
         return (why, "ranges of activations are found anew for each batch: answers depend on what else is in it")
 
 
@@ -119,7 +117,9 @@ class StaticQuantizer:
             "reduce_range": recipe.reduce_range,
             "symmetric": recipe.symmetric,
         }
-        _quantize(request, {**options, **chosen}, _static)
+        registry = importlib.import_module("onnxruntime.quantization.registry")
+        supported = sorted({*registry.QLinearOpsRegistry, *registry.QDQRegistry} - FLOAT_OPERATORS)
+        _quantize(request, {"op_types": supported, **options, **chosen}, _static)
         return recipe.notes
 
 
@@ -129,7 +129,7 @@ def _dynamic(job: _Job) -> None:
     library.quantize_dynamic(
         str(job.prepared),
         str(job.result),
-        op_types_to_quantize=list(job.options.get("op_types", DYNAMIC_OPERATORS)),
+        op_types_to_quantize=list(job.options["op_types"]),
         per_channel=job.request.section.per_channel,
         reduce_range=job.options["reduce_range"],
         weight_type=library.QuantType.QInt8,
@@ -143,16 +143,14 @@ def _static(job: _Job) -> None:
     from onnx_ops.adapters.optimizers.calibration import BatchReader
 
     library = importlib.import_module("onnxruntime.quantization")
-    registry = importlib.import_module("onnxruntime.quantization.registry")
     section, rows = job.request.section, job.request.calibration
     method = section.calibrate.method if section.calibrate else "minmax"
-    supported = sorted({*registry.QLinearOpsRegistry, *registry.QDQRegistry} - FLOAT_OPERATORS)
     library.quantize_static(
         str(job.prepared),
         str(job.result),
         BatchReader(rows or {}, info(job.prepared)),
         quant_format=library.QuantFormat.QDQ,
-        op_types_to_quantize=list(job.options.get("op_types", supported)),
+        op_types_to_quantize=list(job.options["op_types"]),
         per_channel=section.per_channel,
         reduce_range=job.options["reduce_range"],
         activation_type=_type(library, job.options["activations"]),
@@ -214,7 +212,7 @@ def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call
         ):
             library_call(job)
         derived = read_model(job.result)
-    _check_effect(job, derived)
+    _check_effect(job, source, derived, options["op_types"])
     like_source(derived, source)
     write_model(derived, request.path)
 
@@ -253,7 +251,7 @@ def _preprocess(path: Path, prepared: Path, *, simplify: bool, large: bool) -> P
     return prepared
 
 
-def _check_effect(job: _Job, derived: Any) -> None:
+def _check_effect(job: _Job, source: Any, derived: Any, types: Collection[str]) -> None:
     section = job.request.section
     kept = {name for names in job.excluded.values() for name in names}
     ignored = still_quantized(sorted(kept), derived, _REWRITTEN_GEMM)
@@ -265,7 +263,7 @@ def _check_effect(job: _Job, derived: Any) -> None:
             why="the quantizer does not leave this node in float",
             remedy="Exclude the node that holds the weights, or leave it out of `exclude`.",
         )
-    source = read_structure(job.request.source)
-    known = {tensor.name for tensor in source.graph.initializer}  # a source that is quantized has such names too
+    given = read_structure(job.request.source)
+    known = {tensor.name for tensor in given.graph.initializer}  # a source that is quantized has such names too
     if not any(t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer):
-        raise nothing_derived("nothing was quantized", section.name, source, _NOTHING)
+        raise nothing_quantized(section, given, frozenset(types))
