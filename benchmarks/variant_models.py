@@ -1,4 +1,4 @@
-"""The models that variants are made of: a CNN on digits, and encoders with and without outlier channels."""
+"""The models that variants are made of: a CNN on digits, encoders with and without outlier channels, an embedder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from onnx_ops.domain.metric import ACCURACY, MetricDefinition
 
 FITTED, TUNED, TESTED = 512, 256, 384
 """Rows of the encoders: for the head, for decisions, for the score."""
@@ -29,6 +31,7 @@ class Model:
     calibration: np.ndarray[Any, Any]
     tune: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
     test: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+    metric: MetricDefinition = ACCURACY
     variants: dict[str, Path] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     search: str = ""
@@ -37,7 +40,35 @@ class Model:
 def make(name: str, scratch: Path, width: int) -> Model:
     folder = scratch / name
     folder.mkdir()
-    return cnn(folder) if name == "cnn" else encoder(name, folder, width)
+    if name == "cnn":
+        return cnn(folder)
+    return embedder(folder) if name == "minilm" else encoder(name, folder, width)
+
+
+def embedder(folder: Path) -> Model:
+    """Return an encoder of MiniLM's shape whose mean state is the answer: 6 layers of 384, 30,522 words, drawn weights.
+
+    It has no labels: answers are compared with those in float32, by cosine.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    body = encoder_body(384, words=30522)
+    torch.nn.init.normal_(body.tokens.weight, std=0.02)  # else the words drown what the layers add
+    body.forward = body.features
+    tokens = np.random.default_rng(0).integers(0, 30522, (64 + 64 + 128, 128))
+    with torch.no_grad():
+        states = torch.cat([body.features(torch.from_numpy(part)) for part in np.array_split(tokens, 8)]).numpy()
+    path = exported(body.eval(), torch.from_numpy(tokens[:2]), folder / "model.onnx")
+    return Model(
+        name="minilm",
+        path=path,
+        feed="x",
+        calibration=tokens[:64],
+        tune=(tokens[64:128], states[64:128]),
+        test=(tokens[128:], states[128:]),
+        metric=MetricDefinition(name="cosine"),
+    )
 
 
 def cnn(folder: Path) -> Model:
@@ -131,7 +162,7 @@ def fitted(width: int) -> tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]
     return body, tokens, labels
 
 
-def encoder_body(width: int) -> Any:
+def encoder_body(width: int, words: int = 64) -> Any:
     import torch
     from torch import nn
 
@@ -154,7 +185,7 @@ def encoder_body(width: int) -> Any:
     class Encoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens = nn.Embedding(64, width)
+            self.tokens = nn.Embedding(words, width)
             self.layers = nn.ModuleList([Layer() for _ in range(6)])
             self.last, self.head = nn.LayerNorm(width), nn.Linear(width, 8)
 
