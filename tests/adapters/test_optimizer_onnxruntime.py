@@ -19,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.optimizers import onnxruntime as adapter
 from onnx_ops.adapters.optimizers.calibration import BATCH, BatchReader
+from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
@@ -182,9 +183,16 @@ def test_an_excluded_operator_without_weights_is_followed_into_what_it_became(pe
     assert names == {"second.weight", "third.weight"}
 
 
-@pytest.mark.parametrize(("data_type", "name"), [(TensorProto.FLOAT16, "float16"), (TensorProto.DOUBLE, "float64")])
+@pytest.mark.parametrize(
+    ("method", "data_type", "name"),
+    [
+        ("dynamic", TensorProto.FLOAT16, "float16"),
+        ("dynamic", TensorProto.DOUBLE, "float64"),
+        ("weight-only", TensorProto.DOUBLE, "float64"),
+    ],
+)
 def test_matrix_products_of_other_floats_are_named_with_the_reason(
-    perceptron: OptimizeRequest, data_type: int, name: str
+    perceptron: OptimizeRequest, method: str, data_type: int, name: str
 ) -> None:
     weight = helper.make_tensor("weight", data_type, (4, 3), range(12))
     graph = helper.make_graph(
@@ -195,8 +203,9 @@ def test_matrix_products_of_other_floats_are_named_with_the_reason(
         [weight],
     )
     write_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), perceptron.source)
+    quantizer = DynamicQuantizer() if method == "dynamic" else WeightQuantizer()
     with pytest.raises(UserError, match="nothing was quantized") as raised:
-        DynamicQuantizer().optimize(replace(perceptron, section=DYNAMIC))
+        quantizer.optimize(replace(perceptron, section=Quantize(name="v", method=method)))
     assert f"1 MatMul: weights in {name}, and only float32 is quantized" in raised.value.why
     assert "1 MatMul: no constant weights" in raised.value.why
 

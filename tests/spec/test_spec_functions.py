@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,3 +105,13 @@ def test_threads_parse_side_by_side() -> None:
             assert list(pool.map(parse, range(40))) == [1] * 40
     finally:
         gc.set_threshold(*threshold)
+
+
+@pytest.mark.parametrize(("table", "message"), [("models.toy:tran", "no function 'tran'"), ("3", "is not of the form")])
+def test_a_table_of_translations_that_is_not_there_is_a_problem(
+    problems: Callable[..., list[str]], pipeline_text: str, table: str, message: str
+) -> None:
+    export = f"framework: torch\n  options: {{translations: {table}}}"
+    (problem,) = problems(pipeline_text.replace("framework: sklearn", export))
+    assert "export.options.translations" in problem
+    assert message in problem

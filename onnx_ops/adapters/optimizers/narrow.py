@@ -13,12 +13,14 @@ from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import YES_NO, one_of, read_options
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
-from onnx_ops.graph.files import read_model, write_model
+from onnx_ops.graph.files import constants, read_model, write_model
 from onnx_ops.graph.gemm import split_gemms
 from onnx_ops.graph.hygiene import like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.plugins import require
 from onnx_ops.ports.optimize import OptimizeRequest
+
+_DOUBLE = 11
 
 ALGORITHMS = ("rtn", "hqq", "gptq")
 
@@ -104,12 +106,25 @@ def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], 
         block,
         symmetric,
         options.get("accuracy"),
-        nodes_to_exclude=list(request.section.exclude),
+        nodes_to_exclude=[*request.section.exclude, *_name_doubles(model)],
         algo_config=config,
     )
     quantizer.process()
     found = quantizer.model
     return getattr(found, "model", found)
+
+
+def _name_doubles(model: Any) -> list[str]:
+    """Return the names of products with weights in float64: MatMulNBits has no kernel for them."""
+    stored = constants(model)
+    found = [
+        n
+        for n in model.graph.node
+        if n.op_type == "MatMul" and (w := stored.get(n.input[1])) and w.data_type == _DOUBLE
+    ]
+    for number, node in enumerate(found):
+        node.name = node.name or f"float64-product-{number}"
+    return [node.name for node in found]
 
 
 def _notes(request: OptimizeRequest, options: Mapping[str, Any], algorithm: str, count: int) -> tuple[str, ...]:
