@@ -66,6 +66,13 @@ def test_recipe_and_advice_are_told_with_what_to_set(golden: Golden) -> None:
     golden("tables", "\n".join(f"{key}: {value}" for key, value in entries.items()))
 
 
+def test_operators_are_shown_by_the_version_of_their_definition() -> None:
+    entries = structure_entries(
+        replace(FLOAT, opsets={"": 18, "com.microsoft": 1}, operators={"Gemm-13": 2, "Relu-14": 1})
+    )
+    assert entries == {"opsets": "ai.onnx 18, com.microsoft 1", "operators": "Gemm-13 2, Relu-14 1"}
+
+
 def test_what_was_not_looked_at_is_not_shown() -> None:
     for metric in ("trees", "activations", "saturation", "int8 coverage", "NaN"):
         assert line(FLOAT, metric) is None

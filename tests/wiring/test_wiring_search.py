@@ -124,6 +124,8 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
         evidence = codec.loads(read(measured["evidence.json"]), Evidence)
         assert evidence.recipe[0].startswith("found by search best among")
         assert evidence.weights
+        assert evidence.opsets[""] == 18
+        assert sum(evidence.operators.values()) > 0
         assert [(c.metric, c.n) for c in evidence.metrics if not c.against] == [("accuracy", 400)]
 
     names = {d.variant for d in summary.decisions}
