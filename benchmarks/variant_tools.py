@@ -99,10 +99,14 @@ def ort_defaults(model: Model, scratch: Path) -> None:
     attempt(model, "ORT quantize_dynamic, per channel", folder / "dynamic-channels.onnx",
             lambda path: quantize_dynamic(str(source), str(path), per_channel=True))  # fmt: skip
     for form in QuantFormat:
-        attempt(model, f"ORT quantize_static, U8S8 per channel, {form.name}", folder / f"static-{form.name}.onnx",
-                lambda path, form=form: quantize_static(
-                    str(source), str(path), Reader(), quant_format=form, per_channel=True,
-                    activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8))  # fmt: skip
+
+        def channels(path: Path, form: QuantFormat = form) -> None:
+            quantize_static(
+                str(source), str(path), Reader(), quant_format=form, per_channel=True,
+                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+            )  # fmt: skip
+
+        attempt(model, f"ORT quantize_static, U8S8 per channel, {form.name}", folder / f"{form.name}.onnx", channels)
 
 
 def prepared(model: Model, scratch: Path) -> Path:
