@@ -150,7 +150,7 @@ def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Pa
     golden("errors", "\n".join(found))
 
 
-def test_a_classifier_of_the_tutorials_is_told_what_its_maps_are(tmp_path: Path) -> None:
+def test_maps_of_a_classifier_become_a_tensor(tmp_path: Path) -> None:
     """skl2onnx gives probabilities as a sequence of maps unless it is told otherwise."""
     import skl2onnx
     from sklearn.datasets import load_iris
@@ -162,9 +162,10 @@ def test_a_classifier_of_the_tutorials_is_told_what_its_maps_are(tmp_path: Path)
     made.ir_version = 10
     source = tmp_path / "mine.onnx"
     source.write_bytes(made.SerializeToString())
-    (told,) = brought_problems(source, section(18, 10, convert=False), (CPU,))
-    assert "output_probability" in told
-    assert "sequence" in told
-    assert "zipmap" in told
-    with pytest.raises(UserError, match="cannot be brought"):
-        converted(source, section(18, 10, convert=False))
+    rows = data.data[:20].astype(np.float32)
+    assert brought_problems(source, section(18, 10, convert=False), (CPU,)) == []
+    (tmp_path / "saved").mkdir()
+    OnnxExporter().save(source, tmp_path / "saved")
+    answers = OnnxExporter().reference(OnnxExporter().load(tmp_path / "saved"), {"X": rows}, "float32")
+    assert answers is not None
+    np.testing.assert_allclose(answers["output_probability"].astype(np.float64), model.predict_proba(rows), atol=1e-5)

@@ -15,8 +15,8 @@ from onnx_ops.graph.hygiene import like_source
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports.optimize import OptimizeRequest
 
-_FLOAT, _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-_HALF = 1, 10
+_FLOAT, _HALF = 1, 10
+_WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
 class HalfOptimizer:
