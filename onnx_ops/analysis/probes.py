@@ -77,7 +77,8 @@ def batch_inputs(samples: Tensors) -> dict[str, Tensors]:
 def probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool) -> dict[str, ProbeGroup]:
     """Real rows, rows within the domain, and 32 rows each of what lies outside of it.
 
-    `beyond_range` holds multiples of real rows; a multiple that an input's type cannot hold is left out. The rows of
+    `beyond_range` holds multiples of real rows; a multiple that an input's type cannot hold is left out;
+    `beyond_range:texts` empty and unseen texts. The rows of
     `missing` and `infinite` have one such element in each float input; NaN where it may come, if it may anywhere.
     Only floats are distorted; a group that would only repeat real rows is left out.
 
@@ -104,6 +105,14 @@ def probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty:
         at = {name: domain.missing for name, domain in domains.items()} if holed else anywhere
         found["missing"] = ProbeGroup(inputs=_distorted(samples, rows, (np.nan,), at), inside=holed)
         found["infinite"] = ProbeGroup(inputs=_distorted(samples, rows, (np.inf, -np.inf), anywhere), inside=False)
+    if "U" in kinds:
+        found["beyond_range:texts"] = ProbeGroup(
+            inputs={
+                name: _replaced(array[rows], domains[name]) if array.dtype.kind == "U" else array[rows]
+                for name, array in samples.items()
+            },
+            inside=False,
+        )
     if empty:
         found["empty_batch"] = ProbeGroup(inputs={name: array[:0] for name, array in samples.items()}, inside=False)
     return found
@@ -184,13 +193,23 @@ def _distorted(samples: Tensors, rows: Rows, values: Sequence[float], at: Mappin
     found = {name: array[rows] for name, array in samples.items()}
     for name, allowed in at.items():
         chosen = found[name]
+        if chosen.dtype.kind != "f":
+            continue
         flat = chosen.astype(np.float64).reshape(len(chosen), -1)
         places = np.flatnonzero(np.broadcast_to(allowed, chosen.shape[1:]))
-        if places.size and chosen.dtype.kind == "f":
+        if places.size:
             row = np.arange(len(chosen))
             flat[row, places[row * max(1, len(places) // len(chosen)) % len(places)]] = np.resize(values, len(chosen))
             found[name] = flat.reshape(chosen.shape).astype(chosen.dtype)
     return found
+
+
+def _replaced(chosen: AnyArray, domain: InputDomain) -> AnyArray:
+    """Empty and unseen texts in turn; texts of declared categories stay."""
+    if domain.categories is not None:
+        return chosen
+    row = np.arange(len(chosen)).reshape(-1, *(1,) * (chosen.ndim - 1))
+    return np.where(row % 3 == 0, "", np.where(row % 3 == 1, "unseen", chosen))
 
 
 def _multiple(chosen: AnyArray, factor: float) -> AnyArray:

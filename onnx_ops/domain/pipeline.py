@@ -26,6 +26,10 @@ EXPORT = "fp32"
 
 
 GROUP = "Name of the array that says which rows belong together (patient, customer, session); gates then count groups."
+INPUTS = (
+    "ONNX input name -> array or column; `*` is all columns of numbers as one float32 matrix. "
+    "Left out: every array or column but label and group is an input of its own."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +43,15 @@ class Attempts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileData:
-    """Arrays from a `.npz` file."""
+    """Arrays from a `.npz` file, or columns of a `.csv` or `.parquet` table."""
 
-    file: Annotated[str, doc("Path of a .npz file, relative to the project's root.")]
-    inputs: Annotated[Mapping[str, str], MinLen(1), doc("ONNX input name -> array name.")]
-    label: Annotated[str | None, doc("Name of the array that holds the labels.")] = None
+    file: Annotated[str, doc("Path of a .npz, .csv or .parquet file, relative to the project's root.")]
+    inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
+    label: Annotated[str | None, doc("Name of the array or column that holds the labels.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=LATER)
+    columns: Annotated[
+        tuple[str, ...] | None, doc("The only columns that become inputs; all but label and group if left out.")
+    ] = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +74,12 @@ class PluginData:
 
     use: Annotated[str, doc("Name of the data source plugin.")]
     with_: Annotated[Mapping[str, Json], doc("Its own settings.")] = field(default_factory=dict)
-    inputs: Annotated[Mapping[str, str], MinLen(1), doc("ONNX input name -> array name.")]
+    inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the label array.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=LATER)
+    columns: Annotated[
+        tuple[str, ...] | None, doc("The only columns that become inputs; all but label and group if left out.")
+    ] = field(default=None, metadata=LATER)
 
 
 DataSection: TypeAlias = FileData | SklearnData | PluginData

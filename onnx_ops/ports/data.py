@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import DataSection
+from onnx_ops.errors import MissingPackage, UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +40,15 @@ class Dataset:
     def __len__(self) -> int:
         return int(next(iter(self.inputs.values())).shape[0])
 
+    def frame(self) -> Any:
+        """The inputs as a pandas DataFrame, one column for each, in their order.
+
+        Raises:
+            MissingPackage: pandas is not installed.
+            UserError: an input has more than one value a row.
+        """
+        return frame_of(self.inputs)
+
     def head(self, rows: int) -> Dataset:
         """The first `rows` rows."""
         return Dataset(
@@ -46,6 +57,24 @@ class Dataset:
             group=None if self.group is None else self.group[:rows],
             columns={name: array[:rows] for name, array in self.columns.items()},
         )
+
+
+def frame_of(inputs: Tensors) -> Any:
+    """As `Dataset.frame`."""
+    try:
+        pandas: Any = importlib.import_module("pandas")
+    except ImportError as error:
+        raise MissingPackage(
+            "pandas is not installed", where="data", remedy="Install it with: pip install 'onnx-ops[tables]'"
+        ) from error
+    for name, array in inputs.items():
+        if array.ndim > 2 or (array.ndim == 2 and array.shape[1] != 1):
+            raise UserError(
+                f"input {name!r} is no column: it is of shape {tuple(array.shape)}",
+                where="data",
+                remedy="Leave out `inputs` of the data set, so that each column of its table is an input.",
+            )
+    return pandas.DataFrame({name: array.reshape(-1) for name, array in inputs.items()})
 
 
 class DataSource(Protocol):

@@ -47,7 +47,7 @@ def _data_sets(draft: Draft) -> Iterator[Finding]:
 def _inputs(draft: Draft) -> Iterator[Finding]:
     """`inputs:` names what the model takes, and says nothing that contradicts itself."""
     scored = draft.data.get(draft.validate.samples.data) if draft.validate else None
-    known = () if scored is None else tuple(scored.inputs)
+    known = () if scored is None else tuple(scored.inputs)  # none: the columns of the data tell
     for name, values in draft.inputs.items():
         if known and name not in known:
             hint = did_you_mean(name, known) or f"; the data set has {listing(sorted(known))}"

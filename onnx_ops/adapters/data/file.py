@@ -1,4 +1,4 @@
-"""Arrays from a `.npz` file of the project."""
+"""Arrays from a `.npz`, `.csv` or `.parquet` file of the project."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from onnx_ops.adapters.data.table import SUFFIXES, read_table
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
 from onnx_ops.errors import NotFound, Refused, UserError
@@ -23,12 +24,21 @@ class FileSource:
         return read_arrays(path, where=str(path))
 
 
-def read_arrays(path: Path, *, where: str) -> Mapping[str, Array]:
-    """All arrays of a `.npz` file, of equal length along axis 0; nothing is unpickled.
+def read_arrays(path: Path, *, where: str, name: str = "") -> Mapping[str, Array]:
+    """All arrays of a `.npz` file or columns of a table, of equal length along axis 0; nothing is unpickled.
+
+    Args:
+        path: of the file.
+        where: its place in messages.
+        name: what the file is called where its content came from; else the path tells its kind.
 
     Raises:
         UserError: it is no such file.
+        MissingPackage: what reads tables is not installed.
     """
+    suffix = Path(name or path).suffix.lower()
+    if suffix in SUFFIXES:
+        return read_table(path, suffix, where=where)
     import numpy as np
 
     try:
@@ -44,7 +54,7 @@ def read_arrays(path: Path, *, where: str) -> Mapping[str, Array]:
             "not an .npz file of plain arrays",
             where=where,
             why=f"{type(error).__name__}: {str(error)[:300]}",
-            remedy="Write it with numpy.savez; arrays of objects are refused, since reading them runs code.",
+            remedy="Write it with numpy.savez, without arrays of objects; a table must be called .csv or .parquet.",
         ) from error
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter, parts_of
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
@@ -32,13 +33,6 @@ class _BoostedExporter(SklearnExporter):
                 f"{self._package}'s Booster does not say which answers it gives",
                 where="export",
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
-            )
-        if getattr(model[-1] if hasattr(model, "steps") else model, "num_parallel_tree", None) not in (None, 1):  # type: ignore[index]
-            raise UserError(
-                "forests of XGBoost are not converted faithfully",
-                where="export",
-                why="onnxmltools counts trees that stand side by side as rounds of boosting",
-                remedy="Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or LightGBM.",
             )
         self._register()
         super().export(model, request)
@@ -88,7 +82,16 @@ class XgboostExporter(_BoostedExporter):
     tools = ("xgboost", *SklearnExporter.tools)
     _package = "xgboost"
     _native = "an XGBClassifier or XGBRegressor (its `load_model` reads a Booster's file)"
-    _estimators = (("XGBClassifier", True), ("XGBRegressor", False))
+    _estimators = (("XGBClassifier", True), ("XGBRegressor", False), ("XGBRanker", False))
+
+    def _convertible(self, model: object) -> object:
+        """A copy whose boosters have no names of columns, which the converter takes for numbers (`f0`, `f1` …)."""
+        copied = copy.deepcopy(model)
+        for part in parts_of(copied):
+            if type(part).__module__.startswith("xgboost"):
+                booster: Any = part.get_booster()  # type: ignore[attr-defined]
+                booster.feature_names = booster.feature_types = None
+        return copied
 
     def _converter(self) -> Any:
         return importlib.import_module(f"{_CONVERTERS}.xgboost.operator_converters.XGBoost").convert_xgboost
@@ -98,7 +101,7 @@ class LightgbmExporter(_BoostedExporter):
     tools = ("lightgbm", *SklearnExporter.tools)
     _package = "lightgbm"
     _native = "an LGBMClassifier or LGBMRegressor"
-    _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False))
+    _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False), ("LGBMRanker", False))
 
     def _converter(self) -> Any:
         return importlib.import_module(f"{_CONVERTERS}.lightgbm.operator_converters.LightGbm").convert_lightgbm

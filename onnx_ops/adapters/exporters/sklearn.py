@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from onnx_ops.adapters.exporters.known_wrong import check_convertible
 from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.adapters.exporters.sklearn_inputs import Layout, connect, layout_of, rows_of
 from onnx_ops.adapters.exporters.sklearn_outputs import check_runnable, tidy_outputs
 from onnx_ops.errors import NotFound, StageFailure, UserError
 from onnx_ops.graph.files import write_model
@@ -23,18 +25,28 @@ LABEL, PROBABILITIES, VARIABLE = "label", "probabilities", "variable"
 """Names of the outputs: of a classifier the first two, of a regressor the third. A classifier that has no
 probabilities gives its label only: what skl2onnx gives beside it has other shapes than scikit-learn's scores."""
 
+RANKERS = ("XGBRanker", "LGBMRanker")
+"""They answer as regressors do, and do not call themselves so."""
+
 _GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
 """Names that skl2onnx numbers through all conversions of a process."""
 
 _TRUTH = ("bool", "bool_")
 """Names of the types of truth values: Python's, and numpy's in its two spellings."""
 
+_PATTERN = r"(?u)\b\w\w+\b"
+_WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
+"""The default `token_pattern` of scikit-learn's vectorizers, and the same in the syntax of RE2."""
+
+_LOCALE = b"C.UTF-8"
+"""Lower case of all letters, on every Linux; en_US, the default, is not installed in slim images."""
+
 _ML_OPSET = 3
 """The newest version of `ai.onnx.ml` that every runtime build in the field accepts."""
 
 
 class SklearnExporter:
-    """One float32 matrix in; label and probabilities, or a variable, out."""
+    """A matrix, a vector of texts, or columns of a table in; label and probabilities, or a variable, out."""
 
     tools: tuple[str, ...] = ("scikit-learn", "scipy", "numpy")
     converters: tuple[str, ...] = ("skl2onnx", "onnx")
@@ -59,22 +71,31 @@ class SklearnExporter:
     def export(self, model: object, request: ExportRequest) -> None:
         _check_estimator(model)
         check_runnable(model)
-        name, rows = _matrix(request.samples)
+        samples = request.samples
+        check_convertible(parts_of(model))
+        layout = layout_of(model, parts_of(model), samples)
         from onnx_ops.adapters.exporters.sklearn_trees import send_missing
 
         section = request.section
-        check_section(section, request.samples)
-        converted = _convert(model, name, int(rows.shape[1]), section.opset)
+        check_section(section, samples)
+        converted = _convert(self._convertible(model), layout, section.opset, section.framework)
         converted.ir_version = section.ir_version
         converted.producer_version = ""
         if not _is_regressor(model) and not hasattr(model, "predict_proba"):
             del converted.graph.output[1:]
-        tidy_outputs(converted, model, label=LABEL, variable=VARIABLE)
-        _name_dimensions(converted, section.dynamic.get(name, {}).get(0, "batch"))
-        _set_targets(converted, model, rows)
+        tidy_outputs(converted, model, label=LABEL, variable=VARIABLE, regressor=_is_regressor(model))
+        _set_locale(converted)
+        connect(converted, layout, samples)
+        batch = next((axes[0] for axes in section.dynamic.values() if 0 in axes), "batch")
+        _name_dimensions(converted, batch)
+        _set_targets(converted, model, rows_of(model, {n: array[:1] for n, array in samples.items()}, "float64"))
         send_missing(converted, model)
         renumber(converted, _GENERATED)
         write_model(converted, request.path)
+
+    def _convertible(self, model: object) -> object:
+        """The model as the converters take it."""
+        return model
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
@@ -85,7 +106,7 @@ class SklearnExporter:
             ValueError: the estimator refuses the inputs (NaN, no rows).
         """
         estimator: Any = _rounded(model) if precision == "float32" else model
-        rows = _matrix(inputs)[1].astype(precision)
+        rows = rows_of(model, inputs, precision)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # edge inputs overflow on purpose
@@ -135,20 +156,30 @@ def _check_estimator(model: object) -> None:
 def _is_regressor(model: object) -> bool:
     from sklearn.base import is_regressor
 
-    return bool(is_regressor(model))
+    last = model.steps[-1][1] if hasattr(model, "steps") else model
+    return bool(is_regressor(model)) or type(last).__name__ in RANKERS
 
 
-def _convert(model: object, name: str, columns: int, opset: int) -> Any:
+def _convert(model: object, layout: Layout, opset: int, own: str) -> Any:
     import skl2onnx
+    from skl2onnx.common import data_types
 
+    kinds = {
+        "f4": data_types.FloatTensorType,
+        "f8": data_types.DoubleTensorType,
+        "i": data_types.Int64TensorType,
+        "U": data_types.StringTensorType,
+    }
+
+    options = _options(model)
     try:
         with warnings.catch_warnings(), _whole_numbers():
             warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
             converted = skl2onnx.to_onnx(
                 model,
-                initial_types=[(name, skl2onnx.common.data_types.FloatTensorType([None, columns]))],
+                initial_types=[(name, kinds[kind]([None, columns])) for name, kind, columns in layout.types],
                 target_opset={"": opset, "ai.onnx.ml": _ML_OPSET},
-                options=_options(model),
+                options=options,
                 name="model",
             )
     except Exception as error:  # the converter raises whatever its parts raise
@@ -156,7 +187,7 @@ def _convert(model: object, name: str, columns: int, opset: int) -> Any:
             f"skl2onnx cannot convert {type(model).__name__}",
             where="export",
             why=f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0][:300]}",
-            remedy=_remedy(model),
+            remedy=_remedy(model, own),
         ) from error
     return converted
 
@@ -181,29 +212,16 @@ def _whole_numbers() -> Iterator[None]:
         container.make_node = make_node
 
 
-def _remedy(model: object) -> str:
-    for part in _parts(model):
+def _remedy(model: object, own: str) -> str:
+    for part in parts_of(model):
         package = type(part).__module__.partition(".")[0]
-        if package in ("xgboost", "lightgbm") and "RF" not in type(part).__name__:
+        if package in ("xgboost", "lightgbm") and package != own and "RF" not in type(part).__name__:
             return f"Set export.framework: {package}, which converts pipelines with its estimators too."
     return "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
 
 
 def _joblib() -> Any:
     return importlib.import_module("joblib")
-
-
-def _matrix(inputs: Tensors) -> tuple[str, Any]:
-    if len(inputs) != 1:
-        raise UserError(
-            f"an estimator takes one input, not {len(inputs)}: {', '.join(inputs)}",
-            where="data inputs",
-            remedy="Name one array in `inputs:`.",
-        )
-    ((name, rows),) = inputs.items()
-    if rows.ndim != 2:
-        raise UserError(f"input {name} must be a matrix, not of shape {rows.shape}", where="data inputs")
-    return name, rows
 
 
 def _options(model: object) -> dict[Any, Any]:
@@ -213,22 +231,51 @@ def _options(model: object) -> dict[Any, Any]:
     from sklearn.svm import LinearSVC
 
     options: dict[Any, Any] = {}
-    if is_classifier(model) and not isinstance(model, LinearSVC):  # the one classifier that never had a ZipMap
+    if is_classifier(model) and not isinstance(
+        parts_of(model)[-1] if hasattr(model, "steps") else model, LinearSVC
+    ):  # the one classifier that never had a ZipMap
         options[id(model)] = {"zipmap": False}
-    for part in _parts(model):
+    for part in parts_of(model):
         if isinstance(part, StandardScaler):
             options[id(part)] = {"div": "div"}
+        if hasattr(part, "build_analyzer"):
+            _check_analyzer(part)
+            options[id(part)] = {"tokenexp": _WORD}
     return options
 
 
-def _parts(model: object) -> list[object]:
+def _check_analyzer(part: Any) -> None:
+    """The export cuts texts into words as the default pattern does.
+
+    Raises:
+        UserError: another pattern, or a function of the user, decides what a word is.
+    """
+    own = [name for name in ("preprocessor", "tokenizer") if getattr(part, name) is not None]
+    if part.strip_accents is not None:
+        own.append("strip_accents")
+    if part.analyzer != "word":
+        own.append("analyzer")
+    elif part.token_pattern != _PATTERN:
+        own.append("token_pattern")
+    if own:
+        raise UserError(
+            f"{type(part).__name__} with its own {own[0]} cannot be converted faithfully",
+            where="export",
+            why="the export cuts texts into words of letters, digits and underscores, and knows no other way",
+            remedy=f"Leave out {own[0]}, or prepare the texts before the pipeline.",
+        )
+
+
+def parts_of(model: object) -> list[object]:
+    """The estimator and all steps and estimators within it."""
     found = [model]
     for attribute in ("steps", "transformer_list", "transformers_", "estimators_"):
-        for entry in getattr(model, attribute, ()):
-            parts = entry if isinstance(entry, tuple) else (entry,)
+        listed = getattr(model, attribute, None)
+        for entry in () if listed is None else listed:
+            parts = entry if isinstance(entry, tuple | list) else (entry,)
             for part in parts:
                 if hasattr(part, "get_params"):
-                    found += _parts(part)
+                    found += parts_of(part)
     return found
 
 
@@ -237,7 +284,15 @@ def _set_targets(model: Any, estimator: Any, rows: Any) -> None:
     for value in model.graph.output:
         dimensions = value.type.tensor_type.shape.dim
         if value.name == VARIABLE and len(dimensions) == 2:
-            dimensions[1].dim_value = _answers(estimator, rows[:1])[VARIABLE].shape[1]
+            dimensions[1].dim_value = _answers(estimator, rows)[VARIABLE].shape[1]
+
+
+def _set_locale(model: Any) -> None:
+    import onnx
+
+    for node in model.graph.node:
+        if node.op_type == "StringNormalizer" and not any(a.name == "locale" for a in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("locale", _LOCALE))
 
 
 def _name_dimensions(model: Any, batch: str) -> None:
@@ -259,6 +314,8 @@ def _round_in_place(thing: Any, seen: set[int]) -> Any:
 
     if isinstance(thing, np.ndarray):
         return thing.astype(np.float32) if thing.dtype == np.float64 else thing
+    if thing is np.float64:  # the type that an encoder or a vectorizer answers in
+        return np.float32
     if isinstance(thing, list | tuple):
         return type(thing)(_round_in_place(item, seen) for item in thing) if _plain(thing) else thing
     if isinstance(thing, dict):

@@ -20,7 +20,7 @@ def check_runnable(model: object) -> None:
         raise UserError(f"the conversion of {name} by skl2onnx does not run", where="export", remedy=_NOT_RUN[name])
 
 
-def tidy_outputs(converted: Any, model: object, *, label: str, variable: str) -> None:
+def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, regressor: bool) -> None:
     """Labels as a vector, and a regressor's one answer under its usual name.
 
     Args:
@@ -28,10 +28,9 @@ def tidy_outputs(converted: Any, model: object, *, label: str, variable: str) ->
         model: the estimator.
         label: name of a classifier's first output.
         variable: name of a regressor's output.
+        regressor: whether it answers with a number.
     """
-    from sklearn.base import is_regressor
-
-    if is_regressor(model):
+    if regressor:
         _rename(converted, converted.graph.output[0].name, variable)
     elif type(_last(model)).__name__ in _ROWS_OF_LABELS:
         _flatten(converted, label)

@@ -104,6 +104,10 @@ def _array(name: str, data: object, signature: Signature, literals: bool, text: 
     if len(shape) == 1 and reader.dims[1:] == (1,):
         shape = (*shape, 1)  # a column of a table for an input of one feature
     fitting, count = reader.shape(list(shape))
+    if literals and not text and len(reader.dims) == 2:
+        data = reader.with_missing(data)
+    if reader.dims[1:] == (1,) and not text:
+        reader.check_column(data)
     return reader.array(fitting, count, reader.typed(data) if text else data, literals=literals)
 
 

@@ -146,10 +146,32 @@ class Reader:
         """Cells of a table, which are text, as elements of this input: a list of them or a list of rows."""
         if self.spec.dtype == "string":
             return data
-        return [self.typed(item) if isinstance(item, list) else self._cell(item) for item in data]
+        return [
+            [self._cell(cell, row) for cell in item] if isinstance(item, list) else self._cell(item, row)
+            for row, item in enumerate(data, start=1)
+        ]
 
-    def _cell(self, text: str) -> float | int | bool:
+    def with_missing(self, data: Any) -> Any:
+        """Values of a table, null being a missing number where the input takes fractions."""
+        if self.dtype.kind != "f" or type(data) is not list:
+            return data
+        return [math.nan if item is None else self.with_missing(item) if type(item) is list else item for item in data]
+
+    def check_column(self, data: Any) -> None:
+        """Raises UserError with the row of the first value that the input does not take."""
+        if type(data) is not list:
+            return
+        for row, item in enumerate(data, start=1):
+            value = item[0] if type(item) is list and len(item) == 1 else item
+            if type(value) is not list and type(value) not in self.elements:
+                raise self.error(
+                    f" of {self.datatype} holds {_JSON_NAMES.get(type(value), 'another type')} in row {row}"
+                )
+
+    def _cell(self, text: str, row: int) -> float | int | bool:
         try:
+            if not text and self.dtype.kind == "f":
+                return math.nan
             if self.dtype.kind == "b":
                 return {"true": True, "false": False}[text.strip().lower()]
             if "_" in text:
@@ -160,7 +182,7 @@ class Reader:
                 return value
             raise ValueError(text)
         except (ValueError, KeyError) as error:
-            raise self.error(f" of {self.datatype} holds {shown(text)}") from error
+            raise self.error(f" of {self.datatype} holds {shown(text)} in row {row}") from error
 
     def _misshapen(self, given: object) -> UserError:
         if type(given) is not list or len(given) > _MAX_RANK or not all(type(d) is int and d >= 0 for d in given):

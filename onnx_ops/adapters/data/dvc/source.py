@@ -1,4 +1,4 @@
-"""Arrays from a `.npz` file that DVC keeps, by path and revision."""
+"""Arrays from a `.npz`, `.csv` or `.parquet` file that DVC keeps, by path and revision."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ class DvcSource:
         found = self._find(section, root)
         with Scratch() as folder, self._objects(found, folder) as objects:
             copy = objects.file(found.pointer)
-            return read_arrays(copy, where=f"{found.settings.path} at {found.commit.oid[:12]}")
+            return read_arrays(
+                copy, where=f"{found.settings.path} at {found.commit.oid[:12]}", name=found.settings.path
+            )
 
     def _find(self, section: DataSection, root: Path) -> _Found:
         settings = settings_of(section)

@@ -1,0 +1,163 @@
+"""Models whose conversion is known to be wrong or impossible, refused by name before it is tried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from onnx_ops.errors import UserError
+
+Fault = tuple[str, str, str]
+"""What cannot be converted, why, and what to do instead."""
+
+
+def check_convertible(parts: list[object]) -> None:
+    """Refuse an estimator, or a step of a pipeline, of which the converters make something else.
+
+    Raises:
+        UserError: with the reason and what to take instead.
+    """
+    for part in parts:
+        package = type(part).__module__.partition(".")[0]
+        faults = {"xgboost": _xgboost, "lightgbm": _lightgbm, "sklearn": _sklearn}.get(package)
+        for what, why, remedy in () if faults is None else faults(part):
+            raise UserError(f"{what} cannot be converted faithfully", where="export", why=why, remedy=remedy)
+
+
+def _xgboost(part: Any) -> Iterator[Fault]:
+    settings = part.get_params()
+    objective = str(getattr(part, "objective", "") or settings.get("objective") or "")
+    name = type(part).__name__
+    if settings.get("num_parallel_tree") not in (None, 1):
+        yield (
+            "a forest of XGBoost",
+            "onnxmltools counts trees that stand side by side as rounds of boosting",
+            "Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or LightGBM.",
+        )
+    if (booster := settings.get("booster")) in ("dart", "gblinear"):
+        yield f"{name} with booster {booster}", "onnxmltools reads plain trees only", "Use booster gbtree."
+    if objective in _XGBOOST:
+        yield (f"{name} with objective {objective}", *_XGBOOST[objective])
+    alpha = settings.get("quantile_alpha")
+    if objective == "reg:quantileerror" and isinstance(alpha, list | tuple) and len(alpha) > 1:
+        yield (
+            f"{name} with several quantiles",
+            "onnxmltools adds the trees of all quantiles up to one answer",
+            "Train one model for each quantile.",
+        )
+    elif _targets(part) > 1:
+        yield (
+            f"{name} with several targets",
+            "onnxmltools adds the trees of all targets up to one answer",
+            "Train one model for each target.",
+        )
+    if "c" in (part.get_booster().feature_types or ()):
+        yield (
+            f"{name} with categories (enable_categorical)",
+            "a split by category has no counterpart in onnxmltools' conversion",
+            "Encode the column in a ColumnTransformer: OrdinalEncoder or OneHotEncoder.",
+        )
+
+
+_XGBOOST = {
+    "survival:cox": (
+        "onnxmltools leaves out the exponential that `predict` applies",
+        "Train with another objective, such as reg:squarederror on the logarithm of the target.",
+    ),
+    "reg:logistic": (
+        "onnxmltools leaves out the logistic function that `predict` applies",
+        "Train an XGBClassifier with binary:logistic.",
+    ),
+    "multi:softmax": (
+        "onnxmltools gives the scores of the trees in place of probabilities",
+        "Use objective multi:softprob: `predict` answers the same.",
+    ),
+}
+
+
+def _targets(part: Any) -> int:
+    config = json.loads(part.get_booster().save_config())
+    return int(config["learner"]["learner_model_param"].get("num_target", "1"))
+
+
+def _lightgbm(part: Any) -> Iterator[Fault]:
+    settings = {**part.get_params(), **getattr(part, "_other_params", {})}
+    name = type(part).__name__
+    if settings.get("boosting_type") == "rf" or settings.get("boosting") == "rf":
+        yield (
+            f"{name} with boosting rf",
+            "onnxmltools adds trees up that LightGBM averages",
+            "Use boosting gbdt or dart, or a forest of scikit-learn.",
+        )
+    if settings.get("objective") in ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda"):
+        yield (
+            f"{name} with objective {settings['objective']}",
+            "onnxmltools does not know this objective",
+            "Use an LGBMClassifier with objective binary.",
+        )
+    if settings.get("linear_tree"):
+        yield (
+            f"{name} with linear_tree",
+            "onnxmltools leaves out the linear models in the leaves",
+            "Leave out linear_tree.",
+        )
+    if settings.get("zero_as_missing"):
+        yield (
+            f"{name} with zero_as_missing",
+            "a tree of ONNX cannot send 0 where it sends a missing value",
+            "Replace 0 by NaN in the data and leave out zero_as_missing.",
+        )
+    if str(getattr(part, "objective_", settings.get("objective"))) in ("multiclassova", "multiclass_ova", "ova", "ovr"):
+        yield (
+            f"{name} with objective multiclassova",
+            "onnxmltools applies softmax where LightGBM applies a logistic function to each class",
+            "Use objective multiclass.",
+        )
+
+
+def _sklearn(part: Any) -> Iterator[Fault]:
+    name = type(part).__name__
+    if name.startswith("HistGradientBoosting"):
+        if getattr(part, "is_categorical_", None) is not None and part.is_categorical_.any():
+            yield (
+                f"{name} with categorical_features",
+                "skl2onnx reads a split by category as one by size",
+                "Encode the column in a ColumnTransformer, and set categorical_features=None.",
+            )
+        if getattr(part, "loss", "") in ("poisson", "gamma"):
+            yield (
+                f"{name} with loss {part.loss}",
+                "skl2onnx leaves out the exponential that `predict` applies",
+                "Train with squared_error on the logarithm of the target.",
+            )
+    if (
+        name.startswith("KNeighbors")
+        and part.weights == "distance"
+        and part.effective_metric_ in ("manhattan", "cityblock", "l1")
+    ):
+        yield (
+            f"{name} with weights='distance' and p = 1",
+            "skl2onnx computes other weights than scikit-learn",
+            "Use p=2, or weights='uniform'.",
+        )
+    if name == "SGDClassifier" and part.loss == "modified_huber" and len(part.classes_) > 2:
+        yield (
+            f"{name} with loss {part.loss} and {len(part.classes_)} classes",
+            "skl2onnx computes probabilities otherwise than scikit-learn",
+            "Use loss='log_loss'.",
+        )
+    if name == "SimpleImputer" and part.add_indicator:
+        yield f"{name} with add_indicator", "skl2onnx leaves the indicators out", "Leave out add_indicator."
+    if name == "KBinsDiscretizer" and part.encode == "onehot":
+        yield (
+            f"{name} with encode='onehot'",
+            "ONNX has no sparse tensors",
+            "Use encode='onehot-dense': the same numbers.",
+        )
+    if name == "FunctionTransformer" and part.func is not None:
+        yield (
+            f"{name} with a function",
+            "Python code has no counterpart in ONNX",
+            "Compute the column before the pipeline, or use a transformer of scikit-learn.",
+        )

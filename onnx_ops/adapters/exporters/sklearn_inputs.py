@@ -1,0 +1,221 @@
+"""What an estimator is asked with, and the inputs of its export: a matrix, a vector of texts, or columns of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from onnx_ops.errors import UserError
+from onnx_ops.ports.data import Tensors, frame_of
+
+_EXACT = float(1 << 24)
+"""Whole numbers up to this are exact in float32."""
+
+_INNER = "_inside"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the inputs of the data reach the converter.
+
+    Args:
+        types: what the converter is told: name, kind of numpy (`f4`, `f8`, `i`, `U`) and number of columns.
+        joined: whether the inputs are the columns of the one matrix in `types`.
+        split: whether the one input is a matrix, whose columns are those of `types`.
+    """
+
+    types: tuple[tuple[str, str, int], ...]
+    joined: bool = False
+    split: bool = False
+
+
+def layout_of(model: object, parts: list[object], samples: Tensors) -> Layout:
+    """Choose by what the estimator was fitted on.
+
+    Raises:
+        UserError: the inputs are not those of the estimator.
+    """
+    by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
+    names = fitted_names(model)
+    for name, array in samples.items():
+        if array.ndim > 2 or array.ndim == 0:
+            raise UserError(f"input {name} must be a matrix, not of shape {array.shape}", where="data inputs")
+    if len(samples) == 1:
+        ((name, rows),) = samples.items()
+        columns = rows.shape[1] if rows.ndim == 2 else 1
+        if rows.ndim != 2 and rows.dtype.kind != "U":
+            raise UserError(f"input {name} must be a matrix, not of shape {rows.shape}", where="data inputs")
+        if names is not None and columns != len(names):
+            raise _not_fitted(list(samples), names)
+        if by_column and names is not None and columns > 1:
+            return Layout(types=tuple((column, _kind(rows), 1) for column in names), split=True)
+        return Layout(types=((names[0] if by_column and names else name, _kind(rows), columns),))
+    ordered = _ordered(samples, names)
+    if wide := next((name for name, array in ordered.items() if array.ndim != 2 or array.shape[1] != 1), None):
+        raise UserError(
+            f"an estimator takes one input, or one for each column; {wide} is of shape {samples[wide].shape}",
+            where="data inputs",
+            remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
+        )
+    if by_column:
+        return Layout(types=tuple((name, _kind(array), 1) for name, array in ordered.items()))
+    kinds = {_kind(array) for array in ordered.values()}
+    if kinds != {"U"} and "U" in kinds:
+        raise UserError(
+            f"{type(model).__name__} takes columns of texts and of numbers as they are, which cannot be exported",
+            where="export",
+            remedy="Begin the pipeline with a ColumnTransformer, which says what becomes of each column.",
+        )
+    kind = "U" if "U" in kinds else "f8" if kinds == {"f8"} else "f4"
+    return Layout(types=((f"columns{_INNER}", kind, len(ordered)),), joined=True)
+
+
+def rows_of(model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Any:
+    """What `predict` is asked with: a data frame where the estimator was fitted on one."""
+    arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
+    names = fitted_names(model)
+    if _reads_texts(model):
+        return next(iter(arrays.values())).reshape(-1)
+    if names is None:
+        if len(arrays) == 1:
+            return next(iter(arrays.values()))
+        kinds = {array.dtype.kind for array in arrays.values()}
+        return np.hstack(
+            [array.astype(object) if "U" in kinds and len(kinds) > 1 else array for array in arrays.values()]
+        )
+    if len(arrays) == 1:
+        (matrix,) = arrays.values()
+        columns = matrix.reshape(len(matrix), -1)
+        return frame_of({name: columns[:, place] for place, name in enumerate(names)})
+    frame = frame_of(_ordered(arrays, names))
+    frame.columns = names
+    return frame
+
+
+def fitted_names(model: object) -> list[str] | None:
+    """Names of the columns of the data frame that the estimator was fitted on; None if it was fitted on an array."""
+    try:
+        names = getattr(model, "feature_names_in_", None)
+    except (AttributeError, ValueError):
+        return None
+    return None if names is None else [str(name) for name in names]
+
+
+def connect(converted: Any, layout: Layout, samples: Tensors) -> None:
+    """Give the graph the inputs of the data: joined, split, or cast in front where the converter knows no such type.
+
+    Args:
+        converted: changed in place.
+        layout: of the conversion.
+        samples: real inputs by name.
+    """
+    from onnx import TensorProto, helper
+
+    graph = converted.graph
+    front: list[Any] = []
+    kinds = {"f": TensorProto.FLOAT, "f8": TensorProto.DOUBLE, "i": TensorProto.INT64, "U": TensorProto.STRING}
+    declared = {
+        name: helper.make_tensor_value_info(
+            name,
+            TensorProto.BOOL
+            if array.dtype.kind == "b"
+            else kinds["f8" if array.dtype == np.float64 else array.dtype.kind],
+            ["batch", *array.shape[1:]] if array.ndim == 2 else ["batch"],
+        )
+        for name, array in samples.items()
+    }
+    inner = [name for name, _, _ in layout.types]
+    if layout.joined:
+        wanted = kinds[layout.types[0][1].replace("f4", "f")]
+        parts = []
+        for name in layout_order(samples, layout):
+            parts.append(_cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted))
+        front.append(helper.make_node("Concat", parts, [inner[0]], name="join_columns", axis=1))
+    elif layout.split:
+        (name,) = samples
+        front.append(
+            helper.make_node("Split", [name], [f"{one}{_INNER}" for one in inner], axis=1, num_outputs=len(inner))
+        )
+        _rename_inputs(graph, {one: f"{one}{_INNER}" for one in inner})
+    else:
+        renamed = {}
+        for name, (one, kind, _) in zip(layout_order(samples, layout), layout.types, strict=True):
+            have, want = declared[name].type.tensor_type.elem_type, kinds[kind.replace("f4", "f")]
+            if have != want:
+                renamed[one] = _cast(helper, front, name, have, want)
+            elif samples[name].ndim == 1:
+                shape = f"{name}_column_shape"
+                graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [2], [-1, 1]))
+                front.append(helper.make_node("Reshape", [name, shape], [f"{name}{_INNER}"], name=f"{name}_column"))
+                renamed[one] = f"{name}{_INNER}"
+            elif one != name:
+                renamed[one] = name
+        _rename_inputs(graph, renamed)
+    nodes = [*front, *graph.node]
+    del graph.node[:], graph.input[:]
+    graph.node.extend(nodes)
+    graph.input.extend(declared[name] for name in samples)
+
+
+def layout_order(samples: Tensors, layout: Layout) -> list[str]:
+    """Names of the inputs in the order of the layout's columns."""
+    names = [name for name, _, _ in layout.types]
+    return names if set(names) == set(samples) else list(samples)
+
+
+def _cast(helper: Any, front: list[Any], name: str, have: int, want: int) -> str:
+    if have == want:
+        return name
+    front.append(helper.make_node("Cast", [name], [f"{name}{_INNER}"], name=f"{name}_cast", to=want))
+    return f"{name}{_INNER}"
+
+
+def _rename_inputs(graph: Any, names: dict[str, str]) -> None:
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+
+
+def _kind(array: Any) -> str:
+    if array.dtype.kind == "f":
+        return "f8" if array.dtype == np.float64 else "f4"
+    return {"b": "i", "i": "i", "u": "i"}.get(array.dtype.kind, "U")
+
+
+def _ordered(samples: Tensors, names: list[str] | None) -> Tensors:
+    """The inputs in the order of the columns that the estimator was fitted on. LightGBM replaces spaces in names."""
+    if names is None:
+        return samples
+    plain = {name.replace(" ", "_"): name for name in samples}
+    found = [name if name in samples else plain.get(name, "") for name in names]
+    if "" in found or len(found) != len(samples):
+        raise _not_fitted(list(samples), names)
+    return {name: samples[name] for name in found}
+
+
+def _not_fitted(inputs: list[str], names: list[str]) -> UserError:
+    lacking = [name for name in names if name not in inputs]
+    spare = [name for name in inputs if name not in names]
+    return UserError(
+        "the data does not hold the columns that the model was fitted on",
+        where="data inputs",
+        why=f"the model takes {', '.join(names[:12])}; the data "
+        + (f"lacks {lacking[0]!r}" if lacking else f"also has {spare[0]!r}"),
+        remedy=f"Choose them: `columns: [{', '.join(names[:12])}{', …' if len(names) > 12 else ''}]`.",
+    )
+
+
+def _as_precision(array: Any, precision: str) -> Any:
+    if array.dtype.kind == "f":
+        return array.astype(precision)
+    if array.dtype.kind in "iu" and precision == "float32" and np.abs(array).max(initial=0) <= _EXACT:
+        return array.astype(np.float32)  # the export adds and scales it in float32
+    return array
+
+
+def _reads_texts(model: object) -> bool:
+    """Whether it begins with a vectorizer, which takes a vector of texts."""
+    steps = getattr(model, "steps", None)
+    first = steps[0][1] if steps else model
+    return hasattr(first, "build_analyzer")

@@ -1,0 +1,66 @@
+"""Columns of CSV and Parquet files as arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from onnx_ops.adapters.data.file import FileSource
+from onnx_ops.domain.pipeline import FileData
+from onnx_ops.errors import UserError
+
+TABLE = "age,income,visits,city,member,day,y\n40.5,1,3,Oslo,true,2024-01-02,a\n,2,4,,false,2024-01-03,b\n"
+
+
+def test_load_csv_gives_each_column_its_type(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(TABLE)
+
+    arrays = FileSource().load(FileData(file="rows.csv"), tmp_path)
+
+    assert {name: array.dtype.kind for name, array in arrays.items()} == {
+        "age": "f", "income": "i", "visits": "i", "city": "U", "member": "b", "day": "U", "y": "U",
+    }  # fmt: skip
+    assert {array.shape for array in arrays.values()} == {(2, 1)}
+    assert np.isnan(arrays["age"][1, 0])
+    assert arrays["city"][1, 0] == ""
+    assert arrays["day"][0, 0] == "2024-01-02"
+
+
+def test_load_parquet_gives_the_same_as_csv(tmp_path: Path) -> None:
+    columns = {
+        "age": pa.array([40.5, None]),
+        "visits": pa.array([3, 4], pa.int16()),
+        "city": pa.array(["Oslo", None]).dictionary_encode(),
+        "seen": pa.array([True, None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+
+    arrays = FileSource().load(FileData(file="rows.parquet"), tmp_path)
+
+    assert arrays["visits"].dtype == np.int64
+    assert arrays["city"].tolist() == [["Oslo"], [""]]
+    np.testing.assert_array_equal(arrays["seen"], np.array([[1], [np.nan]], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a,b\n1,2\n3\n", "Expected 2 columns, got 1"),
+        ("a,a\n1,2\n", "repeats the column 'a'"),
+        ("a,\n1,2\n", "column 2 of the table has no name"),
+        ("a,b\n", "no rows"),
+        ("", "Empty CSV file"),
+    ],
+)
+def test_load_broken_csv_is_refused_with_its_place(tmp_path: Path, text: str, part: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+
+    with pytest.raises(UserError) as caught:
+        FileSource().load(FileData(file="rows.csv"), tmp_path)
+
+    assert part in str(caught.value)
+    assert "rows.csv" in str(caught.value)

@@ -1,0 +1,107 @@
+"""Estimators that were fitted on data frames, one input a column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.compose import ColumnTransformer
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import LogisticRegression, SGDClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.graph.inspect import info
+from onnx_ops.ports import ExportRequest
+from onnx_ops.ports.data import Dataset, Tensors
+
+_DRAW = np.random.default_rng(0)
+COLUMNS = {
+    "age": np.where(np.arange(120) % 7, _DRAW.normal(40, 10, 120), np.nan).astype(np.float32)[:, None],
+    "visits": _DRAW.integers(0, 9, (120, 1)),
+    "member": _DRAW.random((120, 1)) < 0.5,
+    "city": _DRAW.choice(["Oslo", "Rome", ""], (120, 1)),
+    "note": _DRAW.choice(["a good film", "ÉTÉ bad food", "fast slow"], (120, 1)),
+}
+LABEL = (COLUMNS["visits"][:, 0] > 4).astype(np.int64)
+NUMBERS = {name: COLUMNS[name] for name in ("age", "visits")}
+
+
+def pipeline(last: Any) -> Any:
+    steps = [
+        ("numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age", "visits"]),
+        ("texts", OneHotEncoder(handle_unknown="ignore"), ["member", "city"]),
+        ("words", TfidfVectorizer(), "note"),
+    ]
+    return make_pipeline(ColumnTransformer(steps), last)
+
+
+def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folder: Path) -> None:
+    path = folder / "model.onnx"
+    exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=path))
+    (answers,) = OnnxRuntime().run(path, Target(name="cpu"), (samples,))
+    for name, array in (exporter.reference(model, samples, "float64") or {}).items():
+        np.testing.assert_allclose(answers[name], array, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [LogisticRegression(), RandomForestClassifier(5, random_state=0)])
+def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path, last: Any) -> None:
+    model = pipeline(last).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
+
+    check_same(SklearnExporter(), model, COLUMNS, tmp_path)
+
+    found = {spec.name: (spec.dtype, spec.shape) for spec in info(tmp_path / "model.onnx").inputs}
+    assert found == {
+        name: (kind, ("batch", 1))
+        for name, kind in zip(COLUMNS, ("float32", "int64", "bool", "string", "string"), strict=True)
+    }
+
+
+def test_export_of_a_data_frame_without_transformer_joins_its_columns(tmp_path: Path) -> None:
+    model = make_pipeline(SimpleImputer(), LogisticRegression()).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
+
+    check_same(SklearnExporter(), model, NUMBERS, tmp_path)
+
+
+def test_export_of_a_matrix_is_split_for_a_transformer_by_name(tmp_path: Path) -> None:
+    steps = [("scaled", StandardScaler(), ["visits"]), ("filled", SimpleImputer(), ["age"])]
+    model = make_pipeline(ColumnTransformer(steps), LogisticRegression())
+    model.fit(Dataset(inputs=NUMBERS).frame(), LABEL)
+
+    check_same(SklearnExporter(), model, {"x": np.hstack(list(NUMBERS.values())).astype(np.float32)}, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["XGBClassifier", "XGBRegressor", "XGBRanker", "LGBMClassifier", "LGBMRanker"])
+def test_export_of_boosting_on_a_data_frame_answers_like_it(tmp_path: Path, kind: str) -> None:
+    package, exporter = ("xgboost", XgboostExporter()) if kind[0] == "X" else ("lightgbm", LightgbmExporter())
+    model = getattr(__import__(package), kind)(n_estimators=5, n_jobs=1)
+    model.fit(Dataset(inputs=NUMBERS).frame(), LABEL, **({"group": [30] * 4} if "Ranker" in kind else {}))
+
+    check_same(exporter, model, NUMBERS, tmp_path)
+
+
+def test_export_without_a_fitted_column_is_refused(tmp_path: Path) -> None:
+    model = LogisticRegression().fit(Dataset(inputs={"visits": COLUMNS["visits"]}).frame(), LABEL)
+    request = ExportRequest(section=Export(framework="sklearn"), samples=NUMBERS, path=tmp_path / "model.onnx")
+
+    with pytest.raises(UserError, match="also has 'age'"):
+        SklearnExporter().export(model, request)
+
+
+def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
+    model = SGDClassifier(loss="modified_huber").fit(COLUMNS["visits"], np.arange(120) % 3)
+    samples = {"x": COLUMNS["visits"]}
+
+    with pytest.raises(UserError, match="modified_huber and 3 classes"):
+        request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
+        SklearnExporter().export(model, request)
