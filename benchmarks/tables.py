@@ -1,3 +1,4 @@
+# ruff: noqa: E501, PERF401 (a case is one line)
 """Models of tables, from a file to an answer of the endpoint, as a table for the docs.
 
 Each case is fitted on columns of a CSV file, exported, compared with its source on every group of inputs that parity
@@ -71,7 +72,9 @@ Case = tuple[str, Any, tuple[str, ...], str]
 def write_csv(path: Path, *, missing: bool) -> None:
     """A table of 300 people; `missing` leaves some ages and scores empty."""
     draw = np.random.default_rng(0)
-    words = np.array(["good", "bad", "film", "food", "slow", "fast", "staff", "room", "price", "again", "never", "great"])
+    words = np.array(
+        ["good", "bad", "film", "food", "slow", "fast", "staff", "room", "price", "again", "never", "great"]
+    )
     lines = [",".join([*EVERYTHING, "target"])]
     for row in range(ROWS):
         note = " ".join(draw.choice(words, 5))
@@ -273,7 +276,7 @@ def cases() -> list[Case]:
     for model in (
         linear_model.LinearRegression(), linear_model.Ridge(), linear_model.Lasso(0.01), linear_model.ElasticNet(0.01), linear_model.HuberRegressor(max_iter=500),
         svm.SVR(), neighbors.KNeighborsRegressor(), ensemble.RandomForestRegressor(20, random_state=0), ensemble.HistGradientBoostingRegressor(max_iter=20),
-        neural_network.MLPRegressor((8,), max_iter=300, random_state=0),
+        neural_network.MLPRegressor(hidden_layer_sizes=(8,), max_iter=300, random_state=0),
     ):  # fmt: skip
         found.append((f"mixed, {type(model).__name__}", mixed(model, encoder=dense), MIXED, "amount"))
     found += [
@@ -409,7 +412,7 @@ def served(path: Path, samples: Any) -> str:
         model="m", version="1", inputs={s.name: s for s in graph.inputs}, outputs={s.name: s for s in graph.outputs}
     )
     head = {name: array[:3] for name, array in samples.items()}
-    records = [
+    records: list[dict[str, Any]] = [
         {
             n: None if array.dtype.kind == "f" and np.isnan(array[i, 0]) else array[i, 0].item()
             for n, array in head.items()

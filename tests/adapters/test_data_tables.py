@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.domain.pipeline import FileData
 from onnx_ops.errors import UserError
+
+pa: Any = pytest.importorskip("pyarrow")
+pq: Any = pytest.importorskip("pyarrow.parquet")
 
 TABLE = "age,income,visits,city,member,day,y\n40.5,1,3,Oslo,true,2024-01-02,a\n,2,4,,false,2024-01-03,b\n"
 

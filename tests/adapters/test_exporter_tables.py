@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.compose import ColumnTransformer
-from sklearn.ensemble import RandomForestClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, SGDClassifier
@@ -26,7 +25,7 @@ from onnx_ops.ports import ExportRequest
 from onnx_ops.ports.data import Dataset, Tensors
 
 _DRAW = np.random.default_rng(0)
-COLUMNS = {
+COLUMNS: dict[str, Any] = {
     "age": np.where(np.arange(120) % 7, _DRAW.normal(40, 10, 120), np.nan).astype(np.float32)[:, None],
     "visits": _DRAW.integers(0, 9, (120, 1)),
     "member": _DRAW.random((120, 1)) < 0.5,
@@ -50,13 +49,13 @@ def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folde
     path = folder / "model.onnx"
     exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=path))
     (answers,) = OnnxRuntime().run(path, Target(name="cpu"), (samples,))
-    for name, array in (exporter.reference(model, samples, "float64") or {}).items():
-        np.testing.assert_allclose(answers[name], array, atol=1e-5)
+    expected: Any = exporter.reference(model, samples, "float64")
+    for name, array in expected.items():
+        np.testing.assert_allclose(np.asarray(answers[name], np.float64), array, atol=1e-5)
 
 
-@pytest.mark.parametrize("last", [LogisticRegression(), RandomForestClassifier(5, random_state=0)])
-def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path, last: Any) -> None:
-    model = pipeline(last).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
+def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> None:
+    model = pipeline(LogisticRegression()).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
 
     check_same(SklearnExporter(), model, COLUMNS, tmp_path)
 
@@ -101,7 +100,7 @@ def test_export_without_a_fitted_column_is_refused(tmp_path: Path) -> None:
 def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
     model = SGDClassifier(loss="modified_huber").fit(COLUMNS["visits"], np.arange(120) % 3)
     samples = {"x": COLUMNS["visits"]}
+    request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
 
     with pytest.raises(UserError, match="modified_huber and 3 classes"):
-        request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
         SklearnExporter().export(model, request)

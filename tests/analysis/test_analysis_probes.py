@@ -20,7 +20,7 @@ TOKENS = np.random.default_rng(1).integers(3, 50, (100, 12))
 WORDS = np.array([f"word {i}" for i in range(100)])
 MASK = np.random.default_rng(2).random((100, 12)) < 0.5
 SAMPLES: dict[str, npt.NDArray[Any]] = {"image": IMAGES, "tokens": TOKENS, "words": WORDS, "mask": MASK}
-BEYOND = {f"beyond_range:{name}" for name in ("x10", "x1e3", "x1e5", "x1e-8", "negatives")}
+BEYOND = {f"beyond_range:{name}" for name in ("x10", "x1e3", "x1e5", "x1e-8", "negatives", "texts")}
 
 
 def groups_of(samples: dict[str, npt.NDArray[Any]], **declared: InputValues) -> dict[str, ProbeGroup]:
@@ -133,7 +133,7 @@ def test_multiples_are_of_real_rows_and_fit_the_type() -> None:
         rtol=1e-6,
     )
     half = groups_of({"image": IMAGES.astype(np.float16)})
-    assert BEYOND - set(half) == {"beyond_range:x1e5"}
+    assert BEYOND - set(half) == {"beyond_range:x1e5", "beyond_range:texts"}
 
 
 def test_nothing_to_distort_gives_no_groups() -> None:

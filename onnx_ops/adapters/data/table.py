@@ -110,7 +110,7 @@ def _array(arrow: Any, column: Any, where: str) -> Array:
         column, kind = column.cast(arrow.float64()), arrow.float64()
     if kinds.is_floating(kind) or kinds.is_null(kind) or (column.null_count and _is_whole(kinds, kind)):
         values = column.cast(arrow.float64() if not kinds.is_boolean(kind) else arrow.int8())
-        return values.cast(arrow.float64()).to_numpy().astype(np.float32)[:, None]
+        return np.asarray(values.cast(arrow.float64()).to_numpy(), dtype=np.float32)[:, None]
     if kinds.is_boolean(kind):
         return np.asarray(column.to_numpy(), dtype=np.bool_)[:, None]
     if kinds.is_integer(kind):

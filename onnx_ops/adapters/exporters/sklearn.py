@@ -232,7 +232,7 @@ def _options(model: object) -> dict[Any, Any]:
 
     options: dict[Any, Any] = {}
     if is_classifier(model) and not isinstance(
-        parts_of(model)[-1] if hasattr(model, "steps") else model, LinearSVC
+        model.steps[-1][1] if hasattr(model, "steps") else model, LinearSVC
     ):  # the one classifier that never had a ZipMap
         options[id(model)] = {"zipmap": False}
     for part in parts_of(model):

@@ -129,9 +129,10 @@ def connect(converted: Any, layout: Layout, samples: Tensors) -> None:
     inner = [name for name, _, _ in layout.types]
     if layout.joined:
         wanted = kinds[layout.types[0][1].replace("f4", "f")]
-        parts = []
-        for name in layout_order(samples, layout):
-            parts.append(_cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted))
+        parts = [
+            _cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted)
+            for name in layout_order(samples, layout)
+        ]
         front.append(helper.make_node("Concat", parts, [inner[0]], name="join_columns", axis=1))
     elif layout.split:
         (name,) = samples
