@@ -412,6 +412,7 @@ def served(path: Path, samples: Any) -> str:
         model="m", version="1", inputs={s.name: s for s in graph.inputs}, outputs={s.name: s for s in graph.outputs}
     )
     head = {name: array[:3] for name, array in samples.items()}
+    values: dict[str, Any] = dict(head)
     records: list[dict[str, Any]] = [
         {
             n: None if array.dtype.kind == "f" and np.isnan(array[i, 0]) else array[i, 0].item()
