@@ -416,7 +416,7 @@ def served(path: Path, samples: Any) -> str:
     records: list[dict[str, Any]] = [
         {
             n: None if array.dtype.kind == "f" and np.isnan(array[i, 0]) else array[i, 0].item()
-            for n, array in head.items()
+            for n, array in values.items()
         }
         for i in range(3)
     ]
