@@ -78,7 +78,7 @@ class SklearnExporter:
 
         section = request.section
         check_section(section, samples)
-        converted = _convert(self._convertible(model), layout, section.opset, section.framework)
+        converted = _convert(self._convertible(model), layout, section.opset, self.tools[0])
         converted.ir_version = section.ir_version
         converted.producer_version = ""
         if not _is_regressor(model) and not hasattr(model, "predict_proba"):
