@@ -332,7 +332,7 @@ def boosted() -> list[Case]:
         ("XGBoost, several labels", x("Classifier"), NUMBERS, "labels"),
         ("XGBoost, forest", x("Classifier", num_parallel_tree=3), NUMBERS, "class"),
     ]
-    for settings in (
+    for settings in (  # type: ignore[assignment]
         {"objective": "l1"},
         {"objective": "poisson"},
         {"objective": "gamma"},
