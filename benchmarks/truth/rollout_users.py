@@ -3,6 +3,7 @@ version. Both versions are alike unless a world says otherwise."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,7 @@ class Users:
         tails: degrees of freedom of Student's t that log latency is drawn from; 0: normal.
         correlated: correlation of log latency from one request to the next, whichever version answers.
         daily: whether errors and latency rise and fall together by day and night.
+        between: how many times longer the candidate takes for what lies between the 80th and the 90th percentile.
         cold: first requests to the candidate that take three times as long.
         beta: of which the users' own success rates are drawn, in an A/B test.
         success: the candidate's success rate as a multiple of the stable version's.
@@ -55,6 +57,7 @@ class Users:
     failing: float = 0.0
     spread: float = 0.0
     times: float = 1.0
+    between: float = 1.0
     retried: float = 0.0
     bunch: int = 1
     tails: int = 0
@@ -66,9 +69,12 @@ class Users:
 
 
 class UserTraffic:
-    """Requests of `trials` rollouts in one world, and the sums over their users."""
+    """Requests of `trials` rollouts in one world, and the sums over their users. Latency is held against thresholds at
+    these `quantiles`, those of the guardrails."""
 
-    def __init__(self, users: Users, requests: int, trials: int, random: np.random.Generator) -> None:
+    def __init__(
+        self, users: Users, requests: int, trials: int, random: np.random.Generator, quantiles: Sequence[float]
+    ) -> None:
         self._users, self._requests, self._random = users, requests, random
         many = max(users.count, 1)
         weights = np.arange(1, many + 1) ** -users.skew
@@ -84,14 +90,17 @@ class UserTraffic:
         self._answered = np.zeros(trials, dtype=np.int64)
         """Requests, by the candidate."""
         self._n = np.zeros((2, trials * 2 * many), dtype=np.int64)
-        self._e = np.zeros((4, trials * 2 * many), dtype=np.int32)
-        self.sums = np.zeros((4, trials, 5))
-        """By event (errors, over the median, over the 99th percentile, successes): the fields of `UnitSums`."""
+        self._events = 2 + len(quantiles)
+        self._e = np.zeros((self._events, trials * 2 * many), dtype=np.int32)
+        self.sums = np.zeros((self._events, trials, 5))
+        """By event (errors, successes, over each threshold): the fields of `UnitSums`."""
         user = np.searchsorted(self._shares, random.random((trials, _BEFORE)))
-        self._limits = np.quantile(self._latency(np.arange(trials), user), (0.5, 0.99), axis=1)
+        before = self._latency(np.arange(trials), user)
+        self._limits = np.quantile(before, quantiles, axis=1)
+        self._between = np.quantile(before, (0.8, 0.9), axis=1)
 
     def draw(self, active: Ints, shares: Floats, look: int) -> Ints:
-        """Counts between two looks: (4 events, active, 4 counts), each the candidate's events and requests, the stable
+        """Counts between two looks: (events, active, 4 counts), each the candidate's events and requests, the stable
         version's events and requests."""
         users, random = self._users, self._random
         shape = (len(active), self._requests)
@@ -100,15 +109,18 @@ class UserTraffic:
         mine = place < shares[:, None]
         wave = np.sin(2 * np.pi * look / _DAY) if users.daily else 0.0
         many, bad = self._failures(active, user, mine, 1 + 0.8 * wave)
-        log = self._latency(active, user) + 0.3 * wave + np.where(mine, np.log(users.times / SLACK), 0.0)
+        log = self._latency(active, user)
+        low, high = (limit[active][:, None] for limit in self._between)
+        log += np.where(mine & (log > low) & (log < high), np.log(users.between), 0.0)
+        log += 0.3 * wave + np.where(mine, np.log(users.times / SLACK), 0.0)
         number = self._answered[active][:, None] + np.cumsum(mine, axis=1)
         self._answered[active] = number[:, -1]
         log += np.where(mine & (number <= users.cold), np.log(_COLD), 0.0)
         timed = ~mine | (number > UNTIMED)
         slow = [log > limit[active][:, None] for limit in self._limits]
         rate = np.take_along_axis(self._success[active], user, 1) * np.where(mine, users.success, 1.0)
-        flags = [bad, slow[0] & timed, slow[1] & timed, random.random(shape) < rate]
-        requests = [many, many * timed, many * timed, many]
+        flags = [bad, random.random(shape) < rate, *(one & timed for one in slow)]
+        requests = [many, many, *[many * timed] * len(slow)]
         self._add(active, user, mine, (many, many * timed), [many * flag for flag in flags])
         part = many * mine if users.count else random.binomial(many, np.where(many > 1, shares[:, None], mine))
         found = []
@@ -150,7 +162,7 @@ class UserTraffic:
         trials = np.broadcast_to(np.arange(len(active))[:, None], user.shape).ravel()
         if not self._users.count:
             for kind, e in enumerate(events):
-                n = requests[kind in (1, 2)]
+                n = requests[kind > 1]
                 added = np.stack([x.sum(1) for x in (n, e, n, e, e)], axis=-1)
                 self.sums[kind, active] += added
             return
@@ -160,7 +172,7 @@ class UserTraffic:
         owner[where] = trials
         more_n = [np.bincount(where, weights=n.ravel()) for n in requests]
         for kind, e in enumerate(events):
-            group = int(kind in (1, 2))
+            group = int(kind > 1)
             n0, e0 = self._n[group, touched], self._e[kind, touched]
             dn, de = more_n[group], np.bincount(where, weights=e.ravel())
             grown = (dn, de, dn * (2 * n0 + dn), de * (2 * e0 + de), dn * e0 + de * n0 + dn * de)

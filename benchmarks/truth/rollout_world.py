@@ -21,14 +21,15 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout import Action, ActionKind, Judged, Roles, RolloutPolicy, Wait, next_action, split_state
 from onnx_ops.domain.rollout_judged import Guard, WaitKind
+from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
 
 Ints = npt.NDArray[np.int64]
 Rates = Callable[[int], tuple[tuple[float, ...], tuple[float, ...]]]
 """Look -> (candidate's, stable version's) chance of each guardrail's event."""
 
 LOOK_S = 60.0
-_EVENTS = {"errors": 0, "latency_p50": 1, "latency_p99": 2}
-_SUCCESSES = 3
+_SUCCESSES = 1
+"""Number of the event; errors are 0, and slow requests come behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +89,21 @@ class Rollouts:
         self._states = [begun.state] * trials
         self._roles = [begun.roles] * trials
         self._began = [0.0] * trials
-        self._sums = np.zeros((trials, len(world.policy.guardrails), 25))
+        self._places = [(rail, place) for rail in world.policy.guardrails for place in rail.places]
+        """What is counted for each guardrail, in order: the columns of all tables."""
+        timed = [place for _, place in self._places if place != "errors"]
+        self._event = {"errors": 0, **{place: 2 + index for index, place in enumerate(timed)}}
+        self._sums = np.zeros((trials, len(self._places), 25))
         self._above = np.zeros((trials, 25))
         self._below = np.zeros((trials, 24))
         self._step = np.zeros((trials, 4), dtype=np.int64)
         """Of the present step: the candidate's errors and requests, the stable version's."""
         self._rows: list[Ints] = []
-        """At each look: (trials, 4 events, 4)."""
+        """At each look: (trials, events, 4)."""
         self._users = None
         if world.users is not None:
-            self._users = UserTraffic(world.users, world.requests, trials, self._random)
+            quantiles = [{**QUANTILES, **PLACES}[place] for place in timed]
+            self._users = UserTraffic(world.users, world.requests, trials, self._random, quantiles)
         self.exposed = np.zeros(trials, dtype=np.int64)
         self.ends = ["open"] * trials
 
@@ -126,25 +132,26 @@ class Rollouts:
         planned = policy.planned()
         percent = np.array([planned[self._roles[index].step].percent for index in active])
         errors, rows, outcomes = self._drawn(look, active, percent)
-        for column, rail in enumerate(policy.guardrails):
-            self._sums[active, column] += log_likelihood(rows[:, column], ev.alternatives(rail.tolerated))
+        for column, (rail, place) in enumerate(self._places):
+            self._sums[active, column] += log_likelihood(rows[:, column], ev.alternatives(rail.tolerated(place)))
         if world.users is not None:
-            seen = np.zeros((len(self.ends), 4, 4), dtype=np.int64)
+            seen = np.zeros((len(self.ends), 1 + len(self._event), 4), dtype=np.int64)
             seen[active, 0], seen[active, _SUCCESSES] = errors, outcomes
-            for column, rail in enumerate(policy.guardrails):
-                seen[active, _EVENTS[rail.name]] = rows[:, column]
+            for column, (_, place) in enumerate(self._places):
+                seen[active, self._event[place]] = rows[:, column]
             self._rows.append(seen)
         self._step[active] += errors
         self.exposed[active] += errors[:, 1]
         self._decide(active, errors, percent, self._better(active, outcomes), (look + 1) * LOOK_S)
 
     def _drawn(self, look: int, active: Ints, percent: Ints) -> tuple[Ints, Ints, Ints]:
-        """Counts since the last look: errors, each guardrail's events as (active, guardrails, 4), and outcomes."""
+        """Counts since the last look: errors, each place's events as (active, places, 4), and outcomes."""
         world, rails = self._world, self._world.policy.guardrails
         shares = np.minimum(percent / 100 * world.routed, 1)
         if self._users is not None:
             counts = self._users.draw(active, shares, look)
-            return counts[0], np.moveaxis(counts[[_EVENTS[rail.name] for rail in rails]], 0, 1), counts[3]
+            rows = np.moveaxis(counts[[self._event[place] for _, place in self._places]], 0, 1)
+            return counts[0], rows, counts[_SUCCESSES]
         canary = self._random.binomial(world.requests, shares)
         stable = world.requests - canary
         rows = np.empty((len(active), len(rails), 4), dtype=np.int64)
@@ -185,10 +192,12 @@ class Rollouts:
 
     def _decide(self, active: Ints, last: Ints, percent: Ints, decisions: list[ev.Decision], now: float) -> None:
         policy, step = self._world.policy, self._step[active]
-        effects = np.ones((len(active), len(policy.guardrails), 1))
-        for column, rail in enumerate(policy.guardrails):
-            effects[:, column, 0] = self._effect(_EVENTS[rail.name], active)
-        found = ev.log10_evidence(self._sums[active] / effects)
+        effects = np.ones((len(active), len(self._places), 1))
+        for column, (_, place) in enumerate(self._places):
+            effects[:, column, 0] = self._effect(self._event[place], active)
+        by_place = ev.log10_evidence(self._sums[active] / effects)
+        owners = [rail for rail, _ in self._places]
+        found = [ev.average(by_place[:, [one is rail for one in owners]]) for rail in policy.guardrails]
         promised = policy.slo.error_rate if policy.slo else None
         bunched, crowded, gross = np.ones((3, len(active)))
         if promised and self._rows:
@@ -209,7 +218,7 @@ class Rollouts:
                 requests=total[0],
                 guards=tuple(
                     Guard(
-                        name=rail.name, evidence=float(found[row, column]), limit=limit, seen=total[0], needed=total[1]
+                        name=rail.name, evidence=float(found[column][row]), limit=limit, seen=total[0], needed=total[1]
                     )
                     for column, rail in enumerate(policy.guardrails)
                 ),

@@ -16,9 +16,12 @@ NEVER = 10**9
 CANARY = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS, min_requests=(NEVER,), step_timeout=1e9)
 STEPS = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(1000, 3000), step_timeout=1e9)
 SPLIT = replace(CANARY, guardrails=RAILS[:1])
+ANYWHERE = (RAILS[0], Guardrail(name="latency"))
 TEST = RolloutPolicy(ab=SplitTest(duration=1e9), min_requests=(1,), step_timeout=1e9)
 HEAD = ("rolled back", "canary requests")
 
+_AT_ONCE = 200
+"""Rollouts whose users are held in memory."""
 _SOME = Users(count=2000, skew=0.8)
 _KINDS: Mapping[str, Users] = {
     "all errors by 2 % of users": Users(failing=0.02),
@@ -44,6 +47,7 @@ def prove(trials: int, *, quick: bool) -> list[Claim]:
         *_alike(_sticky(quick), "sticky users", trials, looks, quick),
         *_alike(_NULLS, "null canary", trials, looks, quick),
         *_power(trials, quick),
+        *_distribution(trials, looks, quick),
         *_routing(trials, looks, quick),
         *_split_tests(trials, quick),
         *_levels(trials, quick),
@@ -64,7 +68,11 @@ def _run(
     users: Users, policy: RolloutPolicy, trials: int, looks: int, *, requests: int = 200, blind: bool = False
 ) -> Result:
     world = World(policy=policy, users=users, looks=looks, requests=requests, blind=blind)
-    return Rollouts(world, trials, seed=looks + requests).run()
+    parts = [
+        Rollouts(world, min(_AT_ONCE, trials - done), seed=looks + requests + done).run()
+        for done in range(0, trials, _AT_ONCE)
+    ]
+    return Result(ends=[e for part in parts for e in part.ends], exposed=[n for part in parts for n in part.exposed])
 
 
 def _told(name: str, result: Result, end: str = "rolled back") -> tuple[str, str, str]:
@@ -100,6 +108,31 @@ def _power(trials: int, quick: bool) -> Iterable[Claim]:
             back = result.count("rolled back")
             yield at_least("power", f"10/50/100 %: {name}: rolled back", back, trials, least, quick=quick)
     table("a worse candidate, 10/50/100 %, a look every 200 requests", ("", *HEAD), rows)
+
+
+def _distribution(trials: int, looks: int, quick: bool) -> Iterable[Claim]:
+    """Guardrail `latency`, which looks at the whole distribution."""
+    rows = []
+    for name, users in {**_sticky(quick), **_NULLS}.items():
+        result = _run(users, replace(CANARY, guardrails=ANYWHERE), trials, looks)
+        rows.append(_told(name, result))
+        back = result.count("rolled back")
+        yield at_most("whole distribution", f"{name}: rolled back", back, trials, 0.05, quick=quick)
+    table("guardrail latency: two versions alike, 10 % canary", ("", *HEAD), rows)
+    compared = []
+    for name, users, least in (
+        ("80th to 90th percentile x 1.2, no keys", Users(between=1.2), 0.9),
+        ("80th to 90th percentile x 1.5, no keys", Users(between=1.5), 0.95),
+        ("80th to 90th percentile x 1.5, 2,000 users", replace(_SOME, spread=0.5, between=1.5), 0.0),
+        ("all x 1.2, no keys", Users(times=1.2), 0.9),
+        ("all x 1.5, 2,000 users", replace(_SOME, spread=0.5, times=1.5), 0.0),
+    ):
+        result, other = (_run(users, replace(STEPS, guardrails=rails), trials, 200) for rails in (ANYWHERE, RAILS))
+        compared.append((*_told(name, result), *_told("", other)[1:]))
+        if least:
+            back = result.count("rolled back")
+            yield at_least("whole distribution", f"{name}: rolled back", back, trials, least, quick=quick)
+    table("a slower candidate, 10/50/100 %", ("", *HEAD, "p50 and p99: rolled back", "requests"), compared)
 
 
 def _routing(trials: int, looks: int, quick: bool) -> Iterable[Claim]:

@@ -38,10 +38,11 @@ class Guard:
     `low` and `high` bound the odds ratio at any time; None where it was not computed. `seen` counts what the evidence
     rests on during the present step, of which `needed` are needed before the step may be left. `effect` is how many
     requests are worth one independent request. Where it `holds`, the candidate stays at its step. `rule` is told where
-    the counts are not what was judged.
+    the counts are not what was judged. `place` is where in a distribution the counts speak most against the candidate.
     """
 
     name: str
+    place: str = ""
     canary: tuple[int, int] = (0, 0)
     stable: tuple[int, int] = (0, 0)
     evidence: float = 0.0
@@ -61,7 +62,8 @@ class Guard:
     @property
     def line(self) -> str:
         """One line for a person."""
-        counts = self.rule or f"canary {_share(*self.canary)} vs stable {_share(*self.stable)}"
+        where = f"above {self.place} " if self.place else ""
+        counts = self.rule or f"{where}canary {_share(*self.canary)} vs stable {_share(*self.stable)}"
         between = "" if self.low is None or self.high is None else f"odds ratio {_bounds(self.low, self.high)}, "
         worth = f"{self.effect:.2g} requests count as one, " if self.effect >= _WORTH_TELLING else ""
         told = f"{self.name}: {counts}; {between}{worth}evidence {_to_one(self.evidence)} (limit {_to_one(self.limit)})"

@@ -11,7 +11,7 @@ from typing import Any
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.quantities import LATER
-from onnx_ops.domain.rollout_policy import QUANTILES, GuardrailName
+from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +24,13 @@ class Thresholds:
     requests: int
     p90_s: float | None = field(default=None, metadata=LATER)
     p95_s: float | None = field(default=None, metadata=LATER)
+    places_s: tuple[float, ...] = field(default=(), metadata=LATER)
 
-    def by_guardrail(self) -> Mapping[GuardrailName, float]:
-        """Those that are known, by the guardrail that they belong to."""
+    def by_guardrail(self) -> Mapping[str, float]:
+        """Those that are known, by the guardrail that they belong to, or its place in `PLACES`."""
         found = {name: getattr(self, f"{name.removeprefix('latency_')}_s") for name in QUANTILES}
-        return {name: latency_s for name, latency_s in found.items() if latency_s is not None}
+        named = {name: latency_s for name, latency_s in found.items() if latency_s is not None}
+        return {**named, **dict(zip(PLACES, self.places_s, strict=False))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,8 @@ class Tally:
 
     `errors` are the server's own failures; `refused` are requests that it did not take, which is the client's fault
     unless the other version takes them. Of the `timed` ones, which are all where that is None, `over_p50` and its
-    like took longer than the deployment's thresholds; None where the source cannot tell. `outcomes` are reports
-    of clients, of which `successes` good.
+    like took longer than the deployment's thresholds; None where the source cannot tell. `over_places` are those over
+    each of `PLACES`. `outcomes` are reports of clients, of which `successes` good.
     """
 
     requests: int = 0
@@ -51,15 +53,18 @@ class Tally:
     timed: int | None = field(default=None, metadata=LATER)
     over_p90: int | None = field(default=None, metadata=LATER)
     over_p95: int | None = field(default=None, metadata=LATER)
+    over_places: tuple[int, ...] | None = field(default=None, metadata=LATER)
 
-    def over(self, name: GuardrailName) -> int | None:
-        """Requests that took longer than the threshold of a guardrail of latency."""
-        found: int | None = getattr(self, _over(name))
-        return found
+    def over(self) -> Mapping[str, int]:
+        """Requests that took longer than each threshold of a guardrail of latency, where that is known."""
+        found = {name: getattr(self, _over(name)) for name in QUANTILES}
+        named = {name: count for name, count in found.items() if count is not None}
+        return {**named, **dict(zip(PLACES, self.over_places or (), strict=False))}
 
-    def with_over(self, counts: Mapping[GuardrailName, int | None]) -> Tally:
-        named: dict[str, Any] = {_over(name): count for name, count in counts.items()}
-        return replace(self, **named)
+    def with_over(self, counts: Mapping[str, int | None]) -> Tally:
+        named: dict[str, Any] = {_over(name): counts[name] for name in QUANTILES if name in counts}
+        places = tuple(count for name in PLACES if (count := counts.get(name)) is not None)
+        return replace(self, **named, over_places=places if len(places) == len(PLACES) else None)
 
     def minus(self, before: Tally) -> Tally | None:
         """What was counted since `before`; None if the counts do not follow each other or make no sense."""
@@ -70,14 +75,14 @@ class Tally:
             outcomes=self.outcomes - before.outcomes,
             successes=self.successes - before.successes,
             timed=_less(self.timed, before.timed),
-        ).with_over({name: _less(self.over(name), before.over(name)) for name in QUANTILES})
+        ).with_over({name: _less(count, before.over().get(name)) for name, count in self.over().items()})
         alike = (self.timed is None) == (before.timed is None)
         return found if found.sound and alike else None
 
     @property
     def sound(self) -> bool:
         """Whether these are counts of requests at all."""
-        over = [self.over(name) or 0 for name in QUANTILES]
+        over = self.over().values()
         whole = min(self.errors, self.refused) >= 0 and 0 <= self.failed <= self.requests
         return whole and all(0 <= n <= self.measured for n in over) and 0 <= self.successes <= self.outcomes
 
@@ -242,10 +247,10 @@ def _unseen(later: Tally | None) -> Tally:
     if later is None:
         return Tally()
     none = Tally(timed=None if later.timed is None else 0)
-    return none.with_over({name: None if later.over(name) is None else 0 for name in QUANTILES})
+    return none.with_over(dict.fromkeys(later.over(), 0))
 
 
-def _over(name: GuardrailName) -> str:
+def _over(name: str) -> str:
     return f"over_{name.removeprefix('latency_')}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -16,14 +16,16 @@ DAY = 86_400.0
 DEFAULT_MINIMUM = 300
 """Requests to the candidate that a judged step needs where the policy does not say."""
 
-GuardrailName: TypeAlias = Literal["errors", "latency_p50", "latency_p90", "latency_p95", "latency_p99"]
-QUANTILES: Mapping[GuardrailName, float] = {
+GuardrailName: TypeAlias = Literal["errors", "latency", "latency_p50", "latency_p90", "latency_p95", "latency_p99"]
+QUANTILES: Mapping[str, float] = {
     "latency_p50": 0.5,
     "latency_p90": 0.9,
     "latency_p95": 0.95,
     "latency_p99": 0.99,
 }
 """Guardrails of latency: the share of the stable version's requests that are faster than the threshold."""
+PLACES: Mapping[str, float] = {f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)}
+"""Where guardrail `latency` looks at the distribution: the same share for each place."""
 StepKind: TypeAlias = Literal["shadow", "canary", "ab", "full"]
 
 Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
@@ -33,13 +35,14 @@ OddsRatio = Annotated[float, Ge(1), Lt(100)]
 SLOWER = 0.1
 """A version that gets less traffic finds its weights in the caches less often, and is somewhat slower for it alone."""
 
-_TOLERATED: Mapping[GuardrailName, float] = {"latency_p95": 1.1, "latency_p99": 1.2}
+_TOLERATED: Mapping[str, float] = {"latency_p95": 1.1, "latency_p99": 1.2, "latency@p95": 1.1, "latency@p99": 1.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guardrail:
     """One thing that may not get worse: errors, or latency, which is told by how many of either version's requests
-    exceed the stable version's percentile before the rollout, for the candidate raised by `slower`."""
+    exceed the stable version's percentile before the rollout, for the candidate raised by `slower`. `latency` alone
+    stands for all of `PLACES`."""
 
     name: Annotated[GuardrailName, doc("What is counted.")]
     ratio: Annotated[
@@ -56,8 +59,12 @@ class Guardrail:
     ] = "rollback"
 
     @property
-    def tolerated(self) -> float:
-        return _TOLERATED.get(self.name, 1.0) if self.ratio is None else self.ratio
+    def places(self) -> Sequence[str]:
+        """Names under which its events are counted."""
+        return tuple(PLACES) if self.name == "latency" else (self.name,)
+
+    def tolerated(self, place: str) -> float:
+        return _TOLERATED.get(place, 1.0) if self.ratio is None else self.ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +127,7 @@ class RolloutPolicy:
     ] = None
     guardrails: Annotated[
         tuple[Guardrail, ...],
-        doc("What may not get worse: errors, latency_p50, latency_p90, latency_p95, latency_p99."),
+        doc("What may not get worse: errors, latency, latency_p50, latency_p90, latency_p95, latency_p99."),
     ] = ()
     min_requests: Annotated[
         tuple[Count, ...], doc("Requests to the candidate before a step is left: one number, or one for each step.")
@@ -136,10 +143,11 @@ class RolloutPolicy:
     shadow: Annotated[ShadowTrial | None, doc("Compare answers first, on copies of requests.")] = None
     ab: Annotated[SplitTest | None, doc("Decide by a success metric, after the steps and before 100%.")] = None
 
-    def slower(self, name: GuardrailName) -> float:
-        """How much slower than the stable version the candidate may be, as a fraction."""
-        asked = next((rail.slower for rail in self.guardrails if rail.name == name), None)
-        return SLOWER if asked is None else asked
+    def slower(self) -> Mapping[str, float]:
+        """How much slower than the stable version the candidate may be, as a fraction, by place."""
+        asked = {place: rail.slower for rail in self.guardrails for place in rail.places}
+        found = {name: asked[name] for name in (*QUANTILES, *PLACES) if name in asked}
+        return dict.fromkeys(QUANTILES, SLOWER) | {k: SLOWER if v is None else v for k, v in found.items()}
 
     @property
     def judged(self) -> bool:
@@ -158,7 +166,7 @@ class RolloutPolicy:
     def needs(self) -> Mapping[str, tuple[str, ...]]:
         """What an endpoint provider must be capable of, and the keys that ask for it."""
         asked: dict[str, tuple[str, ...]] = {}
-        if any(rail.name in ("latency_p90", "latency_p95") for rail in self.guardrails):
+        if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):
             asked["exceedances"] = ("guardrails",)
         if self.shadow:
             asked["shadow"] = ("shadow",)

@@ -8,7 +8,6 @@ from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.domain.ledger import Frozen, Observed
 from onnx_ops.domain.rollout import Action, ActionKind, Wait, next_action
 from onnx_ops.domain.rollout_observed import Observations
-from onnx_ops.domain.rollout_policy import QUANTILES
 from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.operations.desired import Desired
 from onnx_ops.operations.journal import Journal
@@ -92,6 +91,5 @@ def _freeze(journal: Journal, start: Action) -> None:
     from onnx_ops.analysis.rollout import freeze
 
     found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
-    allowed = {name: state.policy.slower(name) for name in QUANTILES}
-    thresholds, slower = (None, None) if found is None else freeze(*found, allowed)
+    thresholds, slower = (None, None) if found is None else freeze(*found, state.policy.slower())
     journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds, slower=slower))

@@ -29,6 +29,7 @@ from onnx_ops.domain.ledger import (
     Withdrawn,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles
+from onnx_ops.domain.rollout_policy import QUANTILES
 from onnx_ops.errors import NotFound, OnnxOpsError, StateCorrupt
 from onnx_ops.operations.journal import Journal, bound_endpoints, readable
 from onnx_ops.ports import Outliving, Ports
@@ -232,7 +233,11 @@ def _noted_told(
     if found is None:
         return "froze no latency thresholds", "too few requests to tell"
     told = [
-        ", ".join(f"{name.removeprefix('latency_')} {s * 1e3:.3g} ms" for name, s in one.by_guardrail().items())
+        ", ".join(
+            f"{name.removeprefix('latency_')} {limit_s * 1e3:.3g} ms"
+            for name, limit_s in one.by_guardrail().items()
+            if name in QUANTILES
+        )
         for one in (found, body.slower or found)
     ]
     what = f"{told[0]}, read off {found.requests} requests; the candidate's: {told[1]}"

@@ -83,7 +83,7 @@ class DeploymentCounts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """With a POST to the counts: count the requests of two deployments by user. By name, the latencies in seconds that
-    are slow, one for each of `domain.rollout_policy.QUANTILES`; 0 for none."""
+    are told apart, ascending, at most `protocol.users.MOST_LIMITS`."""
 
     limits_s: Mapping[str, tuple[float, ...]]
 

@@ -28,7 +28,7 @@ from onnx_ops.protocol.admin import (
     read_message,
 )
 from onnx_ops.protocol.table_file import write_durably
-from onnx_ops.protocol.users import OVER
+from onnx_ops.protocol.users import MOST_LIMITS
 from onnx_ops.serving.http import on_crash, on_http_error, read_body
 
 _MAX_BODY = 1 << 20
@@ -100,8 +100,8 @@ class AdminApp:
             asked = read_message(await read_body(request, _MAX_BODY), Watch)
         except StateCorrupt as error:
             return _error(error, 400)
-        if any(len(limits_s) != len(OVER) for limits_s in asked.limits_s.values()):
-            return _error(UserError(f"a watch has {len(OVER)} thresholds for each deployment"), 400)
+        if any(len(s) > MOST_LIMITS or list(s) != sorted(s) for s in asked.limits_s.values()):
+            return _error(UserError(f"a watch has at most {MOST_LIMITS} thresholds a deployment, which ascend"), 400)
         return Response(codec.dumps(self._server.counts(asked)), media_type="application/json")
 
     async def publish(self, request: Request) -> Response:

@@ -28,10 +28,10 @@ from onnx_ops.protocol.users import CELLS, FIELDS
 
 SLOTS = 64
 """Deployments that are told apart in metrics; those of the present and the previous table always are."""
-_WORDS = 16
+_WORDS = 64
 _EDITION = 0
 WATCH = 1
-"""Number of the watch; behind it, for either deployment, its slot and a place in `BOUNDS_S` for each threshold."""
+"""Number of the watch; behind it, for either deployment, its slot and places in `BOUNDS_S` for all thresholds."""
 _USERS = 2 * CELLS * FIELDS
 _SAME = 1e-9
 _LABEL = 1024
@@ -69,10 +69,9 @@ Row = memoryview
 """The numbers of one worker about one slot, by column; format `Q`."""
 
 
-def bound_of(latency_s: float) -> int | None:
-    """Place of a latency among the bounds of the histogram; None if it is none of them."""
-    at = bisect_left(BOUNDS_S, latency_s * (1 - _SAME))
-    return at if at < len(BOUNDS_S) and BOUNDS_S[at] <= latency_s * (1 + _SAME) else None
+def bound_of(latency_s: float) -> int:
+    """Place of a latency among the bounds of the histogram, or of the next one."""
+    return bisect_left(BOUNDS_S, latency_s * (1 - _SAME))
 
 
 def column_of(status: int) -> int:

@@ -25,7 +25,7 @@ _LACKS = {
     "sticky": "keep a user on one version",
     "shadow": "compare answers on copies of requests",
     "outcomes": "collect clients' outcomes",
-    "exceedances": "count requests over a latency, for p90 and p95",
+    "exceedances": "count requests over any latency",
 }
 
 

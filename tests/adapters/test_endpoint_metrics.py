@@ -13,6 +13,7 @@ from onnx_ops.analysis.rollout import freeze
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, UnitSums, interval
+from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
 from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.protocol.admin import Counts, Watch
 from onnx_ops.protocol.users import KEYLESS
@@ -126,7 +127,10 @@ def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
     server = Server()
     workers = [UserCounts(server.shared, number) for number in range(2)]
     slow = Thresholds(p50_s=BOUNDS_S[100], p99_s=BOUNDS_S[150], requests=500)
-    limits = {"v1": slow, "v2": replace(slow, p50_s=BOUNDS_S[110], p90_s=BOUNDS_S[120])}
+    limits = {
+        "v1": replace(slow, p90_s=BOUNDS_S[110]),
+        "v2": replace(slow, p50_s=BOUNDS_S[110], p90_s=BOUNDS_S[120], p95_s=BOUNDS_S[121]),
+    }
     workers[0].observe(1, 5, 200, 1.0)
     assert server.source.read(CONFIG, limits).units["errors"] == UnitSums(), "nothing was asked for by then"
     for worker in workers:  # a user whose requests come to either worker
@@ -142,6 +146,7 @@ def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
     assert found["latency_p50"] == sums((2, 2), (1, 1), (1, 0))
     assert found["latency_p90"] == sums((2, 0), (1, 0), (1, 0))
     assert found["outcomes"] == sums((1, 1))
+    assert "latency_p95" not in found, "one of the versions has no such threshold"
     begun = server.source.read(CONFIG, {**limits, "v1": None})
     assert begun.units["errors"] == UnitSums(), "another watch begins anew, before a worker has seen it"
     workers[0].observe(2, 7, 200, 0.0)
@@ -149,6 +154,30 @@ def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
     again = UserCounts(server.shared, 0)
     again.observe(2, 7, 200, 0.0)
     assert server.source.read(CONFIG, {**limits, "v1": None}).units["errors"] == sums((2, 0)), "of a worker that died"
+
+
+def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
+    server = Server()
+    for number in range(1000):
+        server.answer(1, 200, 0.001 * 1.002**number)
+    found = server.source.latencies(CONFIG, "v1")
+    assert found is not None
+    limits, slower = freeze(*found, {**dict.fromkeys(QUANTILES, 0.3), **dict.fromkeys(PLACES, 0.1)})
+    assert limits is not None
+    assert slower is not None
+    assert list(limits.places_s) == sorted(limits.places_s)
+    assert len(set(limits.places_s)) == len(PLACES)
+    reading = server.source.read(CONFIG, {"v1": limits, "v2": slower})
+    over = reading.tallies["v1"].over()
+    assert [over[place] / 1000 for place in PLACES] == pytest.approx([1 - q for q in PLACES.values()], abs=0.02)
+    worker = UserCounts(server.shared, 0)
+    for seconds in (limits.places_s[0], *limits.places_s):
+        worker.observe(1, 3, 200, seconds)
+    worker.observe(2, 4, 200, 30.0)
+    counted = server.source.read(CONFIG, {"v1": limits, "v2": slower}).units
+    for place, exceeded in zip(PLACES, range(19, -1, -1), strict=True):
+        assert counted[place] == sums((21, exceeded), (1, 1)), place
+    assert "latency@p50" not in server.source.read(CONFIG, {"v1": limits, "v2": None}).units
 
 
 def test_an_answer_that_holds_no_cells_is_refused() -> None:

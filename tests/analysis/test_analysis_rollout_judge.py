@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wait, WaitKind, Word, split_state
 from onnx_ops.domain.rollout_observed import Interval, Observations, Quantiles, ShadowTally, Tally
-from onnx_ops.domain.rollout_policy import Guardrail, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.rollout_policy import PLACES, Guardrail, ServiceLevel, ShadowTrial, SplitTest
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
 CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300,), step_timeout=3600.0)
@@ -53,7 +54,7 @@ def seen(*intervals: Interval, step: int = 0) -> Observations:
 
 def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -> None:
     one = Interval(step=0, canary=replace(counted(), timed=40), stable=replace(counted(450, 1, 25, 4), timed=42))
-    rows = {rail.name: rows_of(rail, [one]) for rail in CANARY.guardrails}
+    rows = {rail.name: rows_of(rail.name, [one]) for rail in CANARY.guardrails}
     assert rows["errors"] == [(0, 50, 1, 450)]
     assert rows["latency_p50"] == [(25, 40, 25, 42)]
     judged = judge(seen(one), CANARY)
@@ -161,6 +162,24 @@ def test_any_quantile_is_judged_by_its_own_threshold() -> None:
     acts(due(seen(*[slow] * 10), policy), ActionKind.ABORT, "latency_p90: canary", "-> ROLL BACK")
     untold = [replace(healthy(), canary=counted(90), stable=counted(810))] * 4
     waits(due(seen(*untold), policy), WaitKind.WATCHING, "latency_p90 could be compared 0 times")
+
+
+def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None:
+    policy = replace(CANARY, guardrails=(Guardrail(name="latency"),))
+    usual = {place: 1 - share for place, share in PLACES.items()}
+
+    def told(shares: Mapping[str, float]) -> Interval:
+        mine, theirs = ({k: round(n * s) for k, s in of.items()} for n, of in ((100, shares), (900, usual)))
+        return Interval(step=0, canary=counted(100).with_over(mine), stable=counted(900).with_over(theirs))
+
+    acts(due(seen(*[told(usual)] * 40), policy), ActionKind.ADVANCE)
+    bulge = {**usual, "latency@p80": 0.3, "latency@p85": 0.28, "latency@p90": 0.2}
+    acts(due(seen(*[told(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK")
+    (guard,) = judge(seen(*[told(bulge)] * 10), policy).guards
+    (path,) = paths(seen(*[told(bulge)] * 10), policy)
+    assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
+    assert guard.low is None, "bounds of a place that was chosen for being the worst do not hold"
+    waits(due(seen(healthy()), policy), WaitKind.WATCHING)
 
 
 def test_slow_answers_roll_back() -> None:

@@ -187,7 +187,7 @@ def test_requests_and_outcomes_are_counted_by_user_over_the_workers(
     pair: tuple[ServerFamily, Deployment, Deployment],
 ) -> None:
     server, *_ = pair
-    asked = Watch(limits_s=dict.fromkeys(("blue", "green"), (1e-05 * 2**3, 0.0, 0.0, 1e-05 * 2**20)))
+    asked = Watch(limits_s=dict.fromkeys(("blue", "green"), (1e-05 * 2**3, 1e-05 * 2**20)))
     server.counts(asked)
     who = ask(server, **{"x-user-key": "u", "x-request-id": "r"})
     for _ in range(29):
@@ -196,12 +196,12 @@ def test_requests_and_outcomes_are_counted_by_user_over_the_workers(
         ask(server)
     report(server, {"request_id": "r", "success": True}, {"key": "u", "success": False})
     found = {name: users.read(one.users) for name, one in server.counts(asked).deployments.items()}
-    (bucket,) = np.flatnonzero(found[who][: users.BUCKETS, users.REQUESTS])
-    cell = found[who][bucket]
+    (bucket,) = np.flatnonzero(found[who][users.REQUESTS, : users.BUCKETS])
+    cell = found[who][:, bucket]
     assert (cell[users.REQUESTS], cell[users.ERRORS]) == (30, 0)
     assert (cell[users.OUTCOMES], cell[users.SUCCESSES]) == (2, 1)
-    assert sum(cells[users.KEYLESS, users.REQUESTS] for cells in found.values()) == 8
-    assert sum(int(cells[:, users.REQUESTS].sum()) for cells in found.values()) == 38
+    assert sum(cells[users.REQUESTS, users.KEYLESS] for cells in found.values()) == 8
+    assert sum(int(cells[users.REQUESTS].sum()) for cells in found.values()) == 38
     assert server.counts().deployments[who].users == ""
     server.port = server.record().admin_port
     assert server.call("POST", COUNTS_PATH, codec.dumps(asked)).status == 401
@@ -209,5 +209,5 @@ def test_requests_and_outcomes_are_counted_by_user_over_the_workers(
 
 def test_a_watch_that_is_none_is_refused(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
     server, *_ = pair
-    for body in (b"{}", b'{"limits_s": {"blue": [1]}}'):
+    for body in (b"{}", b'{"limits_s": {"blue": [2, 1]}}', b'{"limits_s": {"blue": [%s 1]}}' % (b"1," * 24)):
         assert server._admin("POST", body, COUNTS_PATH).status == 400

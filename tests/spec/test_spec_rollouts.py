@@ -67,7 +67,7 @@ def test_one_number_of_requests_is_for_all_steps(project: Path, pipeline_text: s
     rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, keep_previous: 24h}}"
     policy = policy_of(project, pipeline_text.replace(PLAIN, rollout))
     assert [step.minimum for step in policy.planned()] == [300, 300, 0]
-    assert [rail.tolerated for rail in policy.guardrails] == [1.0, 1.0, 1.2]
+    assert [rail.tolerated(rail.name) for rail in policy.guardrails] == [1.0, 1.0, 1.2]
     assert policy.judged
 
 
@@ -100,8 +100,9 @@ def test_a_policy_without_figures_is_not_judged(project: Path, pipeline_text: st
         (
             "{steps: [10%, 100%], guardrails: [latency_p50, latency_p95]}",
             "split",
-            ["guardrails: provider 'local' cannot count requests over a latency, for p90 and p95; it can: 'split'"],
+            ["guardrails: provider 'local' cannot count requests over any latency; it can: 'split'"],
         ),
+        ("{steps: [10%, 100%], guardrails: [{name: latency, slower: 5%}]}", "split exceedances", []),
         ("{shadow: {}, ab: {duration: 1 d}}", "split sticky shadow outcomes", []),
     ],
 )

@@ -141,7 +141,7 @@ def _figures(cloudwatch: Any, asked: list[dict[str, Any]], begin: datetime, end:
 
 def _tally(sums: Mapping[str, Sequence[float]], index: int) -> Tally:
     counted = {key: round(sum(sums.get(f"{key}{index}", ()))) for key in _COUNTS}
-    return Tally(**counted)
+    return Tally(requests=counted["requests"], errors=counted["errors"], refused=counted["refused"])
 
 
 def _quantiles(latest: Mapping[str, Sequence[float]], index: int) -> Quantiles | None:

@@ -55,6 +55,12 @@ def log10_evidence(summed: npt.ArrayLike) -> Array:
     return _log_mean(logs[..., 1:] - logs[..., :1]) / math.log(10)
 
 
+def average(evidences: npt.ArrayLike) -> Array:
+    """log10 of the evidence that any of several null hypotheses is false: their mean, as e-processes have (Vovk and
+    Wang 2021, Ann. Stat. 49:1736-1754). The arguments' last axis is that of the hypotheses."""
+    return _log_mean(np.asarray(evidences, dtype=np.float64) * math.log(10)) / math.log(10)
+
+
 def evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> float:
     """log10 of the evidence of all intervals, each a row as `log_likelihood` takes them."""
     return float(log10_evidence(_summed(table, alternatives(tolerated)) / effect))

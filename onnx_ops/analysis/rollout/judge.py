@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from onnx_ops.analysis.rollout import evidence as ev
 from onnx_ops.analysis.rollout import quantiles, share, slo, units
 from onnx_ops.domain.endpoint import Deployment, EndpointState
@@ -99,35 +101,45 @@ def guard(
 ) -> Guard:
     """One guardrail over all intervals of the rollout; `here` are those of the present step."""
     limit, intervals = limit_of(policy), observations.intervals
-    rows = rows_of(rail, intervals)
-    if not rows and any(one.canary_latency for one in intervals):
+    counted = {place: rows_of(place, intervals) for place in rail.places}
+    if not any(counted.values()) and any(one.canary_latency for one in intervals):
         return _by_signs(rail, intervals, here, step, limit)
     needed = step.minimum if step.kind != "shadow" else 0
-    seen = sum(row[1] for row in rows_of(rail, here) if row[3])
-    if not rows:
+    if not all(counted.values()):
         return Guard(name=rail.name, limit=limit, needed=needed, holds=rail.on_violation == "hold")
-    effect = _effect(observations, rail.name, rows)
-    low, high = ev.odds_ratio_bounds(rows, effect)
+    effects = {place: _effect(observations, place, rows) for place, rows in counted.items()}
+    found = {place: ev.evidence(rows, rail.tolerated(place), effects[place]) for place, rows in counted.items()}
+    worst = max(found, key=lambda place: found[place])
+    rows, alone = counted[worst], len(found) == 1
+    # Bounds of the place that was chosen for being the worst would not hold.
+    low, high = ev.odds_ratio_bounds(rows, effects[worst]) if alone else (None, None)
+    seen = sum(row[1] for row in rows_of(worst, here) if row[3])
     return Guard(
         name=rail.name,
+        place="" if alone else worst.partition("@")[2],
         canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
         stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
-        evidence=ev.evidence(rows, rail.tolerated, effect),
+        evidence=float(ev.average(list(found.values()))),
         limit=limit,
         low=low,
         high=high,
-        effect=effect,
+        effect=effects[worst],
         holds=rail.on_violation == "hold",
         seen=seen,
         needed=needed,
     )
 
 
-def rows_of(rail: Guardrail, intervals: Sequence[Interval]) -> list[Row]:
-    """Events and requests of either version in each interval in which the source could tell them."""
+def rows_of(place: str, intervals: Sequence[Interval]) -> list[Row]:
+    """Events and requests of either version in each interval in which the source could tell them.
+
+    Args:
+        place: what the events are: the name of a guardrail, or one of its places.
+        intervals: what was counted.
+    """
     found = []
     for one in intervals:
-        (mine, of_mine), (theirs, of_theirs) = _events(rail, one.canary), _events(rail, one.stable)
+        (mine, of_mine), (theirs, of_theirs) = _events(place, one.canary), _events(place, one.stable)
         if mine is not None and theirs is not None:
             found.append((mine, of_mine, theirs, of_theirs))
     return found
@@ -137,9 +149,14 @@ def paths(observations: Observations, policy: RolloutPolicy) -> tuple[EvidencePa
     """The evidence after each interval, for a plot."""
     found = []
     for rail in policy.guardrails:
-        rows = rows_of(rail, observations.intervals)
+        counted = {place: rows_of(place, observations.intervals) for place in rail.places}
+        rows = counted[rail.places[0]]
         sums = [sum(row[1] for row in rows[: index + 1]) for index in range(len(rows))]
-        values = ev.evidence_path(rows, rail.tolerated, _effect(observations, rail.name, rows))
+        lines = [
+            ev.evidence_path(rows, rail.tolerated(place), _effect(observations, place, rows))
+            for place, rows in counted.items()
+        ]
+        values = ev.average(np.stack(lines, axis=-1))
         limit = limit_of(policy)
         path = EvidencePath(name=rail.name, requests=tuple(sums), log10_evidence=tuple(values.tolist()), limit=limit)
         found.append(path)
@@ -205,11 +222,11 @@ def _bunching(observations: Observations) -> float:
     return max(varied, float(units.bunching(events, squared, units.crowding(epochs))))
 
 
-def _events(rail: Guardrail, tally: Tally) -> tuple[int | None, int]:
+def _events(place: str, tally: Tally) -> tuple[int | None, int]:
     """Events, and the requests that they are events of."""
-    if rail.name == "errors":
+    if place == "errors":
         return tally.errors, tally.requests
-    return tally.over(rail.name), tally.measured
+    return tally.over().get(place), tally.measured
 
 
 def _by_signs(
