@@ -83,22 +83,25 @@ class DeploymentCounts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """With a POST to the counts: count the requests of two deployments by user. By name, the latencies in seconds that
-    are told apart, ascending, at most `protocol.users.MOST_LIMITS`."""
+    are told apart, ascending, at most `protocol.users.MOST_LIMITS`. Another `number` begins anew."""
 
     limits_s: Mapping[str, tuple[float, ...]]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """Answer to GET of the counts, by name of deployment. Another `origin` means that they began anew.
 
-    `at` is seconds since the epoch; `bounds_s` are upper bounds of latencies in seconds.
+    `at` is seconds since the epoch; `bounds_s` are upper bounds of latencies in seconds. Servers whose `split` is equal
+    send a user to the same deployment and count it in the same bucket.
     """
 
     origin: str
     at: float
     bounds_s: tuple[float, ...]
     deployments: Mapping[str, DeploymentCounts]
+    split: str = ""
 
 
 def read_message(data: bytes, kind: type[T], *, where: str = "") -> T:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import canonical_json, digest_json
+from onnx_ops.domain.artifact import canonical_json, digest_bytes, digest_json, short
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import StateCorrupt
 
@@ -94,3 +94,8 @@ def experiment(table: Table) -> tuple[str, str]:
     """What the salt of sticky assignment stands for: name and manifest of the newest deployment with traffic."""
     newest = next(name for name in table.layout if table.state.split.weights.get(name, 0) > 0)
     return newest, table.deployment(newest).manifest
+
+
+def split_of(table: Table) -> str:
+    """What decides which deployment answers a user: equal for tables that send every user to the same one."""
+    return short(digest_bytes("\0".join((*experiment(table), *slots(table))).encode()))

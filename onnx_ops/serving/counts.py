@@ -11,7 +11,7 @@ from onnx_ops.serving.shared import Shared
 from onnx_ops.serving.user_counts import counted_by_user, watch
 
 
-def counted(shared: Shared, slots: Mapping[str, int], asked: Watch | None = None) -> Counts:
+def counted(shared: Shared, slots: Mapping[str, int], asked: Watch | None = None, *, split: str = "") -> Counts:
     """The counts of these deployments now; `slots` by name. Those that are watched are counted by user."""
     users: Mapping[str, str] = {}
     if asked is not None:
@@ -22,6 +22,7 @@ def counted(shared: Shared, slots: Mapping[str, int], asked: Watch | None = None
         at=time.time(),  # noqa: TID251 (the server's own clock, as its counts are)
         bounds_s=slab.BOUNDS_S,
         deployments={name: _counts(shared.totals(slot), users.get(name, "")) for name, slot in slots.items()},
+        split=split,
     )
 
 

@@ -31,7 +31,8 @@ SLOTS = 64
 _WORDS = 64
 _EDITION = 0
 WATCH = 1
-"""Number of the watch; behind it, for either deployment, its slot and places in `BOUNDS_S` for all thresholds."""
+"""Number of the watch; behind it, for either deployment, its slot and places in `BOUNDS_S` for all thresholds; last
+the number that the reader gave it."""
 _USERS = 2 * CELLS * FIELDS
 _SAME = 1e-9
 _LABEL = 1024

@@ -27,6 +27,7 @@ from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord, Watch
 from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.protocol.table import split_of
 from onnx_ops.protocol.table_file import TableFile, write_durably
 from onnx_ops.serving.admin import AdminApp, read_token
 from onnx_ops.serving.audit import Audit
@@ -130,7 +131,9 @@ class Supervisor:
     def counts(self, asked: Watch | None = None) -> Counts:
         """What every deployment that is published was asked and answered; those that are watched by user, too."""
         current = self._endpoint.current
-        return counted(self._shared, {} if current is None else current.slots, asked)
+        if current is None:
+            return counted(self._shared, {}, asked)
+        return counted(self._shared, current.slots, asked, split=split_of(current.table))
 
     async def publish(self, state: EndpointState, who: str) -> None:
         """Serve a state: on return every answer of every worker is by it or by a later one.

@@ -83,8 +83,8 @@ def watch(shared: Shared, slots: Mapping[str, int], asked: Watch) -> None:
     for name in sorted(asked.limits_s)[:2]:
         limits = [bound_of(limit_s) for limit_s in asked.limits_s[name]]
         wanted += [slots.get(name, 0), *limits, *[_NEVER] * (MOST_LIMITS - len(limits))]
-    words = shared.words[WATCH + 1 : WATCH + 3 + 2 * MOST_LIMITS]
-    wanted += [0] * (len(words) - len(wanted))
+    wanted += [0] * (2 + 2 * MOST_LIMITS - len(wanted)) + [asked.number]
+    words = shared.words[WATCH + 1 : WATCH + 1 + len(wanted)]
     if words.tolist() != wanted:
         for place, value in enumerate(wanted):
             words[place] = value

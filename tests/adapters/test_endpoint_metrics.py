@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from onnx_ops.adapters.endpoints.server_metrics import ServerMetrics
+from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.analysis.rollout import freeze
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -35,9 +35,9 @@ class Server:
         self.shared = Shared(2)
         self.source = ServerMetrics(self._counts)
 
-    def _counts(self, config: EndpointConfig, watch: Watch | None) -> Counts:
+    def _counts(self, config: EndpointConfig, watch: Watch | None) -> list[Counts]:
         assert config is CONFIG
-        return counted(self.shared, SLOTS, watch)
+        return [counted(self.shared, SLOTS, watch)]
 
     def answer(self, slot: int, status: int, seconds: float, times: int = 1) -> None:
         for turn in range(times):
@@ -182,10 +182,10 @@ def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
 
 def test_an_answer_that_holds_no_cells_is_refused() -> None:
     server = Server()
-    counts = server._counts(CONFIG, None)
+    (counts,) = server._counts(CONFIG, None)
     for text in ("AAAA", "not base64", base64.b64encode(zlib.compress(b"short")).decode()):
         one = replace(counts.deployments["v1"], users=text)
-        source = ServerMetrics(lambda *_, one=one: replace(counts, deployments={"v1": one}))
+        source = ServerMetrics(lambda *_, one=one: [replace(counts, deployments={"v1": one})])
         with pytest.raises(ServiceUnavailable):
             source.read(CONFIG, {"v1": None})
 

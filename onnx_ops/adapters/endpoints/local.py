@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.server_metrics import ServerMetrics
 from onnx_ops.adapters.endpoints.server_process import APPLY_LOCK, LOG_FILE, ServerProcess
 from onnx_ops.adapters.objects import durable_file
+from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.execution import CPU
@@ -71,7 +71,7 @@ class LocalEndpoints:
         return frozenset({"split", "sticky"}) | self.metrics().capabilities()
 
     def metrics(self) -> ServerMetrics:
-        return ServerMetrics(self.counts)
+        return ServerMetrics(lambda config, watch: [self.counts(config, watch)])
 
     def counts(self, config: EndpointConfig, watch: Watch | None = None) -> Counts:
         """What the running server has counted; by user, too, what is to be watched.

@@ -1,7 +1,8 @@
-"""What an endpoint server of onnx-ops has counted, as it tells it itself."""
+"""What the servers of an endpoint have counted, as they tell it themselves."""
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +20,11 @@ class ServerMetrics:
     """Fulfils `ports.MetricsSource`.
 
     Args:
-        counts: asks the server of an endpoint, which counts by user what is to be watched; raises ServiceUnavailable
-            if it does not answer.
+        counts: asks all servers of an endpoint, which count by user what is to be watched; raises ServiceUnavailable
+            if one does not answer.
     """
 
-    def __init__(self, counts: Callable[[EndpointConfig, Watch | None], Counts]) -> None:
+    def __init__(self, counts: Callable[[EndpointConfig, Watch | None], Sequence[Counts]]) -> None:
         self._counts = counts
 
     def capabilities(self) -> frozenset[str]:
@@ -33,8 +34,8 @@ class ServerMetrics:
         """How long requests to the deployment took since the server was started, without waiting for their turn: how
         long they wait says what traffic there is, and not how fast the deployment is."""
         found = self._counts(config, None)
-        counted = found.deployments.get(deployment)
-        return None if counted is None else (found.bounds_s, counted.service)
+        counted = [one.deployments[deployment].service for one in found if deployment in one.deployments]
+        return (found[0].bounds_s, _added(counted)) if counted else None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
         watched = {name: {} if limits is None else limits.by_guardrail() for name, limits in deployments.items()}
@@ -44,57 +45,64 @@ class ServerMetrics:
             for name, limits in watched.items()
         }
         found = self._counts(config, Watch(limits_s=ascending))
-        ours = {name: counted for name, counted in found.deployments.items() if name in deployments}
+        ours = {name: [one.deployments[name] for one in found if name in one.deployments] for name in deployments}
+        counted = [one for each in ours.values() for one in each]
         return Reading(
-            origin=found.origin,
-            at=found.at,
-            tallies={name: _tally(counted, found.bounds_s, watched[name]) for name, counted in ours.items()},
+            origin="+".join(one.origin for one in found),
+            at=min(one.at for one in found),
+            tallies={name: _tally(each, found[0].bounds_s, watched[name]) for name, each in ours.items() if each},
             shadow=ShadowTally(
-                compared=sum(counted.shadow_answered for counted in ours.values()),
-                differing=sum(counted.shadow_differing for counted in ours.values()),
-                failed=sum(counted.shadow_failed for counted in ours.values()),
+                compared=sum(one.shadow_answered for one in counted),
+                differing=sum(one.shadow_differing for one in counted),
+                failed=sum(one.shadow_failed for one in counted),
             ),
-            units=_units({n: one.users for n, one in ours.items() if one.users}, grades, config.endpoint),
+            units=_units({n: [one.users for one in each] for n, each in ours.items() if each}, grades, config.endpoint),
         )
 
 
-def _tally(counted: DeploymentCounts, bounds_s: Sequence[float], limits_s: Mapping[str, float]) -> Tally:
+def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip(*counts, strict=True))
+
+
+def _tally(counted: Sequence[DeploymentCounts], bounds_s: Sequence[float], limits_s: Mapping[str, float]) -> Tally:
+    service = _added([one.service for one in counted])
+
     def over(latency_s: float) -> int | None:
         """Requests slower than a bound of the histogram; None for any other latency."""
         at = next((i for i, bound in enumerate(bounds_s) if math.isclose(bound, latency_s, rel_tol=_SAME)), None)
-        return None if at is None else sum(counted.service[at + 1 :])
+        return None if at is None else sum(service[at + 1 :])
 
     return Tally(
-        requests=sum(counted.statuses.values()),
-        errors=sum(counted.statuses.get(status, 0) for status in FAILURES),
-        refused=sum(counted.statuses.get(status, 0) for status in REFUSALS),
-        outcomes=counted.outcomes,
-        successes=counted.successes,
-        timed=sum(counted.service),
+        requests=sum(n for one in counted for n in one.statuses.values()),
+        errors=sum(one.statuses.get(status, 0) for one in counted for status in FAILURES),
+        refused=sum(one.statuses.get(status, 0) for one in counted for status in REFUSALS),
+        outcomes=sum(one.outcomes for one in counted),
+        successes=sum(one.successes for one in counted),
+        timed=sum(service),
     ).with_over({name: over(limit_s) for name, limit_s in limits_s.items()})
 
 
 def _units(
-    vectors: Mapping[str, str],
+    vectors: Mapping[str, Sequence[str]],
     grades: Mapping[str, Mapping[str, int]],
     endpoint: str,
 ) -> Mapping[str, UnitSums]:
     """The sums over users of each event, of both deployments.
 
     Args:
-        vectors: cells by deployment.
+        vectors: cells by deployment, of each server. They are added first: a user may be seen by all of them.
         grades: by deployment and place, how many thresholds a request exceeds that is slow there.
         endpoint: for errors.
 
     Raises:
         ServiceUnavailable: the server sent something else.
     """
-    if not vectors:
+    if not any(map(any, vectors.values())):
         return {}
     import numpy as np
 
     try:
-        cells = {name: users.read(text) for name, text in vectors.items()}
+        cells = {name: functools.reduce(np.add, map(users.read, texts)) for name, texts in vectors.items()}
     except (ValueError, zlib.error) as error:
         raise ServiceUnavailable("that is no answer of an endpoint server", where=endpoint, why=str(error)) from error
 

@@ -1,0 +1,81 @@
+"""What several endpoint servers behind one address have counted, each asked by itself."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from onnx_ops import codec
+from onnx_ops.adapters.exchange import exchange, host_of
+from onnx_ops.adapters.metrics.selecting import Scalar
+from onnx_ops.adapters.server_metrics import ServerMetrics
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.errors import Refused, ServiceUnavailable, StateCorrupt, UserError
+from onnx_ops.protocol.admin import COUNTS_PATH, Counts, Watch
+
+VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
+
+
+class SeveralServers(ServerMetrics):
+    """Fulfils `ports.MetricsSource`. Counts are added over the servers, those of a user too.
+
+    Args:
+        settings: of the endpoint's section `metrics`: `urls`, the addresses of the servers' admin listeners, separated
+            by commas.
+
+    Raises:
+        UserError: a setting is not known, missing or wrong.
+    """
+
+    def __init__(self, settings: Mapping[str, Scalar]) -> None:
+        urls = [url.strip().rstrip("/") for url in str(settings.get("urls", "")).split(",")]
+        if unknown := sorted(set(settings) - {"urls"}):
+            raise UserError(f"servers has no setting {unknown[0]!r}", remedy="Known: urls.")
+        if not all(urls) or len(set(urls)) < len(urls):
+            what = "servers needs urls, each of another server"
+            raise UserError(what, remedy="For example: urls: https://one.example, https://two.example")
+        self._hosts = {url: host_of(url, "an address in urls") for url in urls}
+        super().__init__(self._all)
+
+    def _all(self, config: EndpointConfig, watch: Watch | None) -> Sequence[Counts]:
+        """The counts of every server.
+
+        Raises:
+            ServiceUnavailable: a server does not answer, or they split users differently, as while a publication goes
+                round.
+        """
+        found = [self._ask(url) for url in self._hosts]
+        _check(found, config)
+        if watch is None:
+            return found
+        # What all of them count by user begins anew when one of them does: else the others' users would count twice.
+        watch = replace(watch, number=zlib.crc32("+".join(one.origin for one in found).encode()))
+        watched = [self._ask(url, watch) for url in self._hosts]
+        _check(watched, config)
+        if [one.origin for one in watched] != [one.origin for one in found]:
+            raise ServiceUnavailable("a server has just begun to count anew", where=config.endpoint)
+        return watched
+
+    def _ask(self, url: str, watch: Watch | None = None) -> Counts:
+        token = os.environ.get(VARIABLE, "").strip()
+        if not token:
+            raise ServiceUnavailable(f"{VARIABLE} is not set", remedy="It is the content of the servers' file `token`.")
+        host, headers = self._hosts[url], {"Authorization": f"Bearer {token}"}
+        method, body = ("GET", None) if watch is None else ("POST", codec.to_json(watch))
+        try:
+            answer = exchange(method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers)
+            return codec.from_json(answer, Counts, where=host)
+        except (Refused, StateCorrupt) as error:
+            raise ServiceUnavailable("a server does not show its counts", where=host, why=str(error)) from error
+
+
+def _check(found: Sequence[Counts], config: EndpointConfig) -> None:
+    why = ""
+    if len({one.origin for one in found}) < len(found):
+        why = "two addresses lead to the same server; each has to be asked by itself"
+    elif len({(one.split, one.bounds_s) for one in found}) > 1:
+        why = "they split users differently, or are of different releases"
+    if why:
+        raise ServiceUnavailable("the servers' counts cannot be added", where=config.endpoint, why=why)
