@@ -28,7 +28,7 @@ class ServerMetrics:
         self._counts = counts
 
     def capabilities(self) -> frozenset[str]:
-        return frozenset({"exceedances", "shadow", "outcomes"})
+        return frozenset({"exceedances", "shadow", "outcomes", "cold_starts"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """How long requests to the deployment took since the server was started, without waiting for their turn: how
@@ -56,6 +56,9 @@ class ServerMetrics:
                 differing=sum(one.shadow_differing for one in counted),
                 failed=sum(one.shadow_failed for one in counted),
             ),
+            cold_s={
+                name: loads for name, each in ours.items() if (loads := tuple(s for one in each for s in one.cold_s))
+            },
             units=_units({n: [one.users for one in each] for n, each in ours.items() if each}, grades, config.endpoint),
         )
 

@@ -150,7 +150,8 @@ def advise(name: str, step: PlannedStep, policy: RolloutPolicy, judged: Judged |
     if step.approval:
         why = f"{held}, nothing speaks against it, and it waits for an operator's word"
         return Wait(why=why, settled=False, kind=WaitKind.WORD)
-    return Go(why=judged.outcome_line or f"nothing against it in {judged.requests} requests")
+    shown = judged.guards[-1].line if step.kind == "cold" else judged.outcome_line
+    return Go(why=shown or f"nothing against it in {judged.requests} requests")
 
 
 def _missing(step: PlannedStep, policy: RolloutPolicy, judged: Judged, spent: float) -> str:
@@ -162,7 +163,7 @@ def _missing(step: PlannedStep, policy: RolloutPolicy, judged: Judged, spent: fl
             return f"{guard.name} could be compared {guard.seen} times of {guard.needed}"
     if judged.short:
         return judged.short
-    if policy.bake is not None and not spent >= policy.bake:
+    if policy.bake is not None and step.kind != "cold" and not spent >= policy.bake:
         return f"{spent:.0f} s of {policy.bake:g} s"
     return ""
 

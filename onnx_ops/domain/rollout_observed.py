@@ -150,7 +150,8 @@ class Reading:
     """What a source has counted since `origin`, by name of deployment. `at` is seconds since the epoch.
 
     Another origin means that the counters began anew, as after a restart. `shadow` is about copies to the candidate.
-    `units` are by name of guardrail, and `outcomes` for those; a source that cannot tell users has none.
+    `units` are by name of guardrail, and `outcomes` for those; a source that cannot tell users has none. `cold_s` are
+    seconds that loads of either version took, before the candidate got any traffic.
     """
 
     origin: str
@@ -159,6 +160,7 @@ class Reading:
     shadow: ShadowTally = field(default_factory=ShadowTally)
     quantiles: Mapping[str, Quantiles] = field(default_factory=dict)
     units: Mapping[str, UnitSums] = field(default_factory=dict, metadata=LATER)
+    cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,8 @@ class Observations:
 
     `thresholds` are the stable version's, `slower` the candidate's. `reading` is where the next interval begins; None
     where the split has changed since. It did so last at `split_at`. `units` are the last ones of each origin: what is
-    counted by user begins anew with it, and grows from step to step.
+    counted by user begins anew with it, and grows from step to step. `cold_s` are the loads of the candidate and of the
+    stable version that were read last.
     """
 
     candidate: Digest
@@ -191,6 +194,7 @@ class Observations:
     reading: Reading | None = None
     intervals: tuple[Interval, ...] = ()
     units: Mapping[str, Mapping[str, UnitSums]] = field(default_factory=dict, metadata=LATER)
+    cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(default=((), ()), metadata=LATER)
 
     def at_step(self, step: int, began: float) -> Observations:
         """The same rollout after its split of traffic was set (again)."""
@@ -210,7 +214,8 @@ class Observations:
         found = interval(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
         intervals = self.intervals if found is None else (*self.intervals, found)
         units = {**self.units, reading.origin: reading.units} if reading.units else self.units
-        return replace(self, reading=reading, intervals=intervals, units=units)
+        cold_s = (reading.cold_s.get(candidate, ()), reading.cold_s.get(stable, ())) if reading.cold_s else self.cold_s
+        return replace(self, reading=reading, intervals=intervals, units=units, cold_s=cold_s)
 
     def units_of(self, name: str) -> tuple[UnitSums, ...]:
         """What was counted by user of an event, in each origin."""

@@ -16,7 +16,9 @@ DAY = 86_400.0
 DEFAULT_MINIMUM = 300
 """Requests to the candidate that a judged step needs where the policy does not say."""
 
-GuardrailName: TypeAlias = Literal["errors", "latency", "latency_p50", "latency_p90", "latency_p95", "latency_p99"]
+GuardrailName: TypeAlias = Literal[
+    "errors", "latency", "latency_p50", "latency_p90", "latency_p95", "latency_p99", "cold_start"
+]
 QUANTILES: Mapping[str, float] = {
     "latency_p50": 0.5,
     "latency_p90": 0.9,
@@ -26,11 +28,13 @@ QUANTILES: Mapping[str, float] = {
 """Guardrails of latency: the share of the stable version's requests that are faster than the threshold."""
 PLACES: Mapping[str, float] = {f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)}
 """Where guardrail `latency` looks at the distribution: the same share for each place."""
-StepKind: TypeAlias = Literal["shadow", "canary", "ab", "full"]
+StepKind: TypeAlias = Literal["cold", "shadow", "canary", "ab", "full"]
 
 Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
 """A percentage between 0% and 100%, without its ends."""
 OddsRatio = Annotated[float, Ge(1), Lt(100)]
+COLD_STARTS = 8
+"""Loads of either version that guardrail `cold_start` compares."""
 
 SLOWER = 0.1
 """A version that gets less traffic finds its weights in the caches less often, and is somewhat slower for it alone."""
@@ -42,7 +46,7 @@ _TOLERATED: Mapping[str, float] = {"latency_p95": 1.1, "latency_p99": 1.2, "late
 class Guardrail:
     """One thing that may not get worse: errors, or latency, which is told by how many of either version's requests
     exceed the stable version's percentile before the rollout, for the candidate raised by `slower`. `latency` alone
-    stands for all of `PLACES`."""
+    stands for all of `PLACES`. `cold_start` is judged once, before the candidate gets any traffic."""
 
     name: Annotated[GuardrailName, doc("What is counted.")]
     ratio: Annotated[
@@ -52,6 +56,10 @@ class Guardrail:
     slower: Annotated[
         Fraction | None,
         doc("How much slower the candidate may be; 10%."),
+    ] = None
+    max: Annotated[
+        Seconds | None,
+        doc("cold_start only, instead of `slower`: time from the beginning of a load until the candidate can answer."),
     ] = None
     on_violation: Annotated[
         Literal["rollback", "hold"],
@@ -105,7 +113,8 @@ class SplitTest:
 class PlannedStep:
     """One stop of a rollout: the candidate's percentage of traffic, or of copies while no client sees it.
 
-    `minimum` counts the candidate's requests that it takes to go on; 0 where no figure is looked at.
+    A cold step, without either, is for the candidate's cold start. `minimum` counts the candidate's requests that it
+    takes to go on; 0 where no figure is looked at.
     """
 
     kind: StepKind
@@ -127,7 +136,7 @@ class RolloutPolicy:
     ] = None
     guardrails: Annotated[
         tuple[Guardrail, ...],
-        doc("What may not get worse: errors, latency, latency_p50, latency_p90, latency_p95, latency_p99."),
+        doc("What may not get worse: errors, latency, latency_p50, latency_p90, latency_p95, latency_p99, cold_start."),
     ] = ()
     min_requests: Annotated[
         tuple[Count, ...], doc("Requests to the candidate before a step is left: one number, or one for each step.")
@@ -155,6 +164,11 @@ class RolloutPolicy:
         return bool(self.guardrails or self.slo or self.shadow or self.ab)
 
     @property
+    def cold(self) -> Guardrail | None:
+        """The guardrail that looks at the candidate's cold start."""
+        return next((rail for rail in self.guardrails if rail.name == "cold_start"), None)
+
+    @property
     def trials(self) -> tuple[float, ...]:
         """Traffic shares before 100 %, that of the A/B test last."""
         return (*self.steps[:-1], *((self.ab.split,) if self.ab else ()))
@@ -168,6 +182,8 @@ class RolloutPolicy:
         asked: dict[str, tuple[str, ...]] = {}
         if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):
             asked["exceedances"] = ("guardrails",)
+        if self.cold:
+            asked["cold_starts"] = ("guardrails",)
         if self.shadow:
             asked["shadow"] = ("shadow",)
         if len(self.steps) > 1:
@@ -181,7 +197,7 @@ class RolloutPolicy:
 
 @functools.lru_cache(maxsize=256)
 def _planned(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
-    found: list[PlannedStep] = []
+    found = [PlannedStep(kind="cold", percent=0)] if policy.cold else []
     if policy.shadow:
         copied = round(policy.shadow.fraction * 100)
         found.append(PlannedStep(kind="shadow", percent=0, copied=copied, minimum=policy.shadow.min_requests))

@@ -254,7 +254,8 @@ class MetricsSource(Protocol):
     """
 
     def capabilities(self) -> frozenset[str]:
-        """What it can tell: `exceedances` (requests over a latency), else perhaps `quantiles`; `shadow`, `outcomes`."""
+        """What it can tell: `exceedances` (requests over a latency), else perhaps `quantiles`; `shadow`, `outcomes`,
+        `cold_starts`."""
         ...
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:

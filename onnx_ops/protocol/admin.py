@@ -67,6 +67,8 @@ class DeploymentCounts:
     their last byte to their answer, `service` how long without the wait for their turn, of those that had one for
     themselves; either holds one count more than `Counts.bounds_s`. Copies of requests (`shadow_*`) are in none of
     these. `outcomes` are reports of clients. `users` are the counts by user that a watch asks for (`protocol.users`).
+    `cold_s` are seconds that loads took in processes of their own, which a watch asks for if a deployment of it gets
+    neither traffic nor copies.
     """
 
     statuses: Mapping[str, int]
@@ -78,6 +80,7 @@ class DeploymentCounts:
     outcomes: int = 0
     successes: int = 0
     users: str = ""
+    cold_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,14 @@ from onnx_ops.serving.shared import Shared
 from onnx_ops.serving.user_counts import counted_by_user, watch
 
 
-def counted(shared: Shared, slots: Mapping[str, int], asked: Watch | None = None, *, split: str = "") -> Counts:
+def counted(
+    shared: Shared,
+    slots: Mapping[str, int],
+    asked: Watch | None = None,
+    *,
+    split: str = "",
+    cold_s: Mapping[str, Sequence[float]] | None = None,
+) -> Counts:
     """The counts of these deployments now; `slots` by name. Those that are watched are counted by user."""
     users: Mapping[str, str] = {}
     if asked is not None:
@@ -21,12 +28,15 @@ def counted(shared: Shared, slots: Mapping[str, int], asked: Watch | None = None
         origin=shared.origin,
         at=time.time(),  # noqa: TID251 (the server's own clock, as its counts are)
         bounds_s=slab.BOUNDS_S,
-        deployments={name: _counts(shared.totals(slot), users.get(name, "")) for name, slot in slots.items()},
+        deployments={
+            name: _counts(shared.totals(slot), users.get(name, ""), (cold_s or {}).get(name, ()))
+            for name, slot in slots.items()
+        },
         split=split,
     )
 
 
-def _counts(row: Sequence[int], users: str) -> DeploymentCounts:
+def _counts(row: Sequence[int], users: str, cold_s: Sequence[float]) -> DeploymentCounts:
     statuses = {str(status): row[slab.column_of(status)] for status in slab.STATUSES} | {"other": row[slab.OTHER]}
     return DeploymentCounts(
         statuses={status: count for status, count in statuses.items() if count},
@@ -38,4 +48,5 @@ def _counts(row: Sequence[int], users: str) -> DeploymentCounts:
         outcomes=row[slab.OUTCOMES],
         successes=row[slab.SUCCESSES],
         users=users,
+        cold_s=tuple(cold_s),
     )

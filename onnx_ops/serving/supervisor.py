@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -23,6 +24,7 @@ from starlette.applications import Starlette
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.rollout_policy import COLD_STARTS
 from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord, Watch
@@ -119,6 +121,8 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._must_load = must_load
         self._previous: EndpointState | None = None
+        self._cold_s: dict[Deployment, list[float]] = {}
+        self._loading: asyncio.Task[None] | None = None
         self.unloaded: Mapping[str, str] = {}
         """By deployment, why it is not loaded although it must be."""
 
@@ -133,7 +137,32 @@ class Supervisor:
         current = self._endpoint.current
         if current is None:
             return counted(self._shared, {}, asked)
-        return counted(self._shared, current.slots, asked, split=split_of(current.table))
+        if asked is not None and self._watch_cold_starts(current.table.state, asked):
+            asked = None  # users are counted from the first request on that the candidate might get
+        cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
+        return counted(self._shared, current.slots, asked, split=split_of(current.table), cold_s=cold_s)
+
+    def _watch_cold_starts(self, state: EndpointState, asked: Watch) -> bool:
+        """Load what is watched again and again in the background, if some of it gets neither traffic nor copies; return
+        whether that is so."""
+        watched = [deployment for deployment in state.deployments if deployment.name in asked.limits_s]
+        idle = [d for d in watched if not state.split.weights.get(d.name) and not state.split.shadow.get(d.name)]
+        if not idle or (self._loading is not None and not self._loading.done()):
+            return bool(idle)
+        self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
+        if min(map(len, self._cold_s.values())) < COLD_STARTS:
+            self._loading = asyncio.get_running_loop().create_task(self._start_coldly())
+        return True
+
+    async def _start_coldly(self) -> None:
+        """The deployment that was loaded less often has the next turn; nothing prepared for this machine is used."""
+        options = replace(self._options, prepack=0)
+        try:
+            while len(loads_s := min(self._cold_s.values(), key=len)) < COLD_STARTS:
+                deployment = next(one for one, found in self._cold_s.items() if found is loads_s)
+                loads_s.append(await try_load([deployment], self._folder, options, (), limit_s=_PREPARE_S))
+        except (OnnxOpsError, OSError) as error:
+            _log.warning("a cold start could not be measured: %s", error)
 
     async def publish(self, state: EndpointState, who: str) -> None:
         """Serve a state: on return every answer of every worker is by it or by a later one.
@@ -142,6 +171,8 @@ class Supervisor:
             Conflict, UserError: see `Endpoint.settled`.
             OnnxOpsError: it could not be prepared or written, and nothing has changed.
         """
+        if self._loading is not None:
+            self._loading.cancel()
         async with self._changing:
             await self._alone.wait()
             if self._endpoint.settled(state) and not self.shown().failed:

@@ -13,6 +13,7 @@ import os
 import resource
 import shlex
 import signal
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -40,7 +41,7 @@ _LARGER = "Raise the memory limit of the server, or publish a smaller variant of
 
 async def try_load(
     deployments: Sequence[Deployment], folder: Path, options: ServerOptions, workers: Collection[int], *, limit_s: int
-) -> None:
+) -> float:
     """Load deployments as a worker does, run each on generated inputs, and unload them, in a process of its own.
 
     Args:
@@ -48,6 +49,9 @@ async def try_load(
         folder: that of the server.
         workers: process ids of those that are to load the deployments next.
         limit_s: after so many seconds the process is ended.
+
+    Returns:
+        Seconds until they could answer: files verified, sessions made, and warm.
 
     Raises:
         OnnxOpsError: what `load_model` raises.
@@ -57,11 +61,12 @@ async def try_load(
         trial = partial(_load, deployments, folder, options, workers, report.fileno(), output.fileno(), limit_s)
         status = await _end_of(fork(trial, keep=(report.fileno(), output.fileno())))
         message, text = _tail_of(report), _tail_of(output).decode("utf-8", "replace").strip()
-    if message:
+    if message.startswith(b"{"):
         raise error_from_bytes(message)
     if status:
         _log.error("a trial load ended with %s; its last output:\n%s", how_it_ended(status), text)
         raise _crash(status, text, deployments, limit_s)
+    return float(message)
 
 
 def _tail_of(file: BinaryIO) -> bytes:
@@ -94,7 +99,8 @@ def _load(
     output: int,
     limit_s: int,
 ) -> None:
-    """The trial process: it writes an error that it can name into `report`, and all output into `output`."""
+    """The trial process: it writes how long it took, or an error that it can name, into `report`, and all output into
+    `output`."""
     signal.alarm(limit_s)  # the kernel keeps this limit, even if the model hangs or the supervisor is gone
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -103,10 +109,13 @@ def _load(
     limits = _take_limits_of(workers)
     try:
         before = _private_bytes()
+        began = time.perf_counter()
         models = [load(deployment, folder, options) for deployment in deployments]
+        seconds = time.perf_counter() - began
         for model in models:
             run_on_random(model)
         _hold((len(workers) - 1) * (_private_bytes() - before))
+        os.write(report, f"{seconds:.6f}".encode())
     except MemoryError as error:
         os.write(report, error_to_bytes(_out_of_memory(str(error), limits, deployments)))
     except OnnxOpsError as error:

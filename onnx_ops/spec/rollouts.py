@@ -25,6 +25,7 @@ _LACKS = {
     "sticky": "keep a user on one version",
     "shadow": "compare answers on copies of requests",
     "outcomes": "collect clients' outcomes",
+    "cold_starts": "measure a cold start before traffic",
     "exceedances": "count requests over any latency",
 }
 
@@ -142,11 +143,18 @@ def _needs_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Finding]:
         if rail.slower is not None and rail.name == "errors":
             message = "'slower' is about latency; errors have 'ratio'"
             yield Finding(loc=(*where, "guardrails", index, "slower"), message=message)
+        for key in ("ratio", "max"):
+            if getattr(rail, key) is not None and (rail.name == "cold_start") is (key == "ratio"):
+                message = "'max' is about cold_start" if key == "max" else "cold_start has 'max' or 'slower'"
+                yield Finding(loc=(*where, "guardrails", index, key), message=message)
+        if rail.max is not None and rail.slower is not None:
+            message = "'max' stands instead of 'slower'; give one of them"
+            yield Finding(loc=(*where, "guardrails", index, "slower"), message=message)
         seen.add(rail.name)
     if policy.trials:
         return
     for key in ("guardrails", "slo"):
-        if getattr(policy, key):
+        if policy.slo if key == "slo" else seen - {"cold_start"}:
             message = f"'{key}' is judged on real traffic before 100%; add steps, e.g. steps: [10%, 100%]"
             yield Finding(loc=(*where, key), message=message)
 

@@ -140,8 +140,8 @@ def abilities(project: Project, entry: Deploy) -> frozenset[str]:
         told: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
     except UserError:  # its settings are a problem of their own
         return able
-    # Copies and clients' reports come to be at the endpoint, whoever counts them.
-    return (able - provider.metrics().capabilities()) | (told - ({"shadow", "outcomes"} - able))
+    # Copies, clients' reports and cold starts come to be at the endpoint, whoever counts them.
+    return (able - provider.metrics().capabilities()) | (told - ({"shadow", "outcomes", "cold_starts"} - able))
 
 
 def _check_source(source: str, settings: Mapping[str, str | int | float | bool]) -> None:

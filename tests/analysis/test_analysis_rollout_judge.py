@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from onnx_ops.analysis.rollout import decide, judge
-from onnx_ops.analysis.rollout.judge import paths, rows_of
+from onnx_ops.analysis.rollout.cold import cold_start
+from onnx_ops.analysis.rollout.judge import limit_of, paths, rows_of
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wait, WaitKind, Word, split_state
-from onnx_ops.domain.rollout_observed import Interval, Observations, Quantiles, ShadowTally, Tally
-from onnx_ops.domain.rollout_policy import PLACES, Guardrail, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.rollout_observed import Interval, Observations, Quantiles, Reading, ShadowTally, Tally
+from onnx_ops.domain.rollout_policy import PLACES, Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
 CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300,), step_timeout=3600.0)
@@ -349,3 +351,49 @@ def test_a_policy_that_was_shortened_never_restores_a_candidate_to_all_traffic(
     acts(found, ActionKind.RESTORE)
     assert isinstance(found, Action)
     assert found.state.split.weights["v2"] == percent
+
+
+def cold(candidate_s: float, stable_s: float, *, loads: int = 8) -> Observations:
+    mine, theirs = ([each * (1 + 0.01 * number) for number in range(loads)] for each in (candidate_s, stable_s))
+    reading = Reading(origin="o", at=1.0, cold_s={"v2": tuple(mine), "v1": tuple(theirs)})
+    return Observations(candidate=CANDIDATE.manifest).after(reading, stable="v1", candidate="v2")
+
+
+SLOWER, AT_MOST = Guardrail(name="cold_start", slower=0.5), Guardrail(name="cold_start", max=2.0)
+
+
+@pytest.mark.parametrize(
+    ("rail", "candidate_s", "stable_s", "fires"),
+    [
+        (SLOWER, 1.4, 1.0, False),
+        (SLOWER, 1.8, 1.0, True),
+        (Guardrail(name="cold_start"), 1.3, 1.0, True),
+        (AT_MOST, 1.9, 0.1, False),
+        (AT_MOST, 2.1, 3.0, True),
+    ],
+)
+def test_a_cold_start_is_judged_before_any_traffic(
+    rail: Guardrail, candidate_s: float, stable_s: float, fires: bool
+) -> None:
+    policy = replace(CANARY, guardrails=(*RAILS, rail), slo=ServiceLevel(error_rate=0.02), bake=600.0)
+    assert policy.planned()[:2] == (PlannedStep(kind="cold", percent=0), replace(CANARY.planned()[0]))
+    found = due(cold(candidate_s, stable_s), policy)
+    if fires:
+        acts(found, ActionKind.ABORT, "cold_start: candidate", "-> ROLL BACK")
+        held = replace(policy, guardrails=(*RAILS, replace(rail, on_violation="hold")))
+        waits(due(cold(candidate_s, stable_s), held), WaitKind.PAUSED, "-> HOLD")
+        acts(due(cold(candidate_s, stable_s), held, word=Word.ADVANCE), ActionKind.ADVANCE)
+    else:
+        acts(found, ActionKind.ADVANCE, "10 % to v2; cold_start: candidate")
+    waits(due(cold(candidate_s, stable_s, loads=7), policy), WaitKind.WATCHING, "cold_start could be compared 7 times")
+    later = replace(cold(candidate_s, stable_s), step=1)
+    waits(due(later, policy), WaitKind.WATCHING, "0 of 300 requests")
+
+
+def test_equal_cold_starts_seldom_fire() -> None:
+    random = np.random.default_rng(0)
+    fired = 0
+    for loads in np.exp(0.3 * random.standard_t(2, (600, 16))):
+        mine, theirs = loads[:8] * 1.1, loads[8:]
+        fired += cold_start(Guardrail(name="cold_start"), mine.tolist(), theirs.tolist(), limit_of(CANARY)).fired
+    assert fired <= 600 / 60 + 8

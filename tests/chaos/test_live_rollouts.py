@@ -22,6 +22,7 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.entries import Observed
 from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import ActionKind, RolloutPolicy
@@ -300,6 +301,18 @@ def test_a_candidate_that_answers_wrongly_is_found_before_any_user_sees_it(site:
     assert why.startswith("shadow answers")
     assert records.failed == 0
     assert set(records.by_deployment()) == {"v1"}
+
+
+@pytest.mark.nightly
+def test_a_candidate_that_starts_slowly_never_gets_traffic(site: Site) -> None:
+    configure(site.ports, site.config, RolloutPolicy(guardrails=(Guardrail(name="cold_start", max=1e-4),)))
+    site.release("first", layers=5)
+    site.release("second", layers=5)
+    assert site.drive().endswith("at most 0.0001 s; evidence 256:1 (limit 20:1) -> ROLL BACK")
+    assert site.traffic() == {"v1": 100}
+    readings = [e.body.reading for e in site.world.ledger.read(ENDPOINT) if isinstance(e.body, Observed)]
+    assert {name: len(loads) for name, loads in readings[-1].cold_s.items()} == {"v1": 8, "v2": 8}
+    assert all(0 < seconds < PATIENCE_S for loads in readings[-1].cold_s.values() for seconds in loads)
 
 
 def test_a_rollback_under_load_fails_nothing(site: Site) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.rollout_policy import COLD_STARTS
 from onnx_ops.protocol import users
 from onnx_ops.protocol.admin import COUNTS_PATH, Watch
 from onnx_ops.protocol.users import CELLS
@@ -211,3 +213,25 @@ def test_a_watch_that_is_none_is_refused(pair: tuple[ServerFamily, Deployment, D
     server, *_ = pair
     for body in (b"{}", b'{"limits_s": {"blue": [2, 1]}}', b'{"limits_s": {"blue": [%s 1]}}' % (b"1," * 24)):
         assert server._admin("POST", body, COUNTS_PATH).status == 400
+
+
+def test_a_watched_deployment_without_traffic_is_loaded_beside_the_other(
+    pair: tuple[ServerFamily, Deployment, Deployment],
+) -> None:
+    server, blue, green = pair
+    asked = Watch(limits_s={"blue": (), "green": ()})
+    assert {one.cold_s for one in server.counts(asked).deployments.values()} == {()}
+    for generation in (2, 3):  # the second publication ends the loads that the first watch has begun
+        assert server.publish(state_of(blue, green, blue=100, green=0), generation).status == 200
+        server.counts(asked)
+    loads: list[tuple[float, ...]] = [()]
+    deadline = time.monotonic() + 120
+    while min(map(len, loads)) < COLD_STARTS:
+        assert time.monotonic() < deadline, server.log()
+        time.sleep(0.1)
+        loads = [one.cold_s for one in server.counts(asked).deployments.values()]
+        assert max(map(len, loads)) - min(map(len, loads)) <= 1, "they are loaded in turn"
+    assert all(seconds > 0 for each in loads for seconds in each)
+    ask(server, **{"x-user-key": "u"})
+    assert {one.users for one in server.counts(asked).deployments.values()} == {""}, "no version was chosen for a user"
+    assert [one.cold_s for one in server.counts(asked).deployments.values()] == loads, "and no more often"

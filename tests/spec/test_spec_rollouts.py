@@ -103,6 +103,12 @@ def test_a_policy_without_figures_is_not_judged(project: Path, pipeline_text: st
             ["guardrails: provider 'local' cannot count requests over any latency; it can: 'split'"],
         ),
         ("{steps: [10%, 100%], guardrails: [{name: latency, slower: 5%}]}", "split exceedances", []),
+        ("{guardrails: [{name: cold_start, max: 2 s}]}", "cold_starts", []),
+        (
+            "{guardrails: [{name: cold_start, slower: 50%}]}",
+            "quantiles",
+            ["guardrails: provider 'local' cannot measure a cold start before traffic; it can: 'quantiles'"],
+        ),
         ("{shadow: {}, ab: {duration: 1 d}}", "split sticky shadow outcomes", []),
     ],
 )

@@ -10,17 +10,18 @@ from onnx_ops.domain.pipeline import Deploy
 from onnx_ops.wiring.project import abilities, open_project
 
 PROMETHEUS = {"source": "prometheus", "url": "http://127.0.0.1:9090"}
+OWN = {"split", "sticky", "exceedances", "shadow", "outcomes", "cold_starts"}
 FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_seconds"}
 
 
 @pytest.mark.parametrize(
     ("metrics", "able"),
     [
-        ({}, {"split", "sticky", "exceedances", "shadow", "outcomes"}),
-        (PROMETHEUS, {"split", "sticky", "exceedances", "shadow", "outcomes"}),
+        ({}, OWN),
+        (PROMETHEUS, OWN - {"cold_starts"}),
         (FOREIGN, {"split", "sticky", "exceedances"}),
-        ({"source": "unheard-of"}, {"split", "sticky", "exceedances", "shadow", "outcomes"}),
-        (PROMETHEUS | {"colour": "red"}, {"split", "sticky", "exceedances", "shadow", "outcomes"}),
+        ({"source": "unheard-of"}, OWN),
+        (PROMETHEUS | {"colour": "red"}, OWN),
     ],
     ids=["its own", "ours by prometheus", "others by prometheus", "no such source", "wrong settings"],
 )

@@ -9,6 +9,7 @@ import numpy as np
 
 from onnx_ops.analysis.rollout import evidence as ev
 from onnx_ops.analysis.rollout import quantiles, share, slo, units
+from onnx_ops.analysis.rollout.cold import cold_start
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout import Action, Roles, Wait, Word, next_action
 from onnx_ops.domain.rollout_judged import Guard, Judged
@@ -65,9 +66,12 @@ def judge(observations: Observations, policy: RolloutPolicy) -> Judged:
     step = planned[min(observations.step, len(planned) - 1)]
     here = [one for one in observations.intervals if one.step == observations.step]
     canary, stable = _total([one.canary for one in here]), _total([one.stable for one in here])
-    guards = [guard(one, observations, here, step, policy) for one in policy.guardrails]
+    rails = [one for one in policy.guardrails if one is not policy.cold]
+    guards = [guard(one, observations, here, step, policy) for one in rails]
     requests, short, mismatch = canary.requests, "", ""
-    if step.kind == "shadow" and policy.shadow is not None:
+    if step.kind == "cold" and policy.cold is not None:
+        guards.append(cold_start(policy.cold, *observations.cold_s, limit_of(policy)))
+    elif step.kind == "shadow" and policy.shadow is not None:
         copies = _copies(here)
         guards.append(_answers(copies, policy.shadow, limit_of(policy)))
         requests, short = copies.seen, _not_alike(copies, policy.shadow)
@@ -104,7 +108,7 @@ def guard(
     counted = {place: rows_of(place, intervals) for place in rail.places}
     if not any(counted.values()) and any(one.canary_latency for one in intervals):
         return _by_signs(rail, intervals, here, step, limit)
-    needed = step.minimum if step.kind != "shadow" else 0
+    needed = step.minimum if step.percent else 0
     if not all(counted.values()):
         return Guard(name=rail.name, limit=limit, needed=needed, holds=rail.on_violation == "hold")
     effects = {place: _effect(observations, place, rows) for place, rows in counted.items()}
@@ -241,7 +245,7 @@ def _by_signs(
         limit=limit,
         holds=rail.on_violation == "hold",
         seen=quantiles.signs(here, rail.name)[1],
-        needed=quantiles.NEEDED if step.kind != "shadow" else 0,
+        needed=quantiles.NEEDED if step.percent else 0,
         rule=f"the candidate was over {100 * (quantiles.MARGIN - 1):.0f} % slower in {slower} of {compared} intervals",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
@@ -139,7 +140,7 @@ class FakeMetrics:
     def count(self, deployment: str, **more: int) -> None:
         """So many more requests of a deployment, and of them so many errors, and so on."""
         before = self.tallies.get(deployment, Tally(over_p50=0, over_p99=0))
-        added = {name: (getattr(before, name) or 0) + number for name, number in more.items()}
+        added: dict[str, Any] = {name: (getattr(before, name) or 0) + number for name, number in more.items()}
         self.tallies[deployment] = replace(before, **added)
 
     def _answer(self, config: EndpointConfig) -> None:
