@@ -29,6 +29,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "s3": ("s3fs",),
     "serve": ("httptools", "orjson", "pysimdjson", "starlette", "uvicorn", "uvloop"),
     "sklearn": ("scikit-learn", "skl2onnx"),
+    "tables": ("pandas", "pyarrow"),
     "torch": ("onnxscript", "torch"),
     "view": ("netron",),
     "xgboost": ("onnxmltools", "xgboost"),

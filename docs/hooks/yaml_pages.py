@@ -57,6 +57,7 @@ EXAMPLES: Mapping[str, Any] = {
     "accelerator": "H100",
     "bake": "10 min",
     "batch": 8,
+    "columns": ["age", "city"],
     "config": {"session.intra_op.allow_spinning": "0"},
     "dedicated": True,
     "depends": ["models/rules.csv"],

@@ -238,7 +238,7 @@ def withheld(
     *,
     alpha: float = ALPHA,
 ) -> str | None:
-    """Why the verdict of `compare` must not be given on this host, or None.
+    """Why no verdict may be given on this host, or None.
 
     A model against itself has the ratio 1. By as much as it was measured otherwise, the interval of B may be wrong as
     well: where it would reach the limit then, nothing is decided. How wide the self-test's own interval is does not

@@ -123,7 +123,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def end_head(self, head: Head) -> None:
         """The head has come. Raises RefusedError if its request is not to be answered."""
         self._in_head = False
-        if self._packet_bytes > _MOST_HEAD_BYTES and self._parsed_bytes() > _MOST_HEAD_BYTES:
+        came = self._head_bytes + self._packet_bytes
+        if came > _MOST_HEAD_BYTES and self._parsed_bytes() > _MOST_HEAD_BYTES:
             raise _head_too_large()
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):

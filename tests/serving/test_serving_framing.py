@@ -291,6 +291,14 @@ def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Server, 
         assert client.is_closed_by_server()
 
 
+def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint: Server) -> None:
+    lines, status = WRONG["too large"]
+    head = b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (INFER.encode(), lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port))
+    with Client(endpoint) as client:
+        client.send("packets", (head[:60_000], head[60_000:] + b"hello"))
+        assert client.answer()[0] == status
+
+
 @pytest.mark.parametrize("version", [b"2.0", b"0.9"])
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
 def test_another_version_of_http_is_refused(endpoint: Server, version: bytes, offer: str) -> None:

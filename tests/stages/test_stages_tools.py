@@ -131,7 +131,9 @@ class TestProbing:
     def test_every_type_of_tensor_can_be_made_up_and_probed(self, dtype: str) -> None:
         samples = made_up([TensorSpec(name="x", dtype=dtype, shape=("n", 2))], count=40, dims={})
         kinds = {feed["x"].dtype for group in groups_of(samples) for feed in group.runs}
-        assert kinds == {samples.rows["x"].dtype}
+        assert {kind.str[:2] if kind.kind == "U" else kind.str for kind in kinds} == {
+            "<U" if dtype == "string" else samples.rows["x"].dtype.str
+        }
         assert {array.shape[1] for group in groups_of(samples) for feed in group.runs for array in feed.values()} == {2}
 
     @pytest.mark.parametrize("dtype", ["undefined", "float8e4m3fn", "complex64", "object", "nonsense"])

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.errors import MissingPackage, UserError
+from onnx_ops.errors import UserError
+from onnx_ops.plugins import require
 from onnx_ops.ports.data import Array
 
 SUFFIXES = (".csv", ".parquet")
@@ -29,14 +30,8 @@ def read_table(path: Path, suffix: str, *, where: str) -> Mapping[str, Array]:
         MissingPackage: pyarrow is not installed.
         UserError: it is no such table, or holds a column of another type.
     """
-    try:
-        arrow = importlib.import_module("pyarrow")
-    except ImportError as error:
-        raise MissingPackage(
-            "pyarrow, which reads tables, is not installed",
-            where=where,
-            remedy="Install it with: pip install 'onnx-ops[tables]'",
-        ) from error
+    require("pyarrow", where=where)
+    arrow = importlib.import_module("pyarrow")
     try:
         table = _read_csv(arrow, path) if suffix == ".csv" else _read_parquet(path)
     except (arrow.ArrowException, OSError, ValueError) as error:

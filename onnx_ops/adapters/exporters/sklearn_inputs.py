@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors, frame_of
 
@@ -74,6 +72,8 @@ def layout_of(model: object, parts: list[object], samples: Tensors) -> Layout:
 
 def rows_of(model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Any:
     """What `predict` is asked with: a data frame where the estimator was fitted on one."""
+    import numpy as np
+
     arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
     names = fitted_names(model)
     if _reads_texts(model):
@@ -111,6 +111,7 @@ def connect(converted: Any, layout: Layout, samples: Tensors) -> None:
         layout: of the conversion.
         samples: real inputs by name.
     """
+    import numpy as np
     from onnx import TensorProto, helper
 
     graph = converted.graph
@@ -179,6 +180,8 @@ def _rename_inputs(graph: Any, names: dict[str, str]) -> None:
 
 
 def _kind(array: Any) -> str:
+    import numpy as np
+
     if array.dtype.kind == "f":
         return "f8" if array.dtype == np.float64 else "f4"
     return {"b": "i", "i": "i", "u": "i"}.get(array.dtype.kind, "U")
@@ -208,6 +211,8 @@ def _not_fitted(inputs: list[str], names: list[str]) -> UserError:
 
 
 def _as_precision(array: Any, precision: str) -> Any:
+    import numpy as np
+
     if array.dtype.kind == "f":
         return array.astype(precision)
     if array.dtype.kind in "iu" and precision == "float32" and np.abs(array).max(initial=0) <= _EXACT:
