@@ -175,11 +175,18 @@ def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_
 
 
 @pytest.mark.parametrize("kind", ["svm.LinearSVC", "linear_model.RidgeClassifier"])
-def test_a_classifier_without_probabilities_gives_its_label_alone(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("in_pipeline", [False, True])
+def test_a_classifier_without_probabilities_gives_its_label_alone(
+    tmp_path: Path, kind: str, *, in_pipeline: bool
+) -> None:
     import sklearn
     from sklearn.datasets import load_breast_cancer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
     estimator = attrgetter(kind)(sklearn)()
+    if in_pipeline:
+        estimator = make_pipeline(StandardScaler(), estimator)
     data = load_breast_cancer()
     rows = (data.data / data.data.std(axis=0)).astype(np.float32)
     estimator.fit(rows, data.target)

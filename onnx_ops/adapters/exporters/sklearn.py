@@ -231,10 +231,11 @@ def _options(model: object) -> dict[Any, Any]:
     from sklearn.svm import LinearSVC
 
     options: dict[Any, Any] = {}
-    if is_classifier(model) and not isinstance(
-        model.steps[-1][1] if hasattr(model, "steps") else model, LinearSVC
-    ):  # the one classifier that never had a ZipMap
-        options[id(model)] = {"zipmap": False}
+    last: Any = model
+    while hasattr(last, "steps"):
+        last = last.steps[-1][1]
+    if is_classifier(last):  # LinearSVC has no ZipMap, and in a pipeline takes the default of one without own options
+        options[id(last)] = {"nocl": False} if isinstance(last, LinearSVC) else {"zipmap": False}
     for part in parts_of(model):
         if isinstance(part, StandardScaler):
             options[id(part)] = {"div": "div"}
