@@ -212,6 +212,10 @@ def _packages(project: Project, stage: Stage) -> Iterator[str]:
 
     settings: Mapping[str, Any] = stage.settings
     yield from (name for name, version in stage.tools.items() if version == plugins.MISSING)
+    if stage.kind is StageKind.DATA:
+        section = settings["section"]
+        if str(section.get("file") or section.get("with", {}).get("path", "")).lower().endswith((".csv", ".parquet")):
+            yield "pyarrow"
     compared = stage.kind is StageKind.BENCHMARK and settings["model"]
     if compared or stage.kind is StageKind.REGISTER or stage.kind in RELEASE:
         yield from plugins.EXTRAS["mlflow"]
