@@ -55,7 +55,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     store = ports.store
     variant = inputs[settings["source"]]
-    data = get_dataset(store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
+    data = get_dataset(store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
     runtime = ports.runtime(target.runtime)
     hardware = fitting(runtime, target)
     with Scratch() as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from onnx_ops import codec
@@ -17,7 +18,7 @@ from onnx_ops.graph.operators import carry_libraries
 from onnx_ops.ports import ExportRequest, Ports
 from onnx_ops.scratch import Scratch
 from onnx_ops.stages.asking import ask_source
-from onnx_ops.stages.files import MODEL, TRAINED, checkout, get_dataset, put_document, put_folder
+from onnx_ops.stages.files import FRACTIONS, MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, widen
 from onnx_ops.stages.reference import put_reference
 from onnx_ops.stages.source import exporter_of, operators_of
 from onnx_ops.stages.usercode import importable
@@ -29,6 +30,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     section = codec.from_json(settings["section"], Export, where=stage.id)
     exporter = exporter_of(stage, ports, section.framework)
     dataset = get_dataset(ports.store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
+    if FRACTIONS in inputs["train"].files:
+        fractions = codec.loads(ports.store.read(inputs["train"][FRACTIONS]), tuple[str, ...])
+        dataset = replace(dataset, inputs=widen(dataset.inputs, fractions))
     lineage = Lineage(
         pipeline=settings["pipeline"],
         release=key,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo
+from onnx_ops.errors import UserError
 from onnx_ops.ports import Dataset, Store, Tensors
 
 MODEL = "onnx/"
 """Prefix of the ONNX model's own files in a manifest."""
+
+FRACTIONS = "fractions.json"
+"""In the manifest of the training: names of the columns that were float32 in one of its data sets."""
 
 PACKAGE = "package/"
 """Prefix of what a target gets instead of the ONNX model, in its benchmark's manifest."""
@@ -61,14 +65,51 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
     return Manifest(files={"dataset.npz": store.put_bytes(pack(arrays))})
 
 
-def get_dataset(store: Store, manifest: Manifest) -> Dataset:
+def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
+    """A data set; for an export, its whole numbers as float32 where the model takes that.
+
+    Raises:
+        UserError: a column has missing cells, and the model takes whole numbers.
+    """
     arrays = unpack(store, manifest["dataset.npz"])
+    inputs = _below("input/", arrays)
+    if export is not None:
+        taken = {spec.name: spec.dtype for spec in codec.loads(store.read(export["info.json"]), ModelInfo).inputs}
+        whole = [n for n, array in inputs.items() if is_fraction(array) and taken.get(n) in ("int64", "bool")]
+        if whole:
+            raise UserError(
+                f"column {whole[0]!r} has missing cells or fractions, and the model takes {taken[whole[0]]}",
+                where="data",
+                why="the rows that the model was trained and exported with have none",
+                remedy="Fill the missing cells, or train with rows that have some.",
+            )
+        inputs = widen(inputs, {name for name, dtype in taken.items() if dtype == "float32"})
     return Dataset(
-        inputs=_below("input/", arrays),
+        inputs=inputs,
         label=arrays.get("label"),
         group=arrays.get("group"),
         columns=_below("column/", arrays),
     )
+
+
+def is_fraction(array: Any) -> bool:
+    """Whether it is a table's column of float32."""
+    return bool(array.dtype == "float32" and array.shape[1:] == (1,))
+
+
+def widen(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
+    """Columns of whole numbers or truth values as float32, which they are in a file where one cell of them is missing.
+
+    Args:
+        inputs: of a data set.
+        names: of the columns that are float32 elsewhere.
+    """
+    return {
+        name: array.astype("float32")
+        if name in names and array.dtype.kind in "iub" and array.shape[1:] == (1,)
+        else array
+        for name, array in inputs.items()
+    }
 
 
 def _prefixed(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:

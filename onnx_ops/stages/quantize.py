@@ -28,7 +28,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     del key
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
-    dataset = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"]) if section.calibrate else None
+    dataset = (
+        get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"], inputs["export"])
+        if section.calibrate
+        else None
+    )
     with Scratch() as folder:
         source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
         made = _chosen(settings, inputs, ports, folder) if "search" in settings else None

@@ -36,7 +36,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     metric = codec.from_json(settings["metric"]["definition"], MetricDefinition, where=stage.id)
     calibration = None
     if section.calibrate is not None:
-        calibration = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"])
+        calibration = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"], inputs["export"])
         calibration = calibration.head(section.calibrate.samples)
     with Scratch() as folder, importable(ports.root):
         source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
@@ -47,7 +47,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             folder=folder / "trials",
             targets=tuple(codec.from_json(one, Target, where=stage.id) for one in hints["targets"]),
             machines=tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"]),
-            tune=get_dataset(ports.store, inputs[f"data/{settings['data']}"]).head(settings["samples"]),
+            tune=get_dataset(ports.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
+                settings["samples"]
+            ),
             calibration=calibration.inputs if calibration else None,
             metric=metric,
             lower=bool(settings["metric"]["lower"]),

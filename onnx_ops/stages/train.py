@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.ports import Ports, TrainingExporter
 from onnx_ops.scratch import Scratch
-from onnx_ops.stages.files import TRAINED, get_dataset, put_folder
+from onnx_ops.stages.files import FRACTIONS, TRAINED, get_dataset, is_fraction, put_document, put_folder, widen
 from onnx_ops.stages.source import exporter_of
 from onnx_ops.stages.usercode import call_training, importable
 
@@ -20,9 +21,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     del key
     settings: Mapping[str, Any] = stage.settings
     exporter = exporter_of(stage, ports, settings["framework"])
+    files: dict[str, Digest] = {}
     with Scratch() as folder, importable(ports.root):
         if "run" in settings:
             data = {name.removeprefix("data/"): get_dataset(ports.store, inputs[name]) for name in inputs}
+            fractions = {name for rows in data.values() for name, array in rows.inputs.items() if is_fraction(array)}
+            data = {name: replace(rows, inputs=widen(rows.inputs, fractions)) for name, rows in data.items()}
+            files[FRACTIONS] = put_document(ports.store, tuple(sorted(fractions)))
             if isinstance(exporter, TrainingExporter):
                 exporter.train(settings["run"], data, settings["with_"], folder)
             else:
@@ -34,7 +39,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                     exporter.save(brought, folder)
                 else:
                     _copy(brought, folder)
-        return Manifest(files=put_folder(ports.store, folder, TRAINED))
+        return Manifest(files=files | put_folder(ports.store, folder, TRAINED))
 
 
 def _copy(source: Path, folder: Path) -> None:
