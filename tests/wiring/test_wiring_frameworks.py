@@ -20,6 +20,7 @@ KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 LIGHT = ("iris-onnx",)
 HEAVY = (
     "cancer-lightgbm",
+    "churn-table",
     "digits-keras",
     "digits-mlp",
     "digits-paddle",
