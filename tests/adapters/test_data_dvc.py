@@ -70,6 +70,15 @@ def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, re
         reads.load(section("data/many/c.npz"), repository.root)
 
 
+def test_load_csv_by_a_pointer_gives_its_columns(repository: Repository, reads: DvcSource) -> None:
+    repository.add("data/rows.csv", b"age,city\n40.5,Oslo\n,Rome\n")
+    repository.commit("v3")
+
+    arrays = reads.load(section("data/rows.csv"), repository.root)
+
+    assert {name: array.dtype.kind for name, array in arrays.items()} == {"age": "f", "city": "U"}
+
+
 def test_outputs_of_stages_are_found_in_the_lock(repository: Repository, reads: DvcSource) -> None:
     oid = repository.put(archive(3))
     repository.write(

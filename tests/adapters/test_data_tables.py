@@ -10,7 +10,8 @@ import pytest
 
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.domain.pipeline import FileData
-from onnx_ops.errors import UserError
+from onnx_ops.errors import MissingPackage, UserError
+from tests.support.extras import hide
 
 pa: Any = pytest.importorskip("pyarrow")
 pq: Any = pytest.importorskip("pyarrow.parquet")
@@ -66,3 +67,13 @@ def test_load_broken_csv_is_refused_with_its_place(tmp_path: Path, text: str, pa
 
     assert part in str(caught.value)
     assert "rows.csv" in str(caught.value)
+
+
+def test_load_csv_without_its_reader_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.csv").write_text(TABLE)
+    hide(monkeypatch, "pyarrow")
+
+    with pytest.raises(MissingPackage) as caught:
+        FileSource().load(FileData(file="rows.csv"), tmp_path)
+
+    assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"

@@ -136,6 +136,18 @@ def test_multiples_are_of_real_rows_and_fit_the_type() -> None:
     assert BEYOND - set(half) == {"beyond_range:x1e5", "beyond_range:texts"}
 
 
+def test_texts_beyond_the_rows_are_empty_or_unseen_unless_their_categories_are_declared() -> None:
+    cities = {"city": np.array([["Oslo"], ["Rome"]] * 40), "age": np.ones((80, 1), np.float32)}
+
+    group = groups_of(cities)["beyond_range:texts"]
+
+    assert not group.inside
+    assert {"", "unseen"} < set(group.inputs["city"][:, 0].tolist()) <= {"", "unseen", "Oslo", "Rome"}
+    np.testing.assert_array_equal(group.inputs["age"], np.ones((32, 1)))
+    declared = groups_of(cities, city=InputValues(values=("Oslo", "Rome")))["beyond_range:texts"]
+    assert set(declared.inputs["city"][:, 0].tolist()) <= {"Oslo", "Rome"}
+
+
 def test_nothing_to_distort_gives_no_groups() -> None:
     assert set(probe_groups({"m": MASK}, learn_domains({"m": MASK}), empty=False)) == {"real"}
     assert set(groups_of({"tokens": TOKENS})) == {"real", "range", "empty_batch"}

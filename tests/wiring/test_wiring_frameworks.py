@@ -11,7 +11,9 @@ import pytest
 
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import EXPORT, StageKind, StageStatus
+from onnx_ops.errors import MissingPackage
 from onnx_ops.wiring.project import execute, open_project, prepare
+from tests.support.extras import hide
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
@@ -70,3 +72,15 @@ def test_the_pipeline_of_a_framework_passes(root: Path, name: str) -> None:
     assert float_ones
     again = run(root, name)[1]
     assert {o.status for o in again.outcomes.values()} == {StageStatus.CACHED}
+
+
+def test_a_table_without_its_reader_is_refused_before_a_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = open_project(root)
+    prepared = prepare(project, root / "configs/pipelines/churn-table.yaml", until=StageKind.GATE)
+    hide(monkeypatch, "pyarrow")
+
+    with pytest.raises(MissingPackage) as caught:
+        execute(project, prepared)
+
+    assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"
+    assert "data/train needs pyarrow" in caught.value.why

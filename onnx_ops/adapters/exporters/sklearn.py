@@ -175,6 +175,9 @@ def _convert(model: object, layout: Layout, opset: int, own: str) -> Any:
     try:
         with warnings.catch_warnings(), _whole_numbers():
             warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
+            warnings.simplefilter(
+                "ignore", RuntimeWarning
+            )  # and casts NaN, which an imputer of whole numbers looks for
             converted = skl2onnx.to_onnx(
                 model,
                 initial_types=[(name, kinds[kind]([None, columns])) for name, kind, columns in layout.types],

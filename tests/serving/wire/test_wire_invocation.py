@@ -216,3 +216,52 @@ def test_a_bfloat16_answer_is_refused_before_the_model_runs() -> None:
     model = signature([spec("x", "float32", "n")], [spec("y", "bfloat16", "n")])
     with pytest.raises(UserError, match="output 'y' is BF16"):
         read({"inputs": [1, 2]}, model)
+
+
+COLUMNS = signature(
+    [spec("age", "float32", "batch", 1), spec("visits", "int64", "batch", 1), spec("city", "string", "batch", 1)]
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (
+            {
+                "dataframe_records": [
+                    {"age": None, "visits": 3, "city": ""},
+                    {"age": 4.5, "visits": 4, "city": "Oslo"},
+                ]
+            },
+            JSON,
+        ),
+        ({"dataframe_split": {"columns": ["age", "visits", "city"], "data": [[None, 3, ""], [4.5, 4, "Oslo"]]}}, JSON),
+        ({"inputs": {"age": [[None], [4.5]], "visits": [[3], [4]], "city": [[""], ["Oslo"]]}}, JSON),
+        (b"age,visits,city\n,3,\n4.5,4,Oslo\n", "text/csv"),
+    ],
+)
+def test_missing_values_of_a_table_are_nan(body: Any, kind: str) -> None:
+    feed = read_invocation(body if kind == "text/csv" else encode(body), kind, None, COLUMNS).feed
+
+    np.testing.assert_array_equal(feed["age"], np.array([[np.nan], [4.5]], np.float32))
+    assert feed["visits"].tolist() == [[3], [4]]
+    assert feed["city"].tolist() == [[""], ["Oslo"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ([{"age": 1, "visits": v, "city": "a"} for v in (2, None)], "'visits' of INT64 holds null in row 2"),
+        ([{"age": "x", "visits": 2, "city": "a"}], "'age' of FP32 holds text in row 1"),
+        ([{"age": 1, "visits": 2, "city": None}], "'city' of BYTES holds null in row 1"),
+        (b"age,visits,city\n1,2,a\n1,,a\n", "'visits' of INT64 holds '' in row 2"),
+        (b"age,visits,city\nold,2,a\n", "'age' of FP32 holds 'old' in row 1"),
+    ],
+)  # fmt: skip
+def test_a_cell_that_does_not_fit_is_named_by_column_and_row(body: Any, words: str) -> None:
+    csv = isinstance(body, bytes)
+
+    with pytest.raises(UserError, match=words):
+        read_invocation(
+            body if csv else encode({"dataframe_records": body}), "text/csv" if csv else JSON, None, COLUMNS
+        )
