@@ -48,24 +48,59 @@ def split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | Non
         samples: real inputs by name, axis 0 is the batch.
 
     Returns:
-        Inputs by name; None for a model that is no ensemble over its one matrix of floats, scaled at most.
+        Inputs by name; None for a model that is no ensemble over its one matrix or its joined columns of numbers,
+        scaled at most.
     """
     model = read_model(path)
     ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)
-    if ensemble is None or len(samples) != 1:
+    if ensemble is None or any(array.ndim != 2 or array.dtype.kind not in "fi" for array in samples.values()):
         return None
-    ((name, rows),) = samples.items()
-    if rows.ndim != 2 or rows.dtype.kind != "f" or not len(rows):
+    start, order = _matrix(model, list(samples))
+    rows = np.concatenate([samples[name].astype(np.float64) for name in order], axis=1) if order else np.empty((0, 0))
+    if not len(rows):
         return None
-    scaling = _scaling(model, ensemble.input[0], name, rows.shape[1])
+    scaling = _scaling(model, ensemble.input[0], start, rows.shape[1])
     trees = _trees(ensemble, rows.shape[1])
     if scaling is None or not trees:
         return None
     trees = trees[:: max(1, sum(map(len, trees)) // (4 * MOST_SPLITS))]
     step = max(1, -(-sum(map(len, trees)) // MOST_SPLITS))
-    pairs = (pair for tree in trees for pair in _probes(tree, rows.astype(np.float64), *scaling))
+    pairs = (pair for tree in trees for pair in _probes(tree, rows, *scaling))
     chosen = list(itertools.islice(pairs, 0, None, step))
-    return {name: np.concatenate(chosen).astype(rows.dtype)} if chosen else None
+    if not chosen:
+        return None
+    ends = np.cumsum([samples[name].shape[1] for name in order])[:-1]
+    parts = dict(zip(order, np.split(np.stack(chosen), ends, axis=2), strict=True))
+    return {name: _as_type(parts[name], array.dtype) for name, array in samples.items()}
+
+
+def _as_type(pairs: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Rows of pairs of shape (pairs, 2, columns); whole numbers are the next ones on either side."""
+    if np.issubdtype(dtype, np.integer):
+        pairs = np.where(pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs))
+    return pairs.reshape(-1, pairs.shape[2]).astype(dtype)
+
+
+def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
+    """The value that holds all inputs side by side, and their order in it; no order where there is none."""
+    if len(names) == 1:
+        return names[0], names
+    makers = {name: node for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        if node.op_type == "Concat":
+            parts = [_origin(makers, part) for part in node.input]
+            if sorted(parts) == sorted(names):
+                return node.output[0], parts
+    return "", []
+
+
+def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
+    for _ in makers:  # a file may hold a circle
+        node = makers.get(value)
+        if node is None or node.op_type not in _TRANSPARENT:
+            break
+        value = node.input[0]
+    return value
 
 
 def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats) -> Iterator[Floats]:

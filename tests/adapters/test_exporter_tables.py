@@ -104,3 +104,14 @@ def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="modified_huber and 3 classes"):
         SklearnExporter().export(model, request)
+
+
+def test_export_of_categories_that_lightgbm_numbers_is_refused(tmp_path: Path) -> None:
+    lightgbm: Any = pytest.importorskip("lightgbm")
+    model = lightgbm.LGBMClassifier(n_estimators=2, n_jobs=1, verbose=-1)
+    frame = Dataset(inputs=NUMBERS).frame()
+    model.fit(frame.assign(visits=(frame["visits"] * 10).astype("category")), LABEL)
+    request = ExportRequest(section=Export(framework="lightgbm"), samples=NUMBERS, path=tmp_path / "model.onnx")
+
+    with pytest.raises(UserError, match="type category"):
+        LightgbmExporter().export(model, request)

@@ -15,13 +15,13 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.graph.trees import split_probes
-from onnx_ops.ports import ExportRequest
+from onnx_ops.ports import Dataset, ExportRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
 TARGET = Target(name="here")
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "scaled"])
+@pytest.fixture(params=["plain", "scaled", "columns"])
 def forest(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Any], Path]:
     from sklearn.ensemble import RandomForestClassifier
     from sklearn.pipeline import make_pipeline
@@ -31,17 +31,23 @@ def forest(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[st
     x = (draw.standard_normal((300, 6)) * [1, 5, 0.1, 30, 1, 1] + [0, 9, 2, -40, 0, 1]).astype(np.float32)
     y = (x[:, 0] + x[:, 1] / 5 + draw.standard_normal(300) > 2).astype(int)
     trees = RandomForestClassifier(n_estimators=5, max_depth=5, random_state=0)
-    model = (make_pipeline(StandardScaler(), trees) if request.param else trees).fit(x, y)
+    samples: dict[str, Any] = {"x": x}
+    if request.param == "columns":  # one of them of whole numbers
+        samples = {f"c{place}": x[:, [place]] for place in range(6)}
+        samples["c3"] = (100 * samples["c3"]).astype(np.int64)
+    model = make_pipeline(StandardScaler(), trees) if request.param == "scaled" else trees
+    model.fit(x if "x" in samples else Dataset(inputs=samples).frame(), y)
     path = tmp_path / "forest.onnx"
-    section = Export(framework="sklearn", dynamic={"x": {0: "batch"}})
-    SklearnExporter().export(model, ExportRequest(section=section, samples={"x": x}, path=path))
-    return model, {"x": x[:100]}, path
+    section = Export(framework="sklearn", dynamic={name: {0: "batch"} for name in samples})
+    SklearnExporter().export(model, ExportRequest(section=section, samples=samples, path=path))
+    return model, {name: array[:100] for name, array in samples.items()}, path
 
 
 def differing(model: Any, probes: Any, path: Path) -> int:
     """Rows whose probabilities are not the source's."""
     found = OnnxRuntime().run(path, TARGET, (probes,))[0]["probabilities"]
-    return int((np.abs(found - model.predict_proba(probes["x"])).max(axis=1) > 1e-5).sum())
+    expected: Any = SklearnExporter().reference(model, probes, "float64")
+    return int((np.abs(found - expected["probabilities"]).max(axis=1) > 1e-5).sum())
 
 
 def test_a_good_export_answers_every_probe_like_its_source(forest: tuple[Any, dict[str, Any], Path]) -> None:
@@ -50,8 +56,10 @@ def test_a_good_export_answers_every_probe_like_its_source(forest: tuple[Any, di
     assert probes is not None
     estimator = model[-1] if hasattr(model, "steps") else model
     splits = sum(int((tree.tree_.feature >= 0).sum()) for tree in estimator.estimators_)
-    assert probes["x"].shape == (2 * splits, 6)
-    assert probes["x"].dtype == np.float32
+    assert sum(array.shape[1] for array in probes.values()) == 6
+    assert {name: (len(array), array.dtype) for name, array in probes.items()} == {
+        name: (2 * splits, array.dtype) for name, array in samples.items()
+    }
     assert differing(model, probes, path) == 0
 
 
@@ -86,9 +94,9 @@ def test_other_models_have_no_splits(tmp_path: Path) -> None:
 def test_an_ensemble_behind_something_else_is_left_alone(forest: tuple[Any, dict[str, Any], Path]) -> None:
     _, samples, path = forest
     model = onnx.load(path)
-    first = model.graph.node[0]
+    place, first = next((i, n) for i, n in enumerate(model.graph.node) if n.op_type not in ("Cast", "Concat"))
+    model.graph.node.insert(place, helper.make_node("Sin", [first.input[0]], ["turned"]))
     first.input[0] = "turned"
-    model.graph.node.insert(0, helper.make_node("Sin", ["x"], ["turned"]))
     onnx.save(model, path)
     assert split_probes(path, samples) is None
 

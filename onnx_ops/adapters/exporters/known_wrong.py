@@ -96,6 +96,12 @@ def _lightgbm(part: Any) -> Iterator[Fault]:
             "onnxmltools does not know this objective",
             "Use an LGBMClassifier with objective binary.",
         )
+    if part.booster_.pandas_categorical:
+        yield (
+            f"{name} with columns of a data frame's type category",
+            "LightGBM numbers such categories on its own, and the export lacks these numbers",
+            "Encode the column in a ColumnTransformer with OrdinalEncoder, and name it in `categorical_feature`.",
+        )
     if settings.get("linear_tree"):
         yield (
             f"{name} with linear_tree",
