@@ -105,13 +105,13 @@ def warm_up(model: LoadedModel) -> float:
     """Run the model on zeros, with size 1 for every dimension that is free.
 
     Returns:
-        The seconds of the last run; 0 if the model does not run on such sizes.
+        The seconds of the last run; 0 if the model does not run on such sizes or categories.
 
     Raises:
-        EnvironmentFailure: the model fails although nothing but the batch size was guessed.
+        EnvironmentFailure: the model fails although nothing but the batch size and numbers was guessed.
     """
     feed = {name: _zeros(model.signature.inputs[name]) for name in model.signature.required}
-    guessed = any(isinstance(d, str) for name in feed for d in model.signature.inputs[name].shape[1:])
+    guessed = any(_may_be_refused(model.signature.inputs[name]) for name in feed)
     began = 0.0
     try:
         for _ in range(_WARM_UP_RUNS):
@@ -122,9 +122,15 @@ def warm_up(model: LoadedModel) -> float:
             raise EnvironmentFailure(
                 "the model fails on zeros", where=model.deployment.location, why=error.why
             ) from error
-        _log.warning("%s is not warm: it does not run on free dimensions of size 1", model.deployment.name)
+        _log.warning("%s is not warm: it does not run on zeros, empty texts and sizes of 1", model.deployment.name)
         return 0.0
     return time.perf_counter() - began
+
+
+def _may_be_refused(spec: TensorSpec) -> bool:
+    """Whether zeros of this input are a guess: of its size, or of a column whose categories the model knows."""
+    sizes = spec.shape[1:]
+    return any(isinstance(d, str) for d in sizes) or spec.dtype == "string" or (spec.dtype == "int64" and sizes == (1,))
 
 
 def run_on_random(model: LoadedModel) -> None:

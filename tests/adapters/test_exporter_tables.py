@@ -106,6 +106,19 @@ def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
         SklearnExporter().export(model, request)
 
 
+def test_export_that_fails_on_unseen_categories_is_refused_unless_its_source_fails_too(tmp_path: Path) -> None:
+    samples = {"city": COLUMNS["city"]}
+    request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
+    for unseen in ("error", "infrequent_if_exist"):
+        encoder = ColumnTransformer([("texts", OneHotEncoder(handle_unknown=unseen), ["city"])])
+        model = make_pipeline(encoder, LogisticRegression()).fit(Dataset(inputs=samples).frame(), LABEL)
+        if unseen == "error":
+            check_same(SklearnExporter(), model, samples, tmp_path)
+        else:
+            with pytest.raises(UserError, match="handle_unknown='infrequent_if_exist'"):
+                SklearnExporter().export(model, request)
+
+
 def test_export_of_categories_that_lightgbm_numbers_is_refused(tmp_path: Path) -> None:
     lightgbm: Any = pytest.importorskip("lightgbm")
     model = lightgbm.LGBMClassifier(n_estimators=2, n_jobs=1, verbose=-1)

@@ -155,6 +155,12 @@ def _sklearn(part: Any) -> Iterator[Fault]:
         )
     if name == "SimpleImputer" and part.add_indicator:
         yield f"{name} with add_indicator", "skl2onnx leaves the indicators out", "Leave out add_indicator."
+    if name == "OneHotEncoder" and part.handle_unknown not in ("error", "ignore"):
+        yield (
+            f"{name} with handle_unknown={part.handle_unknown!r}",
+            "the converted model fails on a category that the training has not seen (measured)",
+            "Use handle_unknown='ignore'.",
+        )
     if name == "KBinsDiscretizer" and part.encode == "onehot":
         yield (
             f"{name} with encode='onehot'",
