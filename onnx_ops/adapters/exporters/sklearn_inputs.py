@@ -122,7 +122,7 @@ def connect(converted: Any, layout: Layout, samples: Tensors) -> None:
             name,
             TensorProto.BOOL
             if array.dtype.kind == "b"
-            else kinds["f8" if array.dtype == "float64" else array.dtype.kind],
+            else kinds["f8" if array.dtype == np.float64 else array.dtype.kind],
             ["batch", *array.shape[1:]] if array.ndim == 2 else ["batch"],
         )
         for name, array in samples.items()
@@ -183,7 +183,7 @@ def _kind(array: Any) -> str:
     import numpy as np
 
     if array.dtype.kind == "f":
-        return "f8" if array.dtype == "float64" else "f4"
+        return "f8" if array.dtype == np.float64 else "f4"
     return {"b": "i", "i": "i", "u": "i"}.get(array.dtype.kind, "U")
 
 
@@ -215,8 +215,8 @@ def _as_precision(array: Any, precision: str) -> Any:
 
     if array.dtype.kind == "f":
         return array.astype(precision)
-    if array.dtype.kind in "iu" and precision == "float32" and abs(array).max(initial=0) <= _EXACT:
-        return array.astype("float32")  # the export adds and scales it in float32
+    if array.dtype.kind in "iu" and precision == "float32" and np.abs(array).max(initial=0) <= _EXACT:
+        return array.astype(np.float32)  # the export adds and scales it in float32
     return array
 
 
