@@ -1,10 +1,12 @@
 """Files of others through the single-file tools: what is done, what is refused, and whether a verdict is wrong.
 
-Every file is inspected, held against itself, held against a copy with one wrong weight (where it has weights that its
-answers depend on), quantized, and timed. Each command runs as a user types it, in this process. A traceback, a verdict
+Every file is inspected, held against itself, held against wrong copies (those whose answers differ on rows that the
+judge does not see), quantized, and timed. Each command runs as a user types it, in this process. A traceback, a verdict
 against the known truth, and a refusal without a remedy are faults, and then this script ends with 1.
 
-    python -m benchmarks.foreign_files > docs/foreign-files.md
+    python -m benchmarks.foreign_files --output docs/foreign-files.md
+
+With `--work FOLDER`, finished files are kept there, and a run that was interrupted begins where it ended.
 """
 
 from __future__ import annotations
@@ -19,66 +21,74 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from benchmarks import foreign_makers as makers
+from benchmarks.foreign_copies import wrong_copies
 from onnx_ops.cli.main import app
-from onnx_ops.errors import OnnxOpsError
-from onnx_ops.graph.files import read_model
-from onnx_ops.graph.inspect import info
 
 HEAD = """# Files of others
 
-Written by `benchmarks/foreign_files.py`. Each file goes through `inspect`, `judge` against itself, `judge` of a copy
-that has a wrong weight, `quantize` (dynamic and graph), and `bench`. *done* counts the commands that ended in a
-verdict or a result, *refused* those that ended with a message and exit code 2, 4 or 5.
+Written by `python -m benchmarks.foreign_files --output docs/foreign-files.md`. Each file goes through `inspect`,
+[`judge`](judge.md) against itself, `judge` of wrong copies, `quantize` (dynamic and graph), and `bench`. Rows are made
+up from the graph. A wrong copy counts where its answers differ by more than 1 % on other rows.
+
+*done* counts the commands that ended in a verdict or a result, *refused* those that ended with a message and exit code
+2, 4 or 5. *not decided* counts verdicts INCONCLUSIVE. Faults are tracebacks, a PASS of a wrong copy, a FAIL of a file
+against itself, a broken file that was taken, and a refusal without a remedy.
 """
 
-_LARGEST = 1 << 30
 QUICK = 4
 """Every which file the quick form takes."""
+
+_FAILED, _OPEN = 1, 3
+_REFUSED = (2, 4, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one command made of one file. `fault` says what is wrong with that; empty if nothing is."""
+    """What one command made of one file. `copy` names the wrong copy that was judged, `fault` what is wrong."""
 
     kind: str
     file: str
     command: str
+    copy: str = ""
     code: int
     message: str
     fault: str
 
 
-def outcomes(folder: Path, *, step: int = 1, only: str = "") -> Iterator[Outcome]:
-    """All commands on every `step`-th file of the kinds that begin with `only`."""
+def outcomes(
+    folder: Path, *, step: int = 1, only: str = "", finished: Collection[tuple[str, str]] = ()
+) -> Iterator[Outcome]:
+    """All commands on every `step`-th file of the kinds that begin with `only`, but for the finished files."""
     for file in makers.files(folder, step=step, only=only):
-        yield from _tried(file)
+        if (file.kind, file.name) not in finished:
+            yield from _tried(file)
         shutil.rmtree(file.path.parent, ignore_errors=True)
 
 
 def _tried(file: makers.ForeignFile) -> Iterator[Outcome]:
-    def outcome(command: str, *arguments: object, good: Sequence[int] = (0,)) -> Outcome:
+    def outcome(command: str, *arguments: object, copy: str = "") -> Outcome:
         code, text = run(command, *arguments, "--json")
         message, remedy, fault = _read(text, code)
-        if file.broken and code in (0, 1):
+        if file.broken and code in (0, _FAILED):
             fault = fault or "a broken file was taken"
-        elif code in (0, 1) and code not in good:
+        elif code in (0, _FAILED) and code != (_FAILED if copy else 0):
             fault = fault or f"exit code {code}"
-        elif code in (2, 4, 5) and not remedy and not fault:
-            fault = "no remedy"
-        return Outcome(kind=file.kind, file=file.name, command=command, code=code, message=message, fault=fault)
+        elif code in _REFUSED and not remedy:
+            fault = fault or "no remedy"
+        return Outcome(
+            kind=file.kind, file=file.name, command=command, copy=copy, code=code, message=message, fault=fault
+        )
 
     yield outcome("inspect", file.path)
     yield outcome("judge", file.path, file.path, "--only", "parity", "--rows", 16)
-    if not file.broken and (wrong := wrong_copy(file.path)) is not None:
-        yield outcome("judge", file.path, wrong, "--only", "parity", "--rows", 64, good=(1,))
+    for copy, path in () if file.broken else wrong_copies(file.path):
+        yield outcome("judge", file.path, path, "--only", "parity", "--rows", 64, copy=copy)
     for method in ("dynamic", "graph"):
         yield outcome("quantize", file.path, file.path.parent / f"{method}.onnx", "--method", method)
     yield outcome("bench", file.path, "--runs", 20)
@@ -110,66 +120,76 @@ def _read(text: str, code: int) -> tuple[str, str, str]:
         document = json.loads(text)
     except ValueError:
         return text[:300], "", "no JSON"
-    return (
-        f"{document.get('what', '')} {document.get('why', '')}".strip(),
-        str(document.get("remedy") or document.get("problem") or ""),
-        "",
-    )
-
-
-def wrong_copy(path: Path) -> Path | None:
-    """A copy whose largest float weight is another one in every fourth place; None where there is no such weight."""
-    try:
-        if info(path).size_bytes > _LARGEST:
-            return None
-        model = read_model(path)
-    except OnnxOpsError:
-        return None
-    found = [tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
-    found = [tensor for tensor in found if len(tensor.dims) > 1 and onnx.numpy_helper.to_array(tensor).any()]
-    if not found:
-        return None
-    tensor = max(found, key=lambda one: onnx.numpy_helper.to_array(one).size)
-    array = onnx.numpy_helper.to_array(tensor).copy()
-    array.reshape(-1)[::4] *= -1.3
-    tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    wrong = path.parent / f"wrong-{path.name}"
-    onnx.save_model(model, wrong)
-    return wrong
+    message = f"{document.get('what', '')} {document.get('why', '')}".strip() or str(document.get("reason", ""))
+    of_targets = " ".join(one["remedy"] for one in document.get("targets", []) if code == 4)
+    return message, str(document.get("remedy") or document.get("problem") or of_targets), ""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"one file in {QUICK}")
     parser.add_argument("--only", default="", help="kinds that begin so")
+    parser.add_argument("--work", type=Path, help="a folder that keeps the results of finished files")
+    parser.add_argument("--output", type=Path, help="the page; default: standard output")
     arguments = parser.parse_args()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        found: list[Outcome] = []
-        for one in outcomes(Path(folder), step=QUICK if arguments.quick else 1, only=arguments.only):
-            found.append(one)
-            if one.fault:
-                print(f"{one.kind}/{one.file} {one.command}: {one.fault}: {one.code} {one.message}", file=sys.stderr)
-    print(HEAD)
-    _table(found)
+        work = arguments.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        log = work / "foreign-files.jsonl"
+        found = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log.is_file() else []
+        finished = {(one.kind, one.file) for one in found if one.command == "bench"}
+        found = [one for one in found if (one.kind, one.file) in finished]
+        log.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in found))
+        step = QUICK if arguments.quick else 1
+        with log.open("a") as file:
+            for one in outcomes(Path(folder) / "files", step=step, only=arguments.only, finished=finished):
+                found.append(one)
+                print(json.dumps(asdict(one)), file=file, flush=True)
+    for one in found:
+        if one.fault:
+            place = " ".join(part for part in (f"{one.kind}/{one.file}", one.command, one.copy) if part)
+            print(f"{place}: {one.fault}: {one.code} {one.message}", file=sys.stderr)
+    page = "\n".join((HEAD, *_table(found), "", *_copies(found), ""))
+    if arguments.output:
+        arguments.output.write_text(page)
+    else:
+        print(page, end="")
     print(f"({time.perf_counter() - began:.0f} s)", file=sys.stderr)
     return int(any(one.fault for one in found))
 
 
-def _table(found: Sequence[Outcome]) -> None:
+def _table(found: Sequence[Outcome]) -> Iterator[str]:
     by_kind: dict[str, list[Outcome]] = defaultdict(list)
     for one in found:
         by_kind[one.kind].append(one)
     files = len({(one.kind, one.file) for one in found})
-    faults = Counter(one.fault for one in found if one.fault)
-    print(f"{files} files of {len(by_kind)} kinds, {len(found)} commands: {sum(faults.values())} faults.\n")
-    print("| kind | files | done | refused | faults | refused, for example |\n|---|---|---|---|---|---|")
+    yield (
+        f"{files} files of {len(by_kind)} kinds, {len(found)} commands: {sum(bool(one.fault) for one in found)} faults."
+    )
+    yield "\n| kind | files | done | not decided | refused | faults | refused, for example |"
+    yield "|---|---|---|---|---|---|---|"
     for kind, ones in sorted(by_kind.items()):
-        refused = [one for one in ones if one.code in (2, 4, 5)]
+        refused = [one for one in ones if one.code in _REFUSED]
         example = f"`{refused[0].command}`: {_cell(refused[0].message)}" if refused else ""
-        done = sum(one.code in (0, 1, 3) for one in ones)
-        wrong = sum(bool(one.fault) for one in ones)
-        print(f"| {kind} | {len({o.file for o in ones})} | {done} | {len(refused)} | {wrong} | {example} |")
+        counts = Counter(one.code for one in ones)
+        done, wrong = counts[0] + counts[_FAILED], sum(bool(one.fault) for one in ones)
+        names = len({one.file for one in ones})
+        yield f"| {kind} | {names} | {done} | {counts[_OPEN]} | {len(refused)} | {wrong} | {example} |"
+
+
+def _copies(found: Sequence[Outcome]) -> Iterator[str]:
+    by_copy: dict[str, list[Outcome]] = defaultdict(list)
+    for one in found:
+        if one.copy:
+            by_copy[one.copy].append(one)
+    total = Counter(one.code for one in found if one.copy)
+    yield f"{total.total()} wrong copies: {total[_FAILED]} FAIL, {total[0]} PASS, {total[_OPEN]} INCONCLUSIVE."
+    yield "\n| wrong copy | judged | FAIL | PASS | INCONCLUSIVE | refused |\n|---|---|---|---|---|---|"
+    for copy, ones in sorted(by_copy.items()):
+        counts = Counter(one.code for one in ones)
+        refused = sum(counts[code] for code in _REFUSED)
+        yield f"| {copy} | {len(ones)} | {counts[_FAILED]} | {counts[0]} | {counts[_OPEN]} | {refused} |"
 
 
 def _cell(text: str) -> str:
