@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scipy import special
-
+from onnx_ops.analysis import special
 from onnx_ops.domain.evidence import Interval, PairedCounts
 
 CONFIDENCE = 0.90

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
+from onnx_ops.analysis import special
 from onnx_ops.domain.gate import Verdict
 
 LOOKS = (5, 6, 8, 11, 15, 20, 28, 40)

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
 
 from onnx_ops.analysis.resampling import Statistic, Weights
 from onnx_ops.domain.metric import Average
@@ -96,6 +95,8 @@ def f1_step(labels: Array, predictions: Array, classes: int, average: Average, p
 
 def _indicator(numbers: Array, classes: int, kept: Array | None = None) -> Any:
     """Sparse (classes, rows): 1 where the row is of the class, and kept."""
+    from scipy import sparse  # takes long to import, and few metrics need it
+
     rows = np.arange(len(numbers)) if kept is None else np.flatnonzero(kept)
     shape = (classes, len(numbers))
     return sparse.csr_array((np.ones(len(rows)), (numbers[rows], rows)), shape=shape)

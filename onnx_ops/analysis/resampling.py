@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
+from onnx_ops.analysis import special
 from onnx_ops.analysis.agreement import CONFIDENCE
 from onnx_ops.domain.evidence import Interval
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from scipy import special
-
+from onnx_ops.analysis import special
 from onnx_ops.analysis.agreement import (
     CONFIDENCE,
     change_interval,
