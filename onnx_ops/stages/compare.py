@@ -139,7 +139,8 @@ def compare(
     _check_places(target, (a, reference), (b, target))
     bounds = input_bounds(a)
     empty = not any(map(aborts_without_rows, (a, b)))
-    splits = split_probes(a, samples.rows) if has_trees(a) and not samples.fixed else None
+    readable = [path for path in (a, b) if not is_ort(path) and has_trees(path)]
+    splits = split_probes(readable[0], samples.rows) if readable and not samples.fixed else None
     groups = groups_of(samples, empty=empty, bounds=bounds, splits=splits)
     tell(f"running {a.name} on {len(groups)} groups of inputs")
     exact = exact or runtime
@@ -169,8 +170,7 @@ def compare(
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
     notes += _read_as(expected[REAL])
     labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
-    readable = not is_ort(b) and has_trees(a) and has_trees(b)
-    trees = compare_trees(read_trees(b), read_trees(a)) if readable else None
+    trees = compare_trees(read_trees(b), read_trees(a)) if len(readable) > 1 else None
     if trees is not None and trees.changed:
         measured.append(mismatched("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
     order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -55,6 +56,17 @@ def test_a_threshold_that_moved_by_one_float_is_told(forest: Path) -> None:
     assert found.verdict is Verdict.FAIL
     assert "tree 0, node 0: threshold" in found.reason
     assert "A has" in found.reason
+
+
+def test_forest_beside_itself_in_ort_format_is_itself(forest: Path) -> None:
+    stored = forest.with_name("forest.ort")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(stored)
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    ort.InferenceSession(str(forest), options, providers=["CPUExecutionProvider"])
+    for found in (compared(stored, forest), compared(forest, stored)):
+        assert (found.verdict, found.trees) == (Verdict.PASS, None)
+        assert "splits" in {one.group for one in found.differences}
 
 
 def test_a_quantized_file_tells_its_coverage(tmp_path: Path) -> None:
