@@ -116,7 +116,9 @@ def judge(
     chosen = [find_target(name, project.targets) for name in dict.fromkeys(targets or ["cpu-1t"])]
     with ExitStack() as stack:
         a, b = (stack.enter_context(local_model(place)) for place in (baseline, candidate))
-        kind, inputs, fixed = read_candidate_kind(a, b), shared_inputs(a, b), fixed_by(a, b)
+        kind, given = read_candidate_kind(a, b), b
+        b, casts = _with_types_of(a, given, stack)
+        inputs, fixed = shared_inputs(a, b), fixed_by(a, b)
         sweep = _sweep(dims or [], fixed)
         dataset = _dataset(project.ports, data, labels, inputs) if data else None
         gate = _metric(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
@@ -142,6 +144,8 @@ def judge(
         )
         with telling(quiet=quiet or as_json) as tell:
             found = judge_candidate(replace(request, tell=tell))
+        if casts:
+            found = _of_file(found, given, casts)
     heading = _heading(found, baseline, candidate, _rows_text(data, dataset, labels, settings, seed), settings)
     decisions = [one.decision for one in found.targets]
     if html:
@@ -156,6 +160,26 @@ def judge(
     else:
         _report(heading, decisions)
     raise typer.Exit(found.verdict.exit_code)
+
+
+def _with_types_of(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, str]:
+    """The candidate, with casts around it where it takes other floats than the baseline, and a note on these."""
+    from onnx_ops.graph.boundary_casts import write_with_casts
+    from onnx_ops.scratch import Scratch
+
+    path = stack.enter_context(Scratch()) / candidate.name
+    casts = write_with_casts(candidate, baseline, path)
+    return (path if casts else candidate), casts
+
+
+def _of_file(found: Judgement, candidate: Path, note: str) -> Judgement:
+    """The same with digest and size of the file that was given."""
+    from onnx_ops.domain.artifact import digest_file
+    from onnx_ops.graph.inspect import info
+
+    digests = found.digests[0], digest_file(candidate)
+    sizes = found.sizes[0], info(candidate).size_bytes
+    return replace(found, digests=digests, sizes=sizes, notes=(note, *found.notes))
 
 
 def _part(only: str | None) -> Literal["parity", "latency"] | None:
@@ -382,6 +406,7 @@ def _document(found: Judgement, heading: Heading, baseline: str, candidate: str)
             {
                 "target": one.target,
                 "verdict": one.decision.verdict.value,
+                "remedy": one.remedy,
                 "results": [codec.to_json(result) for result in one.decision.results],
                 "timings": [
                     {"batch": paired.batch, "medians": paired.medians, "evidence": codec.to_json(paired.evidence)}

@@ -107,12 +107,16 @@ class JudgeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetJudgement:
-    """What was found on one target. `paired` holds the timings, in the order of the sweep."""
+    """What was found on one target. `paired` holds the timings, in the order of the sweep.
+
+    `remedy` says what to do where something could not be measured.
+    """
 
     target: str
     decision: Decision
     paired: tuple[Paired, ...] = ()
     advice: tuple[Advice, ...] = ()
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,7 @@ def _on_target(
     """A target on which something cannot be measured is an error of its own, and the others are judged all the same."""
     results, paired = list(rounding), list[Paired]()
     advice: tuple[Advice, ...] = ()
+    remedy = ""
     try:
         runtime = request.runtime(target.runtime)
         facts_of(runtime, target, request.candidate)
@@ -168,10 +173,11 @@ def _on_target(
                 advice = advice or one.evidence.advice
     except MeasurementFailure as error:
         why = f": {error.why}" if error.why else ""
-        reason = one_line(f"{error.where}: {error.what}{why}"[:400])
+        remedy = error.remedy
+        reason = one_line(f"{error.where}: {error.what}{why}"[:400] + (f". {remedy}" if remedy else ""))
         results.append(GateResult(gate="target", metric="", limit="", verdict=Verdict.ERROR, reason=reason))
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
-    return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice)
+    return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice, remedy=remedy)
 
 
 def _time(request: JudgeRequest, runtime: Runtime, target: Target, setting: Setting, *, first: bool) -> Paired:

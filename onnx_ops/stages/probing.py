@@ -105,6 +105,7 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
             "the models do not take the same inputs",
             where=b.name,
             why=f"{a.name} takes {_listed(first)}; {b.name} takes {_listed(tuple(second.values()))}",
+            remedy="Export both with inputs of the same names, shapes and types.",
         )
     return tuple(common)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from onnx_ops import wiring
@@ -83,6 +84,23 @@ def test_own_metric_is_found_in_the_working_folder(folder: Path) -> None:
     found = command(folder, *arguments.split()).document()
     assert "own_metric:top" in {result["metric"] for result in found["targets"][0]["results"]}
     assert found["verdict"] == "pass"
+
+
+@pytest.mark.parametrize(("operator", "code"), [("Relu", 3), ("Neg", 1)])
+def test_file_that_takes_float16_is_judged_with_casts_around_it(tmp_path: Path, operator: str, code: int) -> None:
+    for name, kind, made in (("a", "float", "Relu"), ("b", "float16", operator)):
+        text = f'<ir_version: 9, opset_import: ["" : 18]> g ({kind}[N,4] x) => ({kind}[N,3] y) {{ z = MatMul(x, w)\n'
+        model = onnx.parser.parse_model(f"{text} y = {made}(z) }}")
+        weight = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32 if name == "a" else np.float16)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+        onnx.save(model, tmp_path / f"{name}.onnx")
+    found = command(tmp_path, "a.onnx", "b.onnx", "--only", "parity", "--json")
+    assert found.code == code, found.stdout
+    document = found.document()
+    assert document["notes"][0] == "x, y: float16 in B, float32 in A; B was judged with casts around it"
+    assert document["candidate"]["bytes"] == (tmp_path / "b.onnx").stat().st_size
+    assert document["kind"]["precision"] == "float16"
+    assert command(tmp_path, "b.onnx", "a.onnx", "--only", "parity", "--json").code == (0 if code == 3 else 1)
 
 
 @pytest.mark.parametrize(
