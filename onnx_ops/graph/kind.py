@@ -81,11 +81,14 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
     tensors = list(constants(model).values())
     sizes = Counter[int]()
     for tensor in tensors:
-        sizes[tensor.data_type] += _count(tensor)
+        if _count(tensor) > 1:  # single numbers of a float16 graph are float32 here and there
+            sizes[tensor.data_type] += _count(tensor)
     half = max(_HALVES, key=lambda kind: sizes[kind])
     floats = sizes[half] + sizes[_FLOAT]
-    inputs = {value.type.tensor_type.elem_type for value in model.graph.input}
-    if (floats and 2 * sizes[half] > floats) or (not floats and inputs & set(_HALVES)):
+    inputs = [value.type.tensor_type.elem_type for value in model.graph.input]
+    if not floats and (taken := next((_HALVES[kind] for kind in inputs if kind in _HALVES), "")):
+        return ModelKind(precision="float16", why=f"its inputs are {taken}")
+    if 2 * sizes[half] > floats:
         return ModelKind(precision="float16", why=f"{sizes[half]:,} of {floats:,} float weights are {_HALVES[half]}")
     return ModelKind(precision="float32", why="no quantized operator, no weights of 16 bits or fewer")
 

@@ -50,3 +50,14 @@ def test_kind_of_another_opset_and_graph_lists_both(source: Path, tmp_path: Path
     onnx.save(model, other)
     changes = read_candidate_kind(source, other).changes
     assert changes == ("opset 19, was 18", "graph-optimised (FusedRelu 1; 6 nodes, was 6)")
+
+
+def test_graph_without_weights_is_float16_by_its_inputs(tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 9, opset_import: ["" : 18]> g (float16[N,4] x) => (float16[N,4] y) '
+        "{ one = Constant<value: tensor = float {1.0}>()\n half = Cast<to: int = 10>(one)\n y = Add(x, half) }"
+    )
+    path = tmp_path / "half.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    found = read_candidate_kind(path, path)
+    assert (found.candidate.precision, found.candidate.why) == ("float16", "its inputs are float16")

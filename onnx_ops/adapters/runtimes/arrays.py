@@ -39,5 +39,6 @@ def _plain(name: str, array: Any) -> Any:
     import numpy as np
 
     if not isinstance(array, np.ndarray):
-        raise MeasurementFailure(f"{name} is no tensor, and only tensors can be compared")
+        remedy = "Export the model with tensors, for example without ZipMap."
+        raise MeasurementFailure(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
     return array.astype(str) if array.dtype == object else array

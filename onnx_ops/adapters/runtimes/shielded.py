@@ -41,7 +41,10 @@ class ShieldedRuntime(OnnxRuntime):
             return shielded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
         except Fallen as fallen:
             what = "ONNX Runtime hangs" if fallen.late else "ONNX Runtime crashed"
-            raise MeasurementFailure(what, where=model.name, why=fallen.how) from None
+            remedy = (
+                "Give it more time: --timeout." if fallen.late else "Export the model with other operators or shapes."
+            )
+            raise MeasurementFailure(what, where=model.name, why=fallen.how, remedy=remedy) from None
 
 
 def shielded_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
