@@ -58,6 +58,15 @@ def test_a_threshold_that_moved_by_one_float_is_told(forest: Path) -> None:
     assert "A has" in found.reason
 
 
+def test_rows_beside_splits_show_a_forest_whose_splits_are_far_from_the_rows(forest: Path) -> None:
+    model = onnx.load(forest)
+    values = next(a for node in model.graph.node for a in node.attribute if a.name == "nodes_values")
+    values.floats[:] = [value + 100 for value in values.floats]
+    far = forest.with_name("far.onnx")
+    onnx.save(model, far)
+    assert compared(far, far).verdict is Verdict.PASS
+
+
 def test_forest_beside_itself_in_ort_format_is_itself(forest: Path) -> None:
     stored = forest.with_name("forest.ort")
     options = ort.SessionOptions()
