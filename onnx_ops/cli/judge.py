@@ -116,8 +116,8 @@ def judge(
     chosen = [find_target(name, project.targets) for name in dict.fromkeys(targets or ["cpu-1t"])]
     with ExitStack() as stack:
         a, b = (stack.enter_context(local_model(place)) for place in (baseline, candidate))
-        kind, given = read_candidate_kind(a, b), b
-        b, casts = _with_types_of(a, given, stack)
+        kind, given = read_candidate_kind(a, b), (a, b)
+        a, b, casts = _with_casts(a, b, stack)
         inputs, fixed = shared_inputs(a, b), fixed_by(a, b)
         sweep = _sweep(dims or [], fixed)
         dataset = _dataset(project.ports, data, labels, inputs) if data else None
@@ -145,7 +145,7 @@ def judge(
         with telling(quiet=quiet or as_json) as tell:
             found = judge_candidate(replace(request, tell=tell))
         if casts:
-            found = _of_file(found, given, casts)
+            found = _of_files(found, given, casts)
     heading = _heading(found, baseline, candidate, _rows_text(data, dataset, labels, settings, seed), settings)
     decisions = [one.decision for one in found.targets]
     if html:
@@ -162,24 +162,30 @@ def judge(
     raise typer.Exit(found.verdict.exit_code)
 
 
-def _with_types_of(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, str]:
-    """The candidate, with casts around it where it takes other floats than the baseline, and a note on these."""
-    from onnx_ops.graph.boundary_casts import write_with_casts
+def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, Path, list[str]]:
+    """The files, with casts around one that takes other floats than the baseline, or bfloat16; and notes on these."""
+    from onnx_ops.graph.boundary_casts import read_types, write_with_casts
     from onnx_ops.scratch import Scratch
 
-    path = stack.enter_context(Scratch()) / candidate.name
-    casts = write_with_casts(candidate, baseline, path)
-    return (path if casts else candidate), casts
+    wanted, folder = read_types(baseline), stack.enter_context(Scratch())
+    files, notes = [], []
+    for side, file in (("A", baseline), ("B", candidate)):
+        path = folder / side / file.name
+        path.parent.mkdir()
+        casts = write_with_casts(file, wanted, path)
+        files.append(path if casts else file)
+        notes += [f"{side} has {casts}"] if casts else []
+    return files[0], files[1], notes
 
 
-def _of_file(found: Judgement, candidate: Path, note: str) -> Judgement:
-    """The same with digest and size of the file that was given."""
+def _of_files(found: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
+    """The same with digests and sizes of the files that were given."""
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.graph.inspect import info
 
-    digests = found.digests[0], digest_file(candidate)
-    sizes = found.sizes[0], info(candidate).size_bytes
-    return replace(found, digests=digests, sizes=sizes, notes=(note, *found.notes))
+    digests = digest_file(given[0]), digest_file(given[1])
+    sizes = info(given[0]).size_bytes, info(given[1]).size_bytes
+    return replace(found, digests=digests, sizes=sizes, notes=(*notes, *found.notes))
 
 
 def _part(only: str | None) -> Literal["parity", "latency"] | None:

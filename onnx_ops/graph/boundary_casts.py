@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,35 +11,48 @@ from onnx_ops.graph.files import graphs, read_model, read_structure, write_model
 if TYPE_CHECKING:
     import onnx
 
-_FLOATS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}
+_FLOAT, _BFLOAT = 1, 16
+_FLOATS = {_FLOAT: "float32", 10: "float16", 11: "float64", _BFLOAT: "bfloat16"}
 _CAST_OPSET = 13
 """The first opset whose Cast takes all of them."""
 
 
-def write_with_casts(model: Path, like: Path, path: Path) -> str:
-    """Write the model with casts where its inputs are floats of another type than those of `like`.
+def read_types(model: Path) -> dict[str, int]:
+    """The element types of inputs and outputs, by name; float32 for bfloat16, which NumPy lacks.
+
+    Raises:
+        NotFound, UserError, Refused: as for reading the file.
+    """
+    ends = _ends(read_structure(model))
+    types = {value.name: value.type.tensor_type.elem_type for value in ends}
+    return {name: _FLOAT if kind == _BFLOAT else kind for name, kind in types.items()}
+
+
+def write_with_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
+    """Write the model with casts around it where its inputs are floats of another type than wanted.
 
     Outputs are cast too then. Shapes, names and other types stay as they are.
 
     Returns:
-        A line on what is cast; empty, and nothing is written, where no float input differs.
+        What is cast, in words; empty, and nothing is written, where no float input differs.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the files.
+        NotFound, UserError, Refused: as for reading the file.
     """
-    ends = [{v.name: v.type.tensor_type.elem_type for v in _ends(read_structure(file))} for file in (model, like)]
+    structure = read_structure(model)
+    types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}
     types = {
-        name: (kind, ends[1][name])
-        for name, kind in ends[0].items()
-        if {kind, ends[1].get(name, 0)} <= set(_FLOATS) and kind != ends[1][name]
+        name: kind
+        for name, kind in types.items()
+        if {kind, wanted.get(name, 0)} <= set(_FLOATS) and kind != wanted[name]
     }
-    if not types.keys() & {value.name for value in read_structure(like).graph.input}:
+    if not types or (_BFLOAT not in types.values() and not types.keys() & {v.name for v in structure.graph.input}):
         return ""
     made = read_model(model)
-    _cast(made, {name: wanted for name, (_, wanted) in types.items()})
+    _cast(made, {name: wanted[name] for name in types})
     write_model(made, path)
-    own, wanted = next(iter(types.values()))
-    return f"{', '.join(types)}: {_FLOATS[own]} in B, {_FLOATS[wanted]} in A; B was judged with casts around it"
+    name, kind = next(iter(types.items()))
+    return f"{', '.join(types)}: {_FLOATS[kind]}, judged with casts from and to {_FLOATS[wanted[name]]}"
 
 
 def _ends(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:

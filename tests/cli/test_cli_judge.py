@@ -97,10 +97,23 @@ def test_file_that_takes_float16_is_judged_with_casts_around_it(tmp_path: Path, 
     found = command(tmp_path, "a.onnx", "b.onnx", "--only", "parity", "--json")
     assert found.code == code, found.stdout
     document = found.document()
-    assert document["notes"][0] == "x, y: float16 in B, float32 in A; B was judged with casts around it"
+    assert document["notes"][0] == "B has x, y: float16, judged with casts from and to float32"
     assert document["candidate"]["bytes"] == (tmp_path / "b.onnx").stat().st_size
     assert document["kind"]["precision"] == "float16"
     assert command(tmp_path, "b.onnx", "a.onnx", "--only", "parity", "--json").code == (0 if code == 3 else 1)
+
+
+def test_file_that_takes_bfloat16_is_judged_with_casts_around_it(tmp_path: Path) -> None:
+    for name, made in (("a", "Tanh"), ("b", "Sigmoid")):
+        text = '<ir_version: 9, opset_import: ["" : 18]> g (bfloat16[N,4] x) => (float[N,4] y) {'
+        model = onnx.parser.parse_model(f"{text} z = Cast<to: int = 1>(x)\n y = {made}(z) }}")
+        onnx.save(model, tmp_path / f"{name}.onnx")
+    options = ("--only", "parity", "--json")
+    same, other = (command(tmp_path, "a.onnx", f"{name}.onnx", *options) for name in ("a", "b"))
+    assert (same.code, other.code) == (0, 1), same.stdout
+    assert same.document()["notes"][:2] == [
+        f"{side} has x: bfloat16, judged with casts from and to float32" for side in ("A", "B")
+    ]
 
 
 @pytest.mark.parametrize(
