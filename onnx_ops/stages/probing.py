@@ -155,7 +155,8 @@ def made_up(
 ) -> Samples:
     """Random rows: floats are standard normal, booleans 0 or 1, texts those that the model knows, and `a` or `b`.
 
-    Integers that are indices reach every entry; others are most often masks, and 0 or 1.
+    Integers that are indices reach every entry; others are most often masks, and 0 or 1. Inputs that begin with fixed
+    sizes which differ have no axis for rows: each is drawn once, as a whole.
 
     Args:
         inputs: what the model takes.
@@ -168,18 +169,22 @@ def made_up(
         UserError: an input is no tensor, or is of a type or size that cannot be made up, or `dims` names none.
     """
     _check_names(inputs, dims)
-    batch = _fixed_batch(inputs, dims)
-    symbols = {str(spec.shape[0]): batch or 1 for spec in inputs if _rowed(spec)}
+    starts = {spec.shape[0] for spec in inputs if spec.shape}
+    whole = len(starts) > 1 and not any(map(_free, starts))
+    rowed = [] if whole else [spec for spec in inputs if spec.shape]
+    batch = 1 if whole else _fixed_batch(inputs, dims)
+    symbols = {str(spec.shape[0]): batch or 1 for spec in rowed}
     draw = np.random.default_rng(seed)
     shapes = {spec.name: _row_shape(spec, {**symbols, **dims}) for spec in inputs}
+    shapes |= {spec.name: tuple(map(int, spec.shape)) for spec in inputs if whole}
     row_bytes = sum(_bytes_of(spec, shapes[spec.name]) for spec in inputs)
     if row_bytes > _ROW_BYTES:
         raise UserError(f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB", remedy="Bring rows: --data.")
     count = max(batch or 1, min(count, _SET_BYTES // max(1, row_bytes)))
     told = bounds or {}
     known = {spec.name: told.get(spec.name, InputBounds()) for spec in inputs}
-    rows = {s.name: _draw(draw, s, (count, *shapes[s.name]), known[s.name]) for s in inputs if _rowed(s)}
-    fixed = {s.name: _draw(draw, s, shapes[s.name], known[s.name]) for s in inputs if not _rowed(s)}
+    rows = {s.name: _draw(draw, s, (count, *shapes[s.name]), known[s.name]) for s in rowed}
+    fixed = {s.name: _draw(draw, s, shapes[s.name], known[s.name]) for s in inputs if s not in rowed}
     return Samples(rows=rows, fixed=fixed, batch=batch)
 
 

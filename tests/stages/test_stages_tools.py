@@ -158,10 +158,14 @@ class TestProbing:
         assert [group.name for group in found] == ["real", "batches:1", "batches:2", "batches:3"]
         assert max(len(feed["x"]) for group in found for feed in group.runs) == 4
 
-    def test_inputs_that_begin_with_different_dimensions_are_refused(self) -> None:
+    def test_inputs_that_begin_with_different_fixed_dimensions_are_drawn_whole(self) -> None:
         specs = [TensorSpec(name=name, dtype="float32", shape=(size, 2)) for name, size in (("x", 1), ("h", 4))]
+        samples = made_up(specs, count=3, dims={})
+        (group,) = groups_of(samples)
+        (run,) = group.runs
+        assert {name: array.shape for name, array in run.items()} == {"x": (1, 2), "h": (4, 2)}
         with pytest.raises(UserError, match="different dimensions"):
-            made_up(specs, count=4, dims={})
+            brought(specs, run, where="rows.npz", limit=3)
 
     @pytest.mark.parametrize(
         ("arrays", "told"),
