@@ -170,6 +170,7 @@ def _floats(folder: Path, quick: bool) -> Iterator[Pair]:
         stored = folder / "candidate.ort"
         optimise(export.path, stored, "basic")
         yield _judged("float", f"{family}, .ort", True, export.path, stored, dataset, only="parity")
+        yield _judged("float", f"{family}, beside .ort", True, stored, export.path, dataset, only="parity")
         for number, (fault, inject) in enumerate(FAULTS.items()):
             model = onnx.load(export.path)
             del model.graph.value_info[:]
