@@ -90,7 +90,9 @@ def test_a_file_is_looked_at_without_runtime_statistics_and_platform(tmp_path: P
     ("arguments", "environ", "code"),
     [
         (["check", "configs/pipelines/digits-mlp.yaml"], {}, 0),
-        pytest.param(["judge", "good.onnx", "wrong.onnx", "--only", "parity", "--quiet"], {}, 1, marks=pytest.mark.nightly),
+        pytest.param(
+            ["judge", "good.onnx", "wrong.onnx", "--only", "parity", "--quiet"], {}, 1, marks=pytest.mark.nightly
+        ),
         (["rol"], {}, 2),
         pytest.param(["run", "nowhere.yaml", "--json"], {}, 2, marks=pytest.mark.nightly),
         pytest.param(
