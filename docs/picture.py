@@ -1,4 +1,4 @@
-"""Draws the picture of the README: the end of `make demo`, as it looked on the terminal.
+"""Draws the picture of the README: what follows the first release in `make demo`, as it looked on the terminal.
 
 python docs/picture.py
 """
@@ -16,17 +16,18 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
-WIDTH = 122
+WIDTH = 100
 
 
 def main() -> None:
     command = [sys.executable, ROOT / "examples" / "demo.py"]
     environ = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("Evidence:")]
+    lines = done.stdout.splitlines()
+    begin, end = (next(i for i, line in enumerate(lines) if part in line) for part in ("── 2.", "requests were sent"))
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print("[bold]$ make demo[/bold]\n[dim]…[/dim]")
-    console.print(Text.from_ansi("\n".join(lines).replace(str(ROOT), "~/onnx-ops")))
+    console.print(Text.from_ansi("\n".join(lines[begin : end + 1]).replace(str(ROOT), "~/onnx-ops")))
     PICTURE.write_text(console.export_svg(title="onnx-ops", unique_id="demo"), encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from onnx_ops import codec
@@ -110,6 +111,33 @@ def history_table(lines: Sequence[HistoryLine]) -> None:
         cells = (str(line.sequence), line.at, line.actor, line.what, line.why)
         table.add_row(*(escape(text) for text in ((line.endpoint, *cells) if several else cells)))
     console().print(table)
+
+
+_SHADES = (("█", "green"), ("▒", "cyan"), ("▓", "magenta"), ("░", "yellow"))
+_BAR = 40
+
+
+def traffic_chart(lines: Sequence[HistoryLine]) -> None:
+    """Each endpoint's shares of traffic as bars, one for each time that they changed, with the reason below it."""
+    out = console()
+    for endpoint in dict.fromkeys(line.endpoint for line in lines):
+        out.print(f"[bold]{escape(endpoint)}[/bold]: shares of traffic; times in UTC")
+        shades: dict[str, tuple[str, str]] = {}
+        last: dict[str, int] = {}
+        for line in (one for one in lines if one.endpoint == endpoint):
+            shares = {name: share for name, share in line.traffic.items() if share}
+            if shares == last:
+                continue
+            last = shares
+            bar = ""
+            for name, share in shares.items():
+                shade, colour = shades.setdefault(name, _SHADES[len(shades) % len(_SHADES)])
+                bar += f"[{colour}]{shade * round(_BAR * share / 100)}[/]"
+            told = ", ".join(f"{name} {share} %" for name, share in shares.items())
+            out.print(f"{line.at[:10]} {line.at[11:19]} {bar} {escape(told)}", soft_wrap=True)
+            out.print(Padding(f"[dim]{escape(line.why)} ({escape(line.actor)})[/dim]", (0, 0, 0, 20)))
+    if not lines:
+        out.print("No traffic was moved yet.")
 
 
 def orphan_report(survey: Survey) -> None:

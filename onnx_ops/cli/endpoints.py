@@ -73,6 +73,7 @@ def history(
         str, typer.Option("--since", metavar="WHEN", help="A date, a time (ISO 8601, UTC), or how long ago: 7d, 12h.")
     ] = "",
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="Only so many, the newest.")] = None,
+    traffic: Annotated[bool, typer.Option("--traffic", help="Only what moved traffic, drawn as bars.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Everything that happened to endpoints: who, when, what, why; with --json also on which evidence.
@@ -82,7 +83,7 @@ def history(
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
-    from onnx_ops.cli.endpoint_tables import history_table
+    from onnx_ops.cli.endpoint_tables import history_table, traffic_chart
     from onnx_ops.operations.status import Wanted
     from onnx_ops.operations.status import history as read_history
     from onnx_ops.wiring.project import open_project
@@ -95,12 +96,13 @@ def history(
         actor=by,
         since=_moment(since, ports.clock.now()) if since else 0.0,
         limit=limit,
+        traffic=traffic,
     )
     lines, errors = read_history(ports, wanted)
     if as_json:
         print_json([*(codec.to_json(line) for line in lines), *_failed(errors)])
     else:
-        history_table(lines)
+        (traffic_chart if traffic else history_table)(lines)
         for error in errors.values():
             complain(error, as_json=False)
     raise typer.Exit(max((error.exit_code for error in errors.values()), default=0))

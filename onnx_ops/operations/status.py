@@ -53,7 +53,8 @@ class HistoryLine:
     """One ledger entry for people and auditors. `at` is ISO 8601 in UTC, `kind` that of the entry or its action.
 
     `versions` are the deployments by role once the entry has taken effect, with the digests of their release, their
-    files and the evidence that they were approved on; empty where an entry changes no roles.
+    files and the evidence that they were approved on; empty where an entry changes no roles. `traffic` holds the shares
+    of the versions after it, in percent; empty where it moves none, or failed to.
     """
 
     endpoint: str
@@ -64,6 +65,7 @@ class HistoryLine:
     what: str
     why: str
     versions: Mapping[str, Deployment] = field(default_factory=dict)
+    traffic: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,8 @@ class Wanted:
     actor: str = ""
     since: float = 0.0
     limit: int | None = None
+    traffic: bool = False
+    """Only entries that moved traffic."""
 
 
 def status(ports: Ports, endpoint: str) -> EndpointStatus:
@@ -140,7 +144,11 @@ def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict
             errors[name] = error
         found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
     found.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
-    return tuple(_line(entry) for entry in (found[-wanted.limit :] if wanted.limit else found)), errors
+    failed = {(e.endpoint, e.body.of) for e in found if isinstance(e.body, Outcome) and not e.body.ok}
+    lines = [_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in found]
+    if wanted.traffic:
+        lines = [line for line in lines if line.traffic]
+    return tuple(lines[-wanted.limit :] if wanted.limit else lines), errors
 
 
 def _entries(ports: Ports, name: str) -> tuple[Sequence[LedgerEntry], StateCorrupt | None]:
@@ -164,7 +172,7 @@ def _was_ever(name: str, entries: Sequence[LedgerEntry], wanted: Wanted) -> bool
     return any(isinstance(e.body, Configured) and _fits(e.body.config, wanted) for e in entries)
 
 
-def _line(entry: LedgerEntry) -> HistoryLine:
+def _line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
     what, why = _told(entry)
     at = datetime.datetime.fromtimestamp(entry.at, tz=datetime.UTC).isoformat(timespec="seconds")
     action = entry.body.action if isinstance(entry.body, Intent) else None
@@ -178,6 +186,7 @@ def _line(entry: LedgerEntry) -> HistoryLine:
         what=what,
         why=why,
         versions=roles,
+        traffic={} if action is None or failed else dict(action.state.split.weights),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome
 from onnx_ops.domain.rollout import DAY
 from onnx_ops.errors import NotFound
 from onnx_ops.operations.delete import delete
@@ -44,6 +45,28 @@ def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
     stable = first.versions["stable"]
     record = scene.record("1")
     assert (stable.version, stable.release, stable.manifest) == ("1", record.release, record.manifest)
+
+
+def test_what_moved_traffic(scene: Scene) -> None:
+    promote(scene.ports, MODEL, scene.publish("b"), TARGET)
+    scene.settle_all()
+    moves = history(scene.ports, Wanted(endpoints=("digits",), traffic=True))
+    assert moves == tuple(line for line in history(scene.ports, Wanted(endpoints=("digits",))) if line.traffic)
+    assert [dict(line.traffic) for line in moves] == [{"v1": 100}, {"v1": 0, "v2": 100}]
+
+
+def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
+    ledger = scene.ports.ledger
+    entries = ledger.read("digits")
+    (begun,) = (entry.body for entry in entries if isinstance(entry.body, Intent))
+    again = len(entries) + 1
+    for at, body in enumerate((begun, Outcome(of=again, ok=False, detail="refused")), start=again):
+        ledger.append(LedgerEntry(endpoint="digits", sequence=at, at=scene.world.clock.now(), actor="alice", body=body))
+    lines = history(scene.ports, Wanted(endpoints=("digits",)))
+    assert [(line.sequence == again, dict(line.traffic)) for line in lines if line.kind == "first-deployment"] == [
+        (False, {"v1": 100}),
+        (True, {}),
+    ]
 
 
 def test_who_and_when_and_how_many(scene: Scene) -> None:

@@ -1,0 +1,40 @@
+"""`make demo`: three releases under load, and the way back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.e2e_project import ROOT, make_project
+
+
+@pytest.mark.nightly
+def test_a_canary_an_automatic_rollback_and_one_by_hand(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    (tmp_path / "configs/pipelines/digits-mlp.yaml").write_bytes(
+        (ROOT / "configs/pipelines/digits-mlp.yaml").read_bytes()
+    )
+    try:
+        demo = [sys.executable, "examples/demo.py"]
+        done = subprocess.run(
+            demo, cwd=tmp_path, env=project.environment(), capture_output=True, text=True, timeout=600, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        moved = [
+            (line["kind"], {name: share for name, share in line["traffic"].items() if share})
+            for line in project.document("history", "digits", "--traffic")
+        ]
+    finally:
+        project.stop_endpoints()
+    assert [shares for kind, shares in moved if kind != "drain"] == [
+        {"v1": 100},
+        {"v1": 90, "v4": 10},
+        {"v1": 50, "v4": 50},
+        {"v4": 100},
+        {"v4": 90, "v7": 10},
+        {"v4": 100},
+        {"v1": 100},
+    ]
