@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome
+from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome
 from onnx_ops.domain.rollout import DAY
 from onnx_ops.errors import NotFound
 from onnx_ops.operations.delete import delete
@@ -60,7 +60,8 @@ def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
     entries = ledger.read("digits")
     (begun,) = (entry.body for entry in entries if isinstance(entry.body, Intent))
     again = len(entries) + 1
-    for at, body in enumerate((begun, Outcome(of=again, ok=False, detail="refused")), start=again):
+    bodies: tuple[Body, ...] = (begun, Outcome(of=again, ok=False, detail="refused"))
+    for at, body in enumerate(bodies, start=again):
         ledger.append(LedgerEntry(endpoint="digits", sequence=at, at=scene.world.clock.now(), actor="alice", body=body))
     lines = history(scene.ports, Wanted(endpoints=("digits",)))
     assert [(line.sequence == again, dict(line.traffic)) for line in lines if line.kind == "first-deployment"] == [
