@@ -1,7 +1,31 @@
-"""Release engineering for ONNX models."""
+"""Release engineering for ONNX models. `onnx_ops.api` has what the commands do; its names are found here, too."""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 # ONNX Runtime's builds report to their maker, from a thread of their own, unless they are told not to before they are
 # imported; the endpoint's server forks and must have no such thread.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+if TYPE_CHECKING:
+    from onnx_ops.api import Result as Result
+    from onnx_ops.api import check as check
+    from onnx_ops.api import judge as judge
+    from onnx_ops.api import promote as promote
+    from onnx_ops.api import rollback as rollback
+    from onnx_ops.api import run as run
+    from onnx_ops.api import status as status
+
+_API = ("Result", "check", "judge", "promote", "rollback", "run", "status")
+
+
+def __getattr__(name: str) -> Any:
+    """Load `onnx_ops.api` when one of its names is first asked for."""
+    if name in _API:
+        return getattr(import_module("onnx_ops.api"), name)
+    raise AttributeError(f"module 'onnx_ops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_API})

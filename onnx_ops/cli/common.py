@@ -7,6 +7,8 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
@@ -26,6 +28,17 @@ SetValue = Annotated[
 ]
 
 INTERRUPTED = 130
+
+
+@dataclass(slots=True)
+class Collected:
+    """What a command that is called from Python leaves: its document, and the errors that it told and outlived."""
+
+    document: Any = None
+    errors: list[OnnxOpsError] = field(default_factory=list)
+
+
+collecting: ContextVar[Collected | None] = ContextVar("collecting", default=None)
 
 
 def reported(command: Callable[P, R]) -> Callable[P, R]:
@@ -62,6 +75,8 @@ def _of_command(error: MissingPackage, command: str) -> MissingPackage:
 
 
 def complain(error: OnnxOpsError, *, as_json: bool) -> None:
+    if (collected := collecting.get()) is not None:
+        collected.errors.append(error)
     if as_json:
         print_json(error.as_document())
         return
@@ -80,6 +95,16 @@ def print_json(document: Any) -> None:
     """One document on standard output; figures that are not numbers become null, as JSON has no NaN."""
     output = sys.__stdout__ or sys.stdout
     output.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def answer(document: Callable[[], Any], report: Callable[[], None], *, as_json: bool) -> None:
+    """Print a result, for machines or for people; a caller in Python gets the document, too."""
+    if (collected := collecting.get()) is not None:
+        collected.document = document()
+    if as_json:
+        print_json(document())
+    else:
+        report()
 
 
 def duration(text: str, option: str) -> float:

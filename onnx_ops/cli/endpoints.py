@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, complain, duration, print_json, reported
+from onnx_ops.cli.common import Actor, AsJson, Reason, answer, complain, duration, print_json, reported
 from onnx_ops.errors import OnnxOpsError, UserError
 
 if TYPE_CHECKING:
@@ -51,13 +51,14 @@ def status(
         _orphans(ports, names, as_json=as_json)
         return
     found, errors = status_each(ports, names)
-    if as_json:
-        print_json([*(status_document(one) for one in found), *_failed(errors)])
-    else:
+
+    def report() -> None:
         if found or not errors:
             status_report(found, ports.clock.now())
         for error in errors.values():
             complain(error, as_json=False)
+
+    answer(lambda: [*(status_document(one) for one in found), *_failed(errors)], report, as_json=as_json)
     codes = [error.exit_code for error in errors.values()]
     codes += [4 for one in found if one.state.roles.stable is not None and one.actual is None]
     raise typer.Exit(max(codes, default=0))

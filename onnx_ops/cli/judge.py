@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from onnx_ops.cli.common import AsJson, Quiet, print_json, reported
+from onnx_ops.cli.common import AsJson, Quiet, answer, reported
 from onnx_ops.errors import NotFound, UserError
 
 if TYPE_CHECKING:
@@ -153,12 +153,14 @@ def judge(
         _write(html, html_report(heading, decisions, timings), "--html")
     if page and page != "-":
         _write(Path(page), markdown_page(heading, decisions), "--markdown")
-    if as_json:
-        print_json(_document(found, heading, baseline, candidate))
-    elif page == "-":
-        typer.echo(markdown_page(heading, decisions), nl=False)
-    else:
-        _report(heading, decisions)
+
+    def report() -> None:
+        if page == "-":
+            typer.echo(markdown_page(heading, decisions), nl=False)
+        else:
+            _report(heading, decisions)
+
+    answer(lambda: _document(found, heading, baseline, candidate), report, as_json=as_json)
     raise typer.Exit(found.verdict.exit_code)
 
 

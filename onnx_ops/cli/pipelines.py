@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, SetValue, print_json, reported
+from onnx_ops.cli.common import AsJson, Quiet, SetValue, answer, print_json, reported
 from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import OnnxOpsError, Problem, SpecError
 from onnx_ops.ports import Observer
@@ -55,12 +55,12 @@ def check(
             problems.extend(error.problems)
     if problems:
         raise SpecError(tuple(problems))
-    if as_json:
-        print_json({"files": [str(file) for file in files], "problems": [], "notes": notes})
-    else:
-        for note in notes:
-            typer.echo(note)
-        typer.echo(f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems")
+    told = f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems"
+    answer(
+        lambda: {"files": [str(file) for file in files], "problems": [], "notes": notes},
+        lambda: typer.echo("\n".join([*notes, told])),
+        as_json=as_json,
+    )
 
 
 @reported
@@ -149,10 +149,11 @@ def run(
     from onnx_ops.wiring.summary import summarise
 
     summary = summarise(prepared.pipeline, result, project.ports)
-    if as_json:
-        print_json({**codec.to_json(summary), "errors": _errors(result.errors)})
-    else:
-        summary_report(summary, result.errors, project)
+    answer(
+        lambda: {**codec.to_json(summary), "errors": _errors(result.errors)},
+        lambda: summary_report(summary, result.errors, project),
+        as_json=as_json,
+    )
     raise typer.Exit(summary.exit_code)
 
 

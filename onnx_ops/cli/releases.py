@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, duration, print_json, reported, version_of
+from onnx_ops.cli.common import Actor, AsJson, Reason, answer, duration, print_json, reported, version_of
 from onnx_ops.cli.steps import exit_for, steps_document, tell_steps
 from onnx_ops.errors import UserError
 
@@ -67,11 +67,13 @@ def promote(
     )
     reports, errors = settle_each(ports, done.endpoints, actor=actor)
     notify_each(ports, done.endpoints)
-    if as_json:
-        print_json({"promotion": codec.to_json(done), "steps": steps_document(reports, errors)})
-    else:
+
+    def report() -> None:
         typer.echo(f"{model}/{done.version} on {target}: {done.did}")
         tell_steps(reports, errors)
+
+    document = {"promotion": codec.to_json(done), "steps": steps_document(reports, errors)}
+    answer(lambda: document, report, as_json=as_json)
     exit_for(reports, errors)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, complain, print_json, reported
+from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, answer, complain, print_json, reported
 from onnx_ops.errors import OnnxOpsError, StillOwed, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
@@ -75,11 +75,13 @@ def rollback(
     owing += [name for name, error in errors.items() if isinstance(error, StillOwed)]
     pending = _settle(project, owing, actor) if wait else _hand_over(project, owing)
     _tell_people(project, tuple(moved), wait=wait)
-    if as_json:
-        documents = [_document(name, moved, errors, pending) for name in names]
-        print_json(documents[0] if endpoints and len(names) == 1 else documents)
-    elif pending and not quiet:
-        typer.echo("\n".join(dict.fromkeys(pending.values())), err=True)
+    documents = [_document(name, moved, errors, pending) for name in names]
+
+    def report() -> None:
+        if pending and not quiet:
+            typer.echo("\n".join(dict.fromkeys(pending.values())), err=True)
+
+    answer(lambda: documents[0] if endpoints and len(names) == 1 else documents, report, as_json=as_json)
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
 

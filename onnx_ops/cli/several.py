@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnx_ops import codec
-from onnx_ops.cli.common import print_json
+from onnx_ops.cli.common import answer
 from onnx_ops.cli.progress import Lines
 from onnx_ops.cli.tables import choice_lines, console, error_console
 from onnx_ops.domain.pipeline import StageKind
@@ -45,14 +45,14 @@ def run_several(
         observe=talk or (lambda: None),
     ):
         codes.append(ended.exit_code)
-        if as_json:
-            documents.append(_document(ended))
-        else:
+        documents.append(_document(ended))
+        if not as_json:
             _tell(out, ended)
-    if as_json:
-        print_json({"pipelines": documents, "exit_code": worst(codes)})
-    else:
-        out.print(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not")
+    answer(
+        lambda: {"pipelines": documents, "exit_code": worst(codes)},
+        lambda: out.print(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"),
+        as_json=as_json,
+    )
     return worst(codes)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onnx_ops.cli.common import collecting
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
@@ -30,7 +31,8 @@ _COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR
 
 def console() -> Console:
     """Standard output; 120 columns where it is not a terminal, so that tables in logs stay whole."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, emoji=False)
+    coloured = True if collecting.get() is not None else None
+    return Console(width=None if sys.stdout.isatty() else 120, force_terminal=coloured, highlight=False, emoji=False)
 
 
 def error_console() -> Console:

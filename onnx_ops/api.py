@@ -1,0 +1,261 @@
+"""What the commands do, from Python: for notebooks and scripts.
+
+    import onnx_ops
+
+    found = onnx_ops.judge("fp32.onnx", "int8.onnx", data={"x": rows}, labels=y, metric="accuracy")
+    found["verdict"]            # the document that the command prints with --json
+    found.exit_code             # its exit code: 0 pass, 1 fail, 3 inconclusive …
+    found                       # in a notebook: the command's screen
+
+Files, endpoints and settings are those of the project around the working directory. What a command refuses raises one
+of `onnx_ops.errors`, with place, cause and remedy. Progress goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from onnx_ops.errors import OnnxOpsError
+
+__all__ = ["Result", "check", "judge", "promote", "rollback", "run", "status"]
+
+
+class Result:
+    """What a command found: `document`, as --json prints it, its `exit_code`, and its `screen` (with ANSI colours).
+
+    `result[key]`, `len(result)` and iteration are those of the document.
+    """
+
+    def __init__(self, document: Any, exit_code: int, screen: str) -> None:
+        self.document, self.exit_code, self.screen = document, exit_code, screen
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.document[key]
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __iter__(self) -> Any:
+        return iter(self.document)
+
+    def __repr__(self) -> str:
+        from rich.text import Text
+
+        return Text.from_ansi(self.screen).plain
+
+    def _repr_html_(self) -> str:
+        from rich.console import Console
+        from rich.text import Text
+
+        page = Console(record=True, file=io.StringIO(), width=1000, force_jupyter=False)
+        page.print(Text.from_ansi(self.screen), soft_wrap=True)
+        code = page.export_html(inline_styles=True, code_format="{code}")
+        return f'<pre style="line-height: 1.2; overflow-x: auto">{code}</pre>'
+
+
+def judge(
+    baseline: str | Path,
+    candidate: str | Path,
+    *,
+    data: str | Path | Mapping[str, ArrayLike] | None = None,
+    labels: str | ArrayLike | None = None,
+    metric: str | None = None,
+    max_drop: str = "1%",
+    max_regression: str | None = None,
+    targets: Sequence[str] = ("cpu-1t",),
+    batch: Sequence[int] = (1,),
+    quiet: bool = False,
+    **options: Any,
+) -> Result:
+    """Judge whether one ONNX file may take the place of another; `onnx-ops judge`.
+
+    Args:
+        baseline: The model in use: a file, folder, `models:/NAME/VERSION` or URL.
+        candidate: The model that is to replace it.
+        data: Rows: a file, or arrays by input name, of which the first axis counts rows. Without, rows are made up.
+        labels: Name of the labels' array in the file, or the labels themselves, one a row.
+        metric: accuracy, f1, auc, mae, rmse, cosine … or `package.module:function`.
+        max_drop: How much of the metric may be lost: points, or a share of the baseline's error.
+        max_regression: How much slower the candidate may be; 5 % if not given.
+        targets: Names of targets to measure on.
+        batch: Rows of one request.
+        quiet: Show no progress.
+        options: Others of the command, such as `dims`, `cold`, `only`, `rows`, `seed`, `html`.
+
+    Raises:
+        UserError: a file or an option is wrong.
+    """
+    from onnx_ops.cli.judge import judge as command
+    from onnx_ops.scratch import Scratch
+
+    with contextlib.ExitStack() as stack:
+        if isinstance(data, Mapping):
+            import numpy as np
+
+            arrays = {name: np.asarray(array) for name, array in data.items()}
+            if labels is not None and not isinstance(labels, str):
+                arrays["labels"], labels = np.asarray(labels), "labels"
+            data = stack.enter_context(Scratch()) / "rows.npz"
+            np.savez(data, allow_pickle=False, **arrays)
+        return _call(
+            command,
+            str(baseline),
+            str(candidate),
+            data=Path(data) if data is not None else None,
+            labels=labels,
+            metric=metric,
+            max_drop=max_drop,
+            max_regression=max_regression,
+            targets=list(targets),
+            batch=",".join(str(size) for size in batch),
+            quiet=quiet,
+            **options,
+        )
+
+
+def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
+    """Say everything that is wrong with pipeline files, without running anything; `onnx-ops check`.
+
+    Problems raise nothing: they are in the document, and the exit code is 2.
+    """
+    from onnx_ops.cli.pipelines import check as command
+    from onnx_ops.errors import UserError
+
+    try:
+        return _call(command, [Path(file) for file in files], overrides=list(overrides))
+    except UserError as error:
+        return Result(error.as_document(), error.exit_code, f"{error}\n")
+
+
+def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, **options: Any) -> Result:
+    """Run pipelines from training to deployment; `onnx-ops run`. What is known already is not done again.
+
+    Args:
+        files: Pipeline files.
+        overrides: Values to replace, such as `train.with.seed=3`.
+        quiet: Show no progress.
+        options: Others of the command: `until`, `fresh`, `jobs`, `abandon`.
+
+    Raises:
+        SpecError: a file is wrong; all of its problems are in the error.
+    """
+    from onnx_ops.cli.pipelines import run as command
+    from onnx_ops.domain.pipeline import StageKind
+
+    if "until" in options:
+        options["until"] = StageKind(options["until"])
+    if "fresh" in options:
+        options["fresh"] = [StageKind(kind) for kind in options["fresh"]]
+    return _call(command, [Path(file) for file in files], overrides=list(overrides), quiet=quiet, **options)
+
+
+def status(*endpoints: str, model: str = "", target: str = "") -> Result:
+    """What endpoints do now, one document each; `onnx-ops status`. Needs no MLflow.
+
+    Raises:
+        NotFound: there is no such endpoint.
+    """
+    from onnx_ops.cli.endpoints import status as command
+
+    return _call(command, list(endpoints), model=model, target=target)
+
+
+def promote(
+    model: str, version: str | int, *, target: str, reason: str = "", actor: str = "", override: bool = False
+) -> Result:
+    """Make a version the challenger of a target and start its rollouts; `onnx-ops promote`.
+
+    Args:
+        model: Registered model.
+        version: Its version.
+        target: Name of the target, e.g. cpu-1t.
+        reason: Why; recorded in the ledger. An override needs one.
+        actor: Who is answerable; user@host if not given.
+        override: Whatever its gates or history say.
+
+    Raises:
+        Refused: the version may not be promoted there.
+    """
+    from onnx_ops.cli.releases import promote as command
+
+    return _done(command, model, str(version), target, reason=reason, actor=actor, override=override)
+
+
+def rollback(
+    *endpoints: str,
+    reason: str,
+    to: str | int | None = None,
+    model: str = "",
+    target: str = "",
+    actor: str = "",
+    force: bool = False,
+) -> Result:
+    """Move all traffic back, now; `onnx-ops rollback`. Asking again for what was done is no error.
+
+    Args:
+        endpoints: Names of endpoints; without one, every endpoint of `model`, and of `target` if given.
+        reason: Why; recorded in the ledger.
+        to: Version to go back to; the previous one if not given.
+        model: Registered model.
+        target: Name of a target.
+        actor: Who is answerable; user@host if not given.
+        force: Even onto a version that was rolled back itself.
+
+    Raises:
+        Refused: that version was rolled back itself.
+        StillOwed: it could not be done yet, and is tried again in the background.
+        NotFound: there is no such endpoint, or nothing to go back to.
+    """
+    from onnx_ops.cli.rollback import rollback as command
+
+    return _done(
+        command,
+        list(endpoints),
+        to=None if to is None else str(to),
+        reason=reason,
+        model=model,
+        target=target,
+        actor=actor,
+        force=force,
+        every=not endpoints,
+    )
+
+
+def _call(command: Callable[..., None], *arguments: Any, **options: Any) -> Result:
+    """Call a command as its line would, and collect what it says."""
+    return _called(command, *arguments, **options)[0]
+
+
+def _done(command: Callable[..., None], *arguments: Any, **options: Any) -> Result:
+    """The same of a command that changes something; raises the worst error that it met, with its screen as a note."""
+    result, errors = _called(command, *arguments, **options)
+    if errors:
+        worst = max(errors, key=lambda error: error.exit_code)
+        worst.add_note(repr(result))
+        raise worst
+    return result
+
+
+def _called(command: Callable[..., None], *arguments: Any, **options: Any) -> tuple[Result, list[OnnxOpsError]]:
+    import typer
+
+    from onnx_ops.cli.common import Collected, collecting
+    from onnx_ops.errors import storage_errors
+
+    collected, screen, code = Collected(), io.StringIO(), 0
+    reset = collecting.set(collected)
+    try:
+        with contextlib.redirect_stdout(screen), storage_errors():
+            command.__wrapped__(*arguments, **options)  # type: ignore[attr-defined]
+    except typer.Exit as ended:
+        code = ended.exit_code
+    finally:
+        collecting.reset(reset)
+    return Result(collected.document, code, screen.getvalue()), collected.errors

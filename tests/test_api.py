@@ -1,0 +1,73 @@
+"""What the commands do, from Python: the document of --json, the exit code, and the screen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onnx_ops
+from onnx_ops import api
+from onnx_ops.errors import NotFound, UserError
+from onnx_ops.testing.models import rows
+from tests.cli.tool_files import write_models
+from tests.support.command import run_command
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_models(tmp_path)
+    return tmp_path
+
+
+def test_the_functions_are_found_in_the_package_and_load_nothing_before() -> None:
+    assert all(getattr(onnx_ops, name) is getattr(api, name) for name in api.__all__)
+    assert set(api.__all__) <= set(dir(onnx_ops))
+    with pytest.raises(AttributeError, match="no attribute 'juge'"):
+        onnx_ops.juge  # noqa: B018
+    loaded = "import sys, onnx_ops; print('onnx_ops.api' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_judge_gives_the_document_of_the_command_and_its_screen(folder: Path) -> None:
+    found = onnx_ops.judge("good.onnx", "wrong.onnx", only="parity", quiet=True)
+    command = run_command("judge", "good.onnx", "wrong.onnx", "--only", "parity", "--json", cwd=folder)
+    assert (found.exit_code, found.document) == (command.code, json.loads(command.stdout))
+    assert found["verdict"] == "fail"
+    assert repr(found).startswith("FAIL wrong.onnx against good.onnx")
+    page = found._repr_html_()
+    assert page.startswith("<pre")
+    assert "\x1b" not in page
+    assert ">FAIL</span>" in page
+
+
+def test_judge_takes_arrays(folder: Path) -> None:
+    x, y = rows(900)["x"], np.arange(900) % 3
+    found = onnx_ops.judge("good.onnx", "good.onnx", data={"x": x}, labels=y, metric="accuracy", only="parity")
+    assert found.exit_code == 0
+    assert found["rows"].startswith("900 of ")
+    with pytest.raises(UserError, match="wrong"):
+        onnx_ops.judge("good.onnx", "good.onnx", data={"wrong": x})
+
+
+def test_problems_of_a_file_are_a_result(folder: Path) -> None:
+    (folder / "p.yaml").write_text("pipeline: p\nbenchmrk: {}\n")
+    found = onnx_ops.check("p.yaml")
+    command = run_command("check", "p.yaml", "--json", cwd=folder)
+    assert (found.exit_code, found.document) == (command.code, json.loads(command.stdout)) == (2, found.document)
+    assert "benchmrk" in repr(found)
+
+
+def test_status_of_nothing_and_of_a_stranger(folder: Path) -> None:
+    assert (onnx_ops.status().document, onnx_ops.status().exit_code) == ([], 0)
+    assert "No endpoints yet" in repr(onnx_ops.status())
+    with pytest.raises(NotFound):
+        onnx_ops.status("nobody")
+    with pytest.raises(NotFound):
+        onnx_ops.rollback("nobody", reason="trying")
