@@ -13,6 +13,7 @@ from onnx_ops import codec
 from onnx_ops.cli.tables import console
 from onnx_ops.domain.artifact import TensorSpec, short
 from onnx_ops.graph.cost import Cost
+from onnx_ops.graph.ort_file import is_ort
 from onnx_ops.graph.survey import Survey
 from onnx_ops.reporting.figures import format_figure, number
 
@@ -63,6 +64,8 @@ def survey_report(path: Path, found: Survey, targets: Mapping[str, str], written
         out.print(f"wrote {escape(str(file))}", soft_wrap=True)
     if found.problem:
         out.print(f"[red]not valid ONNX[/red]: {escape(found.problem)}")
+    elif is_ort(path):
+        out.print("[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime")
     else:
         out.print("[green]valid ONNX[/green]")
 

@@ -65,7 +65,9 @@ def _cells(figure: Figure) -> tuple[str, str, str]:
 
 
 def _machine(hardware: HardwareFingerprint, facts: RuntimeFacts, conditions: Mapping[str, str]) -> str:
-    nodes = ", ".join(f"{name} {count} nodes" for name, count in facts.nodes.items()) or ", ".join(facts.used)
+    nodes = ", ".join(
+        f"{name} {count} node{'' if count == 1 else 's'}" for name, count in facts.nodes.items()
+    ) or ", ".join(facts.used)
     load = f", load {conditions['load']}" if "load" in conditions else ""
     return f"{hardware.cpu_model}, {hardware.cores} cores{load}; {facts.runtime} {facts.version}: {nodes}"
 

@@ -64,17 +64,24 @@ def bench(
     """
     from onnx_ops.cli.tool_reports import alone_document, alone_report
     from onnx_ops.domain.measuring import asked_by
+    from onnx_ops.graph.boundary_casts import read_types, write_with_casts
+    from onnx_ops.scratch import Scratch
     from onnx_ops.stages.bench import bench as use_case
     from onnx_ops.stages.bench_pair import pair_gates
 
     gates = pair_gates(None, concurrency=concurrency, cold=cold)
     ports, chosen = _bench_of(target)
-    feed = _samples(model, ports, data, dims, rows=batch, seed=seed).feed(batch)
-    with telling(quiet=quiet or as_json) as tell:
+    with Scratch() as folder, telling(quiet=quiet or as_json) as tell:
+        held = folder / model.name
+        casts = write_with_casts(model, read_types(model), held)
+        timed = held if casts else model
+        feed = _samples(timed, ports, data, dims, rows=batch, seed=seed).feed(batch)
+        if casts:
+            tell(casts)
         found = use_case(
             ports.runtime(chosen.runtime),
             chosen,
-            model,
+            timed,
             feed,
             runs=runs,
             conditions=ports.conditions,

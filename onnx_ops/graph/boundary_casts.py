@@ -52,7 +52,7 @@ def write_with_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
     _cast(made, {name: wanted[name] for name in types})
     write_model(made, path)
     name, kind = next(iter(types.items()))
-    return f"{', '.join(types)}: {_FLOATS[kind]}, judged with casts from and to {_FLOATS[wanted[name]]}"
+    return f"{', '.join(types)}: {_FLOATS[kind]}, run with casts from and to {_FLOATS[wanted[name]]}"
 
 
 def _ends(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:

@@ -97,7 +97,7 @@ def test_file_that_takes_float16_is_judged_with_casts_around_it(tmp_path: Path, 
     found = command(tmp_path, "a.onnx", "b.onnx", "--only", "parity", "--json")
     assert found.code == code, found.stdout
     document = found.document()
-    assert document["notes"][0] == "B has x, y: float16, judged with casts from and to float32"
+    assert document["notes"][0] == "B has x, y: float16, run with casts from and to float32"
     assert document["candidate"]["bytes"] == (tmp_path / "b.onnx").stat().st_size
     assert document["kind"]["precision"] == "float16"
     assert command(tmp_path, "b.onnx", "a.onnx", "--only", "parity", "--json").code == (0 if code == 3 else 1)
@@ -112,7 +112,7 @@ def test_file_that_takes_bfloat16_is_judged_with_casts_around_it(tmp_path: Path)
     same, other = (command(tmp_path, "a.onnx", f"{name}.onnx", *options) for name in ("a", "b"))
     assert (same.code, other.code) == (0, 1), same.stdout
     assert same.document()["notes"][:2] == [
-        f"{side} has x: bfloat16, judged with casts from and to float32" for side in ("A", "B")
+        f"{side} has x: bfloat16, run with casts from and to float32" for side in ("A", "B")
     ]
 
 

@@ -247,3 +247,10 @@ class TestExternalWeights:
         assert done.code == 2
         assert "m.onnx.data" in done.document()["what"]
         assert "m.onnx.data" in done.document()["remedy"]
+
+
+def test_a_model_that_takes_bfloat16_is_timed_with_casts(tmp_path: Path) -> None:
+    text = '<ir_version: 9, opset_import: ["" : 18]> g (bfloat16[N,4] x) => (float[N,4] y) {'
+    onnx.save(onnx.parser.parse_model(f"{text} z = Cast<to: int = 1>(x)\n y = Tanh(z) }}"), tmp_path / "b.onnx")
+    done = run_command("bench", "b.onnx", "--runs", "20", cwd=tmp_path)
+    assert (done.code, "x: bfloat16, run with casts from and to float32" in done.stderr) == (0, True), done.stderr
