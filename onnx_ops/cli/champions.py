@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 @reported
 def champions(
     pipelines: Annotated[
-        list[str] | None, typer.Argument(metavar="[PIPELINE...]", help="Pipelines or models; all by default.")
+        list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines or models; all by default.")
     ] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the champions again, now: whether an upgrade or a new machine has changed what they are.
+    """Measure the champions again, after an upgrade or on a new machine.
 
     Each one's own benchmark, judged by the gates that it was released by. Nothing is recorded or changed. Exit code: 1
     if one has drifted, else 4 if one could not be measured, else 0.

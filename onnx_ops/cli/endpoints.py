@@ -30,11 +30,11 @@ def status(
     model: OfModel = "",
     target: OfTarget = "",
     orphans: Annotated[
-        bool, typer.Option("--orphans", help="Instead: what stands at providers and no release needs.")
+        bool, typer.Option("--orphans", help="Show instead what providers hold and no release needs.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What endpoints do now, as the ledger and the endpoints themselves say. Needs no MLflow.
+    """Show what endpoints serve now, from the ledger and the endpoints. Needs no MLflow.
 
     Exit code 4 if an endpoint that should serve, or a provider that is asked for orphans, does not answer; also if an
     endpoint answers its clients, but can no longer be changed.
@@ -77,10 +77,10 @@ def history(
     traffic: Annotated[bool, typer.Option("--traffic", help="Only what moved traffic, drawn as bars.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Everything that happened to endpoints: who, when, what, why; with --json also on which evidence.
+    """Show what happened to endpoints: who, when, what and why; with --json also the evidence.
 
-    Endpoints that were deleted are included. Needs no MLflow. Exit code 4 if a ledger is damaged: what came before the
-    damage is told, and what is wrong.
+    Deleted endpoints are included. Needs no MLflow. Exit code 4 if a ledger is damaged: the entries before the damage
+    are shown, and what is wrong.
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
@@ -117,12 +117,11 @@ def prune(
         str, typer.Option("--older-than", metavar="AGE", help="Younger versions and contents stay.")
     ] = "30d",
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Remove them; otherwise it only says what it would do.")
+        bool, typer.Option("--yes", "-y", help="Remove them; without it, only show what would be removed.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old versions from the registry, their files from this machine, what is left of them at providers, and what
-    nobody needs in the store.
+    """Remove old versions from the registry, this machine, the store and the providers.
 
     Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or is about to serve;
     content that a recorded result, the ledger or a decision behind an alias names, or that is younger than a day.
@@ -149,10 +148,10 @@ def delete(
     endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
     reason: Reason = "",
     actor: Actor = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed where nobody can answer.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed without a terminal.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """End an endpoint and free its name. Its versions, their aliases and its history stay.
+    """Delete an endpoint and free its name. Versions, aliases and history stay.
 
     Example: onnx-ops delete digits-old --reason "moved to digits" --yes
     """

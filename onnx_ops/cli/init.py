@@ -31,7 +31,7 @@ def init(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a working project: pipeline, model, flows, workflows, infrastructure, tests.
+    """Create a working project: pipeline, model, flows, workflows, infrastructure, tests.
 
     Its demo and its tests run at once, on data that scikit-learn brings. Nothing that is there is overwritten.
 

@@ -40,7 +40,7 @@ def inspect(
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what an ONNX file holds: versions, inputs, outputs, operators, weights, cost, targets; and if it is valid.
+    """Show what an ONNX file holds, and whether it is valid: inputs, outputs, operators, weights, cost, targets.
 
     The cost comes from shapes alone; weights beside the file are not read.
 

@@ -46,15 +46,20 @@ def judge(
         ),
     ] = None,
     max_drop: Annotated[
-        str, typer.Option(help="How much of the metric may be lost: points, or a share of A's error.")
+        str, typer.Option(metavar="LIMIT", help="Largest loss of the metric: points, or a share of A's error.")
     ] = "1%",
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="Of a metric of your own.")] = False,
     targets: Annotated[
-        list[str] | None, typer.Option("--target", help="Where; may be repeated. Default: cpu-1t.")
+        list[str] | None,
+        typer.Option("--target", metavar="TARGET", help="Where to run; repeat for several. Default: cpu-1t."),
     ] = None,
     max_regression: Annotated[
         str | None,
-        typer.Option(help="How much slower. Default: 5%, cold start 20%, memory 10%.", show_default=False),
+        typer.Option(
+            metavar="LIMIT",
+            help="Largest slowdown. Default: 5%, cold start 20%, memory 10%.",
+            show_default=False,
+        ),
     ] = None,
     batch: Annotated[str, typer.Option(metavar="N[,N…]", help="Rows of one request.")] = "1",
     dims: Annotated[
@@ -68,7 +73,7 @@ def judge(
         bool, typer.Option("--cold", help="Also load time, first inference and memory of fresh processes.")
     ] = False,
     only: Annotated[
-        str | None, typer.Option(help="parity or latency: leave the other out.", show_default=False)
+        str | None, typer.Option(metavar="PART", help="Judge one part only: parity or latency.", show_default=False)
     ] = None,
     rows: Annotated[int, typer.Option(min=1, max=100_000, help="Rows to compare answers on.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Of made-up rows and of the order of runs.")] = 0,

@@ -9,6 +9,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.cli.help import Command, Group
 from onnx_ops.errors import Refused, ServiceUnavailable
 
 if TYPE_CHECKING:
@@ -18,16 +19,17 @@ if TYPE_CHECKING:
     from onnx_ops.settings import Settings
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     help="Make, rotate and retire the keys that sign decisions. Private keys are never printed.",
     epilog="Example: onnx-ops keys list",
 )
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 @reported
 def list_keys(as_json: AsJson = False) -> None:
-    """Every key: which one signs here, which are trusted, which are retired.
+    """List the keys: which one signs here, which are trusted, which are retired.
 
     Example: onnx-ops keys list
     """
@@ -41,7 +43,7 @@ def list_keys(as_json: AsJson = False) -> None:
         typer.echo("No keys yet: the first run makes one, or `onnx-ops keys new`.")
 
 
-@app.command()
+@app.command(cls=Command)
 @reported
 def new(
     out: Annotated[
@@ -49,7 +51,7 @@ def new(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key pair where there is none: a private key that its owner alone may read, a public one beside it.
+    """Make a key pair where there is none: a private key with mode 0600, and its public key.
 
     Example: onnx-ops keys new
     """
@@ -64,11 +66,12 @@ def new(
         typer.echo(f"key {short(key)}: {path} (keep it), {public_path(path)} (give it to whoever verifies)")
 
 
-@app.command()
+@app.command(cls=Command)
 @reported
 def rotate(as_json: AsJson = False) -> None:
-    """Sign with a new key from now on. Old decisions stay valid: the old public key stays trusted, and its private
-    key is gone, so that it signs nothing more.
+    """Sign with a new key from now on; old decisions stay valid.
+
+    The old public key stays trusted. Its private key is removed, so that it signs nothing more.
 
     Example: onnx-ops keys rotate
     """
@@ -82,7 +85,7 @@ def rotate(as_json: AsJson = False) -> None:
     typer.echo(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
 
 
-@app.command()
+@app.command(cls=Command)
 @reported
 def retire(
     key: Annotated[str, typer.Argument(metavar="KEY", help="The key, or the first digits of it.")],
@@ -90,8 +93,9 @@ def retire(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which versions would lose it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop trusting a key, whenever it signed: its time stamps are its own word. Says which versions under aliases
-    lose their decision, and refuses if there are any.
+    """Stop trusting a key, whatever the time of its signatures.
+
+    Shows which versions under aliases lose their decision, and refuses if there are any.
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """

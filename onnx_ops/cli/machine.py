@@ -43,7 +43,7 @@ def doctor(
 
 @reported
 def targets(as_json: AsJson = False) -> None:
-    """List the project's targets and the shipped profiles, and say which of them this machine can measure.
+    """List the project's targets and the shipped profiles, and which this machine can measure.
 
     A session of a tiny model is built for each; nothing is measured. A profile is used by its name, and a file
     configs/targets/NAME.yaml wins over the profile of that name.

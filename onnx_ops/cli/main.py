@@ -29,11 +29,12 @@ from onnx_ops.cli import (
     tools,
     webhooks,
 )
+from onnx_ops.cli.help import Command, Group
 
 app = typer.Typer(
     name="onnx-ops",
+    cls=Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Release engineering for ONNX models: one file from training to rollback.",
@@ -72,7 +73,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any]]] = [
 ]
 
 for panel, command in _COMMANDS:
-    app.command(rich_help_panel=panel)(command)
+    app.command(rich_help_panel=panel, cls=Command)(command)
 app.add_typer(keys.app, name="keys", rich_help_panel=MACHINE)
 
 

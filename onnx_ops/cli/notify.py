@@ -20,10 +20,12 @@ REMEDY = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/
 @reported
 def notify(
     endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
-    test: Annotated[bool, typer.Option("--test", help="Send a test through every notifier, and nothing else.")] = False,
+    test: Annotated[bool, typer.Option("--test", help="Send only a test message through every notifier.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell people what was not told yet, as `reconcile --watch` does by itself. Exit code 4 if one was not reached.
+    """Send the notifications that are due, as `reconcile --watch` does automatically.
+
+    Exit code 4 if a notifier could not be reached.
 
     Example: onnx-ops notify --test
     """

@@ -15,21 +15,32 @@ from onnx_ops.errors import OnnxOpsError, Problem, SpecError
 from onnx_ops.ports import Observer
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
-Until = Annotated[StageKind | None, typer.Option("--until", help="Stop after this kind of stage.")]
+_KINDS = ", ".join(StageKind)
+
+Until = Annotated[
+    StageKind | None, typer.Option("--until", metavar="STAGE", help=f"Stop after this kind of stage: {_KINDS}.")
+]
 Fresh = Annotated[
     list[StageKind] | None,
-    typer.Option("--fresh", help="Do these kinds of stages again, whatever is known; repeat for several."),
+    typer.Option(
+        "--fresh", metavar="STAGE", help="Run this kind of stage although its result is stored; repeat for several."
+    ),
 ]
 Abandon = Annotated[
     str,
     typer.Option(
         "--abandon",
         metavar="REASON",
-        help="Why endpoints may be left behind that the file names no longer, or elsewhere; recorded in the ledger.",
+        help="Leave endpoints behind that the file no longer names, or names elsewhere; the reason is recorded.",
         show_default=False,
     ),
 ]
-Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="At most so many side by side.")]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        "--jobs", "-j", min=1, max=256, metavar="N", help="Pipelines or stages that run side by side at most."
+    ),
+]
 
 
 @reported
@@ -38,7 +49,7 @@ def check(
     overrides: SetValue = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say everything that is wrong with pipeline files, without running anything.
+    """Validate pipeline files without running them; every problem with line and column.
 
     Example: onnx-ops check configs/pipelines/*.yaml
     """
@@ -67,7 +78,7 @@ def check(
 def plan(
     file: File, overrides: SetValue = None, until: Until = None, fresh: Fresh = None, as_json: AsJson = False
 ) -> None:
-    """Show what a run would do: every stage, what is known already, and what is not.
+    """Show what a run would do: each stage, and whether its result is stored already.
 
     Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
     """
@@ -115,9 +126,11 @@ def run(
 ) -> None:
     """Run pipelines: train, export, validate, quantize, benchmark, gate, register, deploy.
 
-    What is known already is not done again. With --jobs several pipelines run side by side, or the stages of a single
-    one; a measurement has the machine to itself. Exit code: 0 every target has a release, 1 a gate failed, 2 a file is
-    wrong, 3 inconclusive, 4 the environment failed, 5 refused; of several files, the worst.
+    Stored results are reused. With --jobs, several pipelines or the stages of one run side by side; a measurement has
+    the machine to itself.
+
+    Exit code: 0 every target has a release, 1 a gate failed, 2 a file is wrong, 3 inconclusive, 4 the environment
+    failed, 5 refused; of several files, the worst.
 
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """

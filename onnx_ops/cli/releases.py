@@ -20,7 +20,7 @@ def explain(
     target: Annotated[str | None, typer.Option("--target", "-t", help="Only this target.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Judge a version again from its stored evidence, and say whether that is what was signed.
+    """Judge a version again from its stored evidence, and compare with what was signed.
 
     Nothing is measured. Exit code as of `run`, by the worst verdict.
 
@@ -48,7 +48,7 @@ def promote(
     reason: Reason = "",
     actor: Actor = "",
     override: Annotated[
-        bool, typer.Option("--override", help="Whatever its gates or history say; needs --reason.")
+        bool, typer.Option("--override", help="Promote it although its gates or history forbid it; needs --reason.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -81,19 +81,20 @@ def promote(
 def reconcile(
     endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
     actor: Actor = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Go on, pass after pass, until SIGTERM or Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat until SIGTERM or Ctrl-C.")] = False,
     every: Annotated[str, typer.Option(metavar="DURATION", help="Between two passes of --watch.")] = "5s",
     retry: Annotated[
-        str, typer.Option(metavar="DURATION", help="Try again what fails, for so long.", show_default=False)
+        str, typer.Option(metavar="DURATION", help="Retry what fails for this long.", show_default=False)
     ] = "0s",
     listen: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="With --watch: be woken by MLflow's webhooks.", show_default=False),
+        typer.Option(metavar="HOST:PORT", help="With --watch: receive MLflow's webhooks.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move endpoints toward what the registry wants, until nothing is left to do now. One that cannot be moved does not
-    keep the others back.
+    """Move endpoints toward the state that the registry asks for.
+
+    Ends when nothing is left to do now. An endpoint that cannot be moved does not hold up the others.
 
     With --watch and --json, every report is a JSON document on a line of its own.
 

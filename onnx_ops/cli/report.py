@@ -22,7 +22,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the report that is stored with a version: one HTML page about its whole release, for a browser.
+    """Write the HTML report of a version's whole release to a file.
 
     Nothing is measured or judged; prints the path of the file.
 

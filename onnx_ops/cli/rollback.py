@@ -44,7 +44,7 @@ def rollback(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Move all traffic back, now. Needs neither Prefect nor MLflow.
+    """Move all traffic back to the previous version, now. Needs neither Prefect nor MLflow.
 
     Asking again for what was done is no error. Exit code 4, within ten seconds, if it could not be done yet: then it is
     owed, a background process tries for a quarter of an hour, and so does every reconciliation, until it is done or

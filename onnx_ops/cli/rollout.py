@@ -36,13 +36,15 @@ def rollout(
     endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
     reason: Reason = "",
     actor: Actor = "",
-    watch: Annotated[bool, typer.Option("--watch", help="With status: go on showing it until it ends.")] = False,
-    every: Annotated[str, typer.Option("--every", metavar="DURATION", help="Between two looks of --watch.")] = "2s",
+    watch: Annotated[bool, typer.Option("--watch", help="With status: show it until it ends.")] = False,
+    every: Annotated[
+        str, typer.Option("--every", metavar="DURATION", help="Time between two updates of --watch.")
+    ] = "2s",
     as_json: AsJson = False,
 ) -> None:
-    """Look at a rollout in progress, or say what becomes of it.
+    """Show, pause, resume or abort a rollout in progress.
 
-    `status` shows its steps, what the figures say and what it waits for. It moves nothing: that is for the reconciler
+    `status` shows the steps, the metrics and what it waits for. It moves nothing: the reconciler does
     (`onnx-ops reconcile --watch`). Exit code of `status --watch`: 1 if the candidate was rolled back.
 
     Example: onnx-ops rollout status digits-cnn --watch

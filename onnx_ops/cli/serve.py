@@ -41,7 +41,7 @@ def serve(
     admin_port: Annotated[int, typer.Option(help="Port of the admin API on loopback; 0: any.")] = 0,
     **options: Any,
 ) -> None:
-    """Run the endpoint server in the foreground, with what was last published in its folder.
+    """Run the endpoint server in the foreground, with the table last published in its folder.
 
     Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080 --workers 4
     """

@@ -34,7 +34,9 @@ def webhooks(
     name: Annotated[str, typer.Option(help="Name in MLflow; other projects there need others.")] = "onnx-ops",
     as_json: AsJson = False,
 ) -> None:
-    """Have MLflow wake the reconciler. Exit code 4 if test deliveries do not arrive.
+    """Install, check or remove the webhook by which MLflow wakes the reconciler.
+
+    Exit code 4 if test deliveries do not arrive.
 
     The secret comes from ONNX_OPS_WEBHOOK_SECRET, or from a file in the state folder that `install` makes.
 

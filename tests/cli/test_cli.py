@@ -127,6 +127,22 @@ def test_it_tells_its_version(project: Path) -> None:
     assert run_command("--version", cwd=project).stdout == f"onnx-ops {version('onnx-ops')}\n"
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_offers_commands_in_every_shell(shell: str, project: Path) -> None:
+    """The script that `--show-completion` prints asks the program with these variables."""
+    typed = (
+        {"COMP_WORDS": "onnx-ops rol", "COMP_CWORD": "1"}
+        if shell == "bash"
+        else {"_TYPER_COMPLETE_ARGS": "onnx-ops rol"}
+    )
+    asked = {"_ONNX_OPS_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args", **typed}
+    done = subprocess.run(
+        [PROGRAM], cwd=project, env=clean(asked), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "rollback" in done.stdout
+    assert "rollout" in done.stdout
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example(name: str, project: Path, golden: Golden) -> None:
     done = run_command(*name.split(), "--help", cwd=project)

@@ -1,0 +1,67 @@
+"""How commands show their help: paragraphs that fit any width, and names of values in place of Python types."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+
+class Command(TyperCommand):
+    """A command whose docstring may break its lines anywhere, with `FILE`, `N` or `a|b` for the values of options."""
+
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        settings["help"] = _reflow(settings.get("help") or "")
+        super().__init__(name, **settings)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _named(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A group whose own options are shown like those of its commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _named(super().get_params(ctx))
+
+
+class _Argument(TyperArgument):
+    @property
+    def display_name_raw(self) -> str:
+        name = str(self.name).upper()
+        return self.metavar or (name if self.nargs == 1 else name.removesuffix("S"))
+
+    def display_type_rich(self, ctx: Any) -> str | None:
+        return None
+
+    def _usage_display_name(self) -> str:
+        name = self._rich_display_name()
+        return name if self.required else f"[{name}]"
+
+
+class _Option(TyperOption):
+    def display_type_rich(self, ctx: Any) -> str | None:
+        if self.metavar is not None:
+            return self.metavar
+        if self.is_flag:
+            return None
+        kind = self.type_descriptor
+        if kind.is_choice:
+            return self.display_type(ctx).strip("<>").removeprefix("list[").removesuffix("]")
+        return "N" if kind.is_ranged else "FILE" if kind.is_path else str(self.name).upper()
+
+
+def _named(params: list[Any]) -> list[Any]:
+    """Change the classes of parameters: Typer makes them itself and has no setting for that."""
+    for param in params:
+        if isinstance(param, TyperArgument):
+            param.__class__ = _Argument
+        elif isinstance(param, TyperOption):
+            param.__class__ = _Option
+    return params
+
+
+def _reflow(text: str) -> str:
+    """Return the paragraphs as one line each."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
