@@ -13,7 +13,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from onnx_ops.errors import MissingPackage, OnnxOpsError, SpecError, UserError, storage_errors
+from onnx_ops.errors import MissingPackage, OnnxOpsError, UserError, storage_errors
 from onnx_ops.plugins import has_extra, imported, missing_package
 
 P = ParamSpec("P")
@@ -80,15 +80,9 @@ def complain(error: OnnxOpsError, *, as_json: bool) -> None:
     if as_json:
         print_json(error.as_document())
         return
-    if isinstance(error, SpecError):
-        typer.echo(str(error), err=True)
-        return
-    where = f"{error.where}: " if error.where else ""
-    typer.echo(f"error: {where}{error.what}", err=True)
-    if error.why:
-        typer.echo(f"  why: {error.why}", err=True)
-    if error.remedy:
-        typer.echo(f"  try: {error.remedy}", err=True)
+    from onnx_ops.cli.terminal import error_console, print_error
+
+    print_error(error_console(), error)
 
 
 def print_json(document: Any) -> None:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 
 from onnx_ops import codec
-from onnx_ops.cli.tables import console
+from onnx_ops.cli.terminal import KEEP, console, print_table
 from onnx_ops.domain.artifact import short
 
 if TYPE_CHECKING:
@@ -104,13 +103,13 @@ def history_table(lines: Sequence[HistoryLine]) -> None:
     if not lines:
         console().print("No entries: nothing of what is asked for has happened yet.")
         return
-    table, several = Table(), len({line.endpoint for line in lines}) > 1
-    for name in (*(("endpoint",) if several else ()), "#", "when", "who", "what", "why"):
-        table.add_column(name, overflow="fold")
+    several = len({line.endpoint for line in lines}) > 1
+    heads = (*(("endpoint",) if several else ()), "#", "when", "who", "what", "why")
+    rows = []
     for line in lines:
-        cells = (str(line.sequence), line.at, line.actor, line.what, line.why)
-        table.add_row(*(escape(text) for text in ((line.endpoint, *cells) if several else cells)))
-    console().print(table)
+        cells = (str(line.sequence), line.at.replace(" ", KEEP), line.actor, line.what, line.why)
+        rows.append([escape(text) for text in ((line.endpoint, *cells) if several else cells)])
+    print_table(console(), heads, rows)
 
 
 _SHADES = (("█", "green"), ("▒", "cyan"), ("▓", "magenta"), ("░", "yellow"))
@@ -144,31 +143,28 @@ def orphan_report(survey: Survey) -> None:
     """What providers hold that no release needs."""
     out = console()
     if survey.orphans:
-        table = Table()
-        for name in ("endpoint", "provider", "what", "name", "costs", "why nobody needs it"):
-            table.add_column(name, overflow="fold")
+        rows = []
         for one in survey.orphans:
             left = one.leftover
             cells = (one.endpoint, one.provider, left.kind, left.name, "yes" if left.paid else "", left.why)
-            table.add_row(*(escape(text) for text in cells))
-        out.print(table)
+            rows.append([escape(text) for text in cells])
+        print_table(out, ("endpoint", "provider", "what", "name", "costs", "why nobody needs it"), rows)
     out.print(f"{len(survey.orphans)} orphans at providers.")
     for endpoint in survey.silent:
         out.print(f"[yellow]{escape(endpoint)}: its provider does not answer; there may be more.[/yellow]")
 
 
 def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
-    out, table = console(), Table()
-    for name in ("model", "version", "variant", "release", "age", ""):
-        table.add_column(name, overflow="fold")
+    out, rows = console(), []
     leaving = [(model, entry, "") for model, entries in plan.remove.items() for entry in entries]
     for model, entry, why in (*leaving, *((kept.model, kept.version, kept.why) for kept in plan.kept)):
-        age = f"{max(0.0, now - entry.created_at) / 86_400:.1f} d"
+        age = f"{max(0.0, now - entry.created_at) / 86_400:.1f}{KEEP}d"
         fate = (
             f"stays: {escape(why)}" if why else "[yellow]removed[/yellow]" if removed else "[yellow]would go[/yellow]"
         )
-        table.add_row(escape(model), entry.version, escape(entry.variant), short(entry.release), age, fate)
-    out.print(table)
+        rows.append([escape(model), entry.version, escape(entry.variant), short(entry.release), age, fate])
+    if rows:
+        print_table(out, ("model", "version", "variant", "release", "age", ""), rows)
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
     verb = "Removed" if removed else "Would remove"
     out.print(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB).")

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from onnx_ops import codec
-from onnx_ops.cli.tables import console
+from onnx_ops.cli.terminal import console, print_table
 from onnx_ops.domain.artifact import TensorSpec, short
 from onnx_ops.graph.cost import Cost
 from onnx_ops.graph.ort_file import is_ort
@@ -55,11 +54,7 @@ def survey_report(path: Path, found: Survey, targets: Mapping[str, str], written
         "metadata": "\n".join(f"{name} = {value}" for name, value in found.metadata.items()) or "none",
         "targets": "\n".join(f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()),
     }
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in lines.items():
-        if text:
-            table.add_row(name, escape(text))
-    out.print(table)
+    print_table(out, ("", ""), [[name, escape(text)] for name, text in lines.items() if text])
     for file in written:
         out.print(f"wrote {escape(str(file))}", soft_wrap=True)
     if found.problem:

@@ -435,41 +435,38 @@ def _document(found: Judgement, heading: Heading, baseline: str, candidate: str)
 
 def _report(heading: Heading, decisions: Sequence[Any]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    from onnx_ops.cli.tables import console
-    from onnx_ops.cli.tool_reports import advise, coloured
+    from onnx_ops.cli.terminal import console, print_table, print_text, verdict_markup
+    from onnx_ops.cli.tool_reports import advise
     from onnx_ops.domain.gate import Verdict
     from onnx_ops.reporting.judgement import reason_of, table_rows
 
     out = console()
     where = ", ".join(decision.target for decision in decisions)
-    out.print(f"{coloured(heading.verdict)} {escape(f'{heading.candidate} against {heading.baseline} on {where}')}")
-    out.print(escape(reason_of(decisions, heading.sizes)))
-    out.print(f"[dim]kind[/dim] {escape(heading.kind)}")
-    out.print(f"[dim]rows[/dim] {escape(heading.rows)}")
-    if heading.times:
-        out.print(f"[dim]time[/dim] {escape(heading.times)}")
+    about = escape(f"{heading.candidate} against {heading.baseline} on {where}")
+    print_text(out, f"{verdict_markup(heading.verdict)} {about}")
+    print_text(out, escape(reason_of(decisions, heading.sizes)))
+    for name, text in (("kind", heading.kind), ("rows", heading.rows), ("time", heading.times)):
+        if text:
+            print_text(out, f"[dim]{name}[/dim] {escape(text)}", hang=5)
     several = len(decisions) > 1
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in (*(("target",) if several else ()), "what", "measured", "limit", "verdict"):
-        table.add_column(name, header_style="dim")
+    heads = (*(("target",) if several else ()), "what", "measured", "limit", "verdict")
     last = ""
     rows = table_rows(decisions, heading.sizes)
+    cells = []
     for row in rows:
-        shown = "–" if row.verdict is None else "[dim]note[/dim]" if row.advisory else coloured(row.verdict)
-        cells = (row.what, row.measured, row.limit)
+        shown = "–" if row.verdict is None else "[dim]note[/dim]" if row.advisory else verdict_markup(row.verdict)
         place = [("" if row.target == last else row.target)] if several else []
-        table.add_row(*(escape(cell) for cell in (*place, *cells)), shown)
+        cells.append([*map(escape, (*place, row.what, row.measured, row.limit)), shown])
         last = row.target
-    out.print(table)
+    print_table(out, heads, cells)
     worse = [row for row in rows if row.verdict not in (None, Verdict.PASS) and not row.advisory]
     for row in worse[:_SHOWN] if len(worse) > 1 or several else ():
         at = f" on {row.target}" if several else ""
-        out.print(f"[bold]{escape(row.what + at)}[/bold] {escape(row.reason)}")
+        print_text(out, f"[bold]{escape(row.what + at)}[/bold] {escape(row.reason)}")
     for note in heading.notes:
-        out.print(f"[yellow]note[/yellow] {escape(note)}")
+        print_text(out, f"[yellow]note[/yellow] {escape(note)}")
     slow = heading.advice if any(row.what.startswith("latency") for row in worse) else ()
     advise(slow[:1])
     if len(worse) > _SHOWN or len(slow) > 1:
-        out.print("More reasons and advice: --json, --markdown or --html.", style="dim")
+        print_text(out, "[dim]More reasons and advice: --json, --markdown or --html.[/dim]")

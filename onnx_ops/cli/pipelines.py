@@ -121,6 +121,7 @@ def run(
     fresh: Fresh = None,
     jobs: Jobs = 1,
     abandon: Abandon = "",
+    details: Annotated[bool, typer.Option("--details", help="Print every gate result.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -159,12 +160,17 @@ def run(
             typer.echo(note, err=True)
     observer = None if as_json or quiet else _progress(jobs)
     result = projects.execute(project, prepared, fresh=fresh or (), observer=observer, abandon=abandon, jobs=jobs)
-    from onnx_ops.wiring.summary import summarise
+    from onnx_ops.wiring.summary import evidence_of, summarise
 
     summary = summarise(prepared.pipeline, result, project.ports)
+
+    def print_summary() -> None:
+        measured = {(one.variant, one.target): one for one in evidence_of(summary, project.ports.store).values()}
+        summary_report(summary, result.errors, project, measured, details=details)
+
     answer(
         lambda: {**codec.to_json(summary), "errors": _errors(result.errors)},
-        lambda: summary_report(summary, result.errors, project),
+        print_summary,
         as_json=as_json,
     )
     raise typer.Exit(summary.exit_code)
@@ -172,7 +178,7 @@ def run(
 
 def _progress(jobs: int) -> Observer:
     from onnx_ops.cli.progress import Lines, TerminalProgress
-    from onnx_ops.cli.tables import error_console
+    from onnx_ops.cli.terminal import error_console
 
     return Lines(error_console()) if jobs > 1 else TerminalProgress(error_console())
 

@@ -165,7 +165,7 @@ def _document(found: Derived, model: Path, out: Path) -> dict[str, Any]:
 def _report(found: Derived, out: Path, targets: list[Target]) -> None:
     from rich.markup import escape
 
-    from onnx_ops.cli.tables import console
+    from onnx_ops.cli.terminal import console, print_text
     from onnx_ops.cli.tool_reports import advise
     from onnx_ops.reporting.figures import format_figure
     from onnx_ops.reporting.structure import coverage_lines
@@ -173,13 +173,13 @@ def _report(found: Derived, out: Path, targets: list[Target]) -> None:
     show = console()
     before, after = found.sizes
     sizes = f"{format_figure(before, 'B')} to {format_figure(after, 'B')}, {after / before:.2f} times the size"
-    show.print(escape(f"{out.name}: {sizes}"), style="bold", soft_wrap=True)
+    print_text(show, f"[bold]{escape(f'{out.name}: {sizes}')}[/bold]")
     for note in found.recipe:
-        show.print(escape(f"recipe: {note}"), soft_wrap=True)
+        print_text(show, escape(f"recipe: {note}"))
     for target in targets:
         one = found.examined[target.name]
         for line in coverage_lines(one.coverage):
-            show.print(escape(f"{target.name}: {line}"), soft_wrap=True)
+            print_text(show, escape(f"{target.name}: {line}"))
         if target.name in found.effects:
-            show.print(escape(f"{target.name}: {found.effects[target.name].words()}"), soft_wrap=True)
+            print_text(show, escape(f"{target.name}: {found.effects[target.name].words()}"))
         advise(one.advice)

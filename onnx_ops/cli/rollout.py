@@ -164,7 +164,7 @@ def _ended(ports: Ports, endpoint: str) -> tuple[str, bool]:
 
 
 def _console() -> Any:
-    from onnx_ops.cli.tables import console
+    from onnx_ops.cli.terminal import console
 
     return console()
 

@@ -12,7 +12,8 @@ from rich.markup import escape
 from onnx_ops import codec
 from onnx_ops.cli.common import answer
 from onnx_ops.cli.progress import Lines
-from onnx_ops.cli.tables import choice_lines, console, error_console
+from onnx_ops.cli.tables import choice_lines
+from onnx_ops.cli.terminal import console, error_console, print_error, print_text
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.wiring.batch import Ended, run_files, worst
 from onnx_ops.wiring.project import Project
@@ -66,7 +67,9 @@ def _document(ended: Ended) -> dict[str, object]:
 
 def _tell(out: Console, ended: Ended) -> None:
     if ended.summary is None:
-        out.print(f"[bold]{escape(str(ended.file))}[/bold]\n[red]not run[/red]: {escape(str(ended.refused))}")
+        print_text(out, f"[bold]{escape(str(ended.file))}[/bold]")
+        if ended.refused is not None:
+            print_error(out, ended.refused, "not run")
         return
     done, known = len(ended.summary.executed), len(ended.summary.outcomes)
     out.print(f"[bold]{escape(str(ended.file))}[/bold] ({done} of {known} stages executed)")

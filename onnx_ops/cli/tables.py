@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from onnx_ops.cli.common import collecting
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.cli.terminal import KEEP, console, print_error, print_table, print_text, verdict_markup
+from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
+from onnx_ops.reporting.figures import format_figure, format_interval
 
 if TYPE_CHECKING:
     from onnx_ops.cli.targeting import Told
     from onnx_ops.domain.drift import Drift
+    from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.finding import Finding
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice
@@ -26,88 +26,205 @@ if TYPE_CHECKING:
     from onnx_ops.wiring.project import Project
     from onnx_ops.wiring.summary import Summary
 
-_COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
-
-
-def console() -> Console:
-    """Standard output; 120 columns where it is not a terminal, so that tables in logs stay whole."""
-    coloured = True if collecting.get() is not None else None
-    return Console(width=None if sys.stdout.isatty() else 120, force_terminal=coloured, highlight=False, emoji=False)
-
-
-def error_console() -> Console:
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False, emoji=False)
+_REASONS = 2
+"""Failed gates of a variant that the short report explains."""
 
 
 def plan_table(plan: Plan, would: Mapping[str, str]) -> None:
-    table = Table(title=f"Plan of {escape(plan.pipeline)}", title_justify="left")
-    for name in ("stage", "needs", "would"):
-        table.add_column(name)
+    out = console()
+    print_text(out, f"[bold]Plan of {escape(plan.pipeline)}[/bold]")
+    rows = []
     for stage in plan.stages:
-        verb = would[stage.id]
-        style = "dim" if verb == "unchanged" else ""
         needs = ", ".join((*stage.needs, *(s for s in stage.tolerates if s not in stage.needs)))
-        table.add_row(escape(stage.id), escape(_cut(needs, 60)), escape(verb), style=style)
-    console().print(table)
+        verb = would[stage.id]
+        rows.append([_dim(text) if verb == "unchanged" else escape(text) for text in (stage.id, verb, _cut(needs, 60))])
+    print_table(out, ("stage", "would", "needs"), rows)
+
+
+def _dim(text: str) -> str:
+    return f"[dim]{escape(text)}[/dim]" if text else ""
 
 
 def gate_report(out: Console, rows: Sequence[ResultRow]) -> None:
-    """Variant × target × gate with verdict and figure, and below it the reason of everything that did not pass."""
-    table = Table(title="Gates", title_justify="left")
-    for name in ("variant", "target", "gate", "limit", "figure", "n", "verdict"):
-        table.add_column(name, overflow="fold")
+    """Print every gate of every variant and target, and the reason of each that did not pass."""
+    cells: list[Sequence[str] | str] = []
     last = ("", "")
     for row in rows:
-        place = (row.variant, row.target)
-        if last not in (place, ("", "")):
-            table.add_section()
-        shown = place if place != last else ("", "")
-        cells = (*shown, _gate_name(row), row.limit, f"{row.figure} {row.interval}".strip(), row.counted)
-        table.add_row(*(escape(cell) for cell in cells), _verdict(row))
-        last = place
-    out.print(table)
+        if (row.variant, row.target) != last:
+            last = (row.variant, row.target)
+            cells.append(f"[bold]{escape(row.variant)} on {escape(row.target)}[/bold]")
+        figure = _figure(row.figure, row.interval)
+        cells.append([escape(_gate_name(row)), _verdict(row), escape(row.limit), figure, escape(row.counted)])
+    print_table(out, ("gate", "verdict", "limit", "measured", "n"), cells)
     for row in rows:
         if row.verdict is not Verdict.PASS:
-            out.print(f" {_verdict(row)} {escape(f'{row.variant} on {row.target}, {_gate_name(row)}: {row.reason}')}")
+            about = f"{row.variant} on {row.target}, {_gate_name(row)}: {row.reason}"
+            print_text(out, f"{_verdict(row)} {escape(about)}", indent=1)
+
+
+def _verdict(row: ResultRow) -> str:
+    return verdict_markup(row.verdict, advisory=row.advisory) + (" [dim](advisory)[/dim]" if row.advisory else "")
+
+
+def _figure(figure: str, interval: str) -> str:
+    """Return a metric with its interval; a line may break between the two only."""
+    return escape(f"{figure.replace(' ', KEEP)} {interval.replace(' ', KEEP)}".strip())
 
 
 def _gate_name(row: ResultRow) -> str:
     return f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate
 
 
-def _verdict(row: ResultRow) -> str:
-    colour = "dim" if row.advisory else _COLOURS[row.verdict]
-    return f"[{colour}]{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}[/{colour}]"
+def summary_report(
+    summary: Summary,
+    errors: Mapping[str, OnnxOpsError],
+    project: Project,
+    evidence: Mapping[tuple[str, str], Evidence],
+    *,
+    details: bool,
+) -> None:
+    """Print what a run came to.
 
-
-def summary_report(summary: Summary, errors: Mapping[str, OnnxOpsError], project: Project) -> None:
+    Args:
+        summary: what it came to.
+        errors: of failed stages.
+        project: whose endpoints serve it.
+        evidence: by variant and target.
+        details: print every gate result instead of key metrics and failures.
+    """
     out = console()
-    if summary.decisions:
-        rows = result_table(summary.decisions)
-        gate_report(out, [replace(row, reason=_without(errors, row.reason)) for row in rows])
-    choice_lines(out, summary.choices, errors)
+    if details and summary.decisions:
+        gate_report(out, result_table(_without(errors, summary.decisions)))
+        choice_lines(out, summary.choices, errors)
+    else:
+        hidden = 0
+        for choice in summary.choices:
+            judged = [decision for decision in summary.decisions if decision.target == choice.target]
+            hidden += _target_report(out, choice, _without(errors, judged), evidence)
+        if hidden:
+            print_text(out, f"[dim]All {hidden} gate results: add --details, or read the report.[/dim]")
+        _error_lines(out, errors)
     if not summary.executed:
         out.print("Nothing changed: no stage was executed.")
     if summary.registration is not None:
         _release_lines(out, summary, project)
 
 
+def _target_report(
+    out: Console,
+    choice: Choice,
+    decisions: Sequence[Decision],
+    evidence: Mapping[tuple[str, str], Evidence],
+) -> int:
+    """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
+    print_text(out, _choice_line(choice, decisions))
+    out.print()
+    heads, rows = _key_metrics(decisions, evidence)
+    print_table(out, heads, rows)
+    out.print()
+    told = False
+    for verdict, names, reasons in _failures(decisions):
+        for text in reasons:
+            print_text(out, f"{verdict_markup(verdict)} {escape(f'{names}: {text}')}", indent=2)
+            told = True
+    for row in result_table([decision for decision in decisions if decision.variant == choice.variant]):
+        if row.advisory and row.verdict is not Verdict.PASS:
+            text = f"{row.variant}: {_gate_name(row)}: {row.reason}"
+            print_text(out, f"[dim]note[/dim] {escape(text)}", indent=2)
+            told = True
+    if told:
+        out.print()
+    return sum(result.gate != "measurement" for decision in decisions for result in decision.results)
+
+
+def _choice_line(choice: Choice, decisions: Sequence[Decision]) -> str:
+    head = f"{verdict_markup(choice.verdict)} [bold]{escape(choice.target)}[/bold]"
+    if choice.variant is not None:
+        return f"{head}: [bold]{escape(choice.variant)}[/bold] is chosen ({escape(choice.reason)})"
+    if any(decision.verdict is Verdict.PASS for decision in decisions):  # not enough, among so many
+        return f"{head}: no release. {escape(choice.reason)}"
+    return f"{head}: no release, no variant passes"
+
+
+def _key_metrics(
+    decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]
+) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: the task metric, the median latency, the paired ratio and the size of each variant."""
+    from onnx_ops.reporting.measured import headline, median_latency, task_metric
+
+    metric, against = headline(decisions), _baseline(decisions)
+    rows = []
+    for decision in decisions:
+        one = evidence.get((decision.variant, decision.target))
+        measured = [] if one is None else [task_metric(one, metric), median_latency(one.latency)]
+        figures = [
+            "" if each is None else _interval(each.estimate, each.low, each.high, each.unit) for each in measured
+        ]
+        ratio = next((r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"), None)
+        cells = [*(figures or ["", ""]), "" if ratio is None else _interval(ratio.estimate, ratio.low, ratio.high, "x")]
+        size = "" if one is None else format_figure(one.size_bytes, "B").replace(" ", KEEP)
+        rows.append([f"  {escape(decision.variant)}", verdict_markup(decision.verdict), *cells, size])
+    heads = ["  variant", "verdict", metric, "median latency", f"latency vs {against}" if against else "", "size"]
+    used = [n for n, head in enumerate(heads) if n < _NAMES or (head and any(row[n] for row in rows))]
+    return [heads[n] for n in used], [[row[n] for n in used] for row in rows]
+
+
+_NAMES = 2
+"""The first columns of the key metrics, which are always shown."""
+
+
+def _baseline(decisions: Sequence[Decision]) -> str:
+    """Return what latency was compared with: the champion, else the export."""
+    names = {
+        r.metric.removeprefix("ratio vs ") for d in decisions for r in d.results if r.metric.startswith("ratio vs ")
+    }
+    return "champion" if "champion" in names else min(names, default="")
+
+
+def _interval(estimate: float | None, low: float | None, high: float | None, unit: str) -> str:
+    return _figure(format_figure(estimate, unit), format_interval(low, high, unit, near=estimate))
+
+
+def _failures(decisions: Sequence[Decision]) -> list[tuple[Verdict, str, list[str]]]:
+    """Return verdict, variants and reasons of what does not pass; variants with the same reasons stand together."""
+    shared: dict[tuple[Verdict, tuple[str, ...]], list[str]] = {}
+    for decision in decisions:
+        if decision.verdict is Verdict.PASS:
+            continue
+        rows = [row for row in result_table([decision]) if not row.advisory and row.verdict is not Verdict.PASS]
+        rows.sort(key=lambda row: -row.verdict.rank)
+        reasons = [row.reason if row.gate == "measurement" else f"{_gate_name(row)}: {row.reason}" for row in rows]
+        if len(reasons) > _REASONS:
+            reasons[_REASONS:] = [f"{len(reasons) - _REASONS} more gates do not pass"]
+        shared.setdefault((decision.verdict, tuple(reasons or [decision.reason])), []).append(decision.variant)
+    return [(verdict, ", ".join(names), list(reasons)) for (verdict, reasons), names in shared.items()]
+
+
 def choice_lines(out: Console, choices: Sequence[Choice], errors: Mapping[str, OnnxOpsError]) -> None:
     """Print what each target gets, and then each error of a stage, once."""
     for choice in choices:
+        text = f"{verdict_markup(choice.verdict)} [bold]{escape(choice.target)}[/bold]"
         if choice.variant is not None:
-            text = f"{escape(choice.target)}: {escape(choice.variant)} is chosen ({escape(choice.reason)})"
-            out.print(f"[green]PASS[/green] {text}")
+            print_text(out, f"{text}: {escape(choice.variant)} is chosen ({escape(choice.reason)})")
         else:
-            colour = _COLOURS[choice.verdict]
-            text = f"{escape(choice.target)}: no release. {escape(_without(errors, choice.reason))}"
-            out.print(f"[{colour}]{choice.verdict.value.upper()}[/{colour}] {text}")
+            print_text(out, f"{text}: no release. {escape(_shortened(errors, choice.reason))}")
+    _error_lines(out, errors)
+
+
+def _error_lines(out: Console, errors: Mapping[str, OnnxOpsError]) -> None:
     for stage, error in errors.items():
-        out.print(f"[red]{escape(stage)} failed[/red]: {escape(str(error))}")
+        print_error(out, error, f"{stage} failed")
 
 
-def _without(errors: Mapping[str, OnnxOpsError], reason: str) -> str:
-    """A reason that names a failed stage without the stage's error, which is printed below."""
+def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) -> list[Decision]:
+    """Return decisions that name a failed stage without its error, which is printed once."""
+    return [
+        replace(one, results=tuple(replace(r, reason=_shortened(errors, r.reason)) for r in one.results))
+        for one in decisions
+    ]
+
+
+def _shortened(errors: Mapping[str, OnnxOpsError], reason: str) -> str:
     for stage, error in errors.items():
         reason = reason.replace(f"{stage}: {error}", f"{stage} failed")
     return reason
@@ -118,14 +235,13 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
     if registration is None:
         return
     versions = ", ".join(f"{variant} = {version}" for variant, version in registration.versions.items())
-    out.print(f"Registered [bold]{escape(registration.model)}[/bold]: version {escape(versions)}")
+    print_text(out, f"Registered [bold]{escape(registration.model)}[/bold]: version {escape(versions)}")
     for target in summary.awaiting:
         choice = next(c for c in summary.choices if c.target == target)
         version = registration.versions.get(choice.variant or "", "?")
         command = f"onnx-ops promote {registration.model} {version} --target {target}"
-        out.print(
-            f"Awaiting promotion on {escape(target)}: set alias challenger-{escape(target)}, or: {escape(command)}"
-        )
+        print_text(out, f"Awaiting promotion on {escape(target)}: set alias challenger-{escape(target)} in MLflow, or")
+        out.print(f"  {escape(command)}", soft_wrap=True)
     from onnx_ops.operations.journal import siblings
     from onnx_ops.wiring.summary import where_to_read
 
@@ -146,52 +262,52 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
 def explanation_report(version: str, explanations: Sequence[Explanation]) -> None:
     out = console()
     for one in explanations:
-        gate_report(out, result_table([one.decision]))
-        colour = _COLOURS[one.decision.verdict]
-        verdict = f"[{colour}]{one.decision.verdict.value.upper()}[/{colour}]"
-        out.print(f"{escape(version)} on {escape(one.target)}: {verdict}, {escape(one.decision.reason)}")
+        decision = one.decision
+        gate_report(out, result_table([decision]))
+        print_text(
+            out,
+            f"{escape(version)} on {escape(one.target)}: {verdict_markup(decision.verdict)}, {escape(decision.reason)}",
+        )
         same = "the same verdict" if one.reproduced else f"signed was {one.signed.record.verdict.value}"
-        out.print(f"Judged again from stored evidence: {same}. Signature {escape(one.signature)}.")
+        print_text(out, f"Judged again from stored evidence: {same}. Signature {escape(one.signature)}.")
         hardware = one.evidence.hardware
         used = ", ".join(one.evidence.runtime.used) if one.evidence.runtime is not None else "unknown"
         where = f"{hardware.cpu_model}, {hardware.cores} cores, {hardware.runtime} {hardware.runtime_version}, {used}"
-        out.print(f"Measured on {escape(where)}; decided {escape(one.signed.record.decided_at)}.")
+        print_text(out, f"Measured on {escape(where)}; decided {escape(one.signed.record.decided_at)}.")
 
 
 def champions_table(found: Sequence[Drift]) -> None:
-    table = Table(title="Champions, measured again", title_justify="left")
-    for name in ("model", "version", "target", "variant", "verdict", "why"):
-        table.add_column(name, overflow="fold")
-    for one in found:
-        colour = _COLOURS[one.verdict]
-        verdict = f"[{colour}]{'DRIFTED' if one.drifted else one.verdict.value.upper()}[/{colour}]"
-        table.add_row(one.model, one.version, one.target, one.variant, verdict, escape(one.reason))
-    console().print(table)
+    rows = [
+        [
+            *map(escape, (one.model, one.version, one.target, one.variant)),
+            verdict_markup(one.verdict, text="DRIFTED" if one.drifted else ""),
+            escape(one.reason),
+        ]
+        for one in found
+    ]
+    print_table(console(), ("model", "version", "target", "variant", "verdict", "why"), rows)
 
 
 def doctor_table(findings: Sequence[Finding]) -> None:
-    table = Table()
-    for name in ("", "check", "found", "remedy"):
-        table.add_column(name, overflow="fold")
-    for finding in findings:
-        mark = "[green]ok[/green]" if finding.ok else "[red]!![/red]"
-        remedy = "" if finding.ok else finding.remedy
-        table.add_row(mark, escape(finding.check), escape(finding.found), escape(remedy))
-    console().print(table)
+    rows = [
+        [
+            "[green]ok[/green]" if one.ok else "[red]!![/red]",
+            escape(one.check).replace(" ", KEEP),
+            escape(one.found) + ("" if one.ok or not one.remedy else f"\n[bold]{escape(one.remedy)}[/bold]"),
+        ]
+        for one in findings
+    ]
+    print_table(console(), ("", "check", "found"), rows)
 
 
 def targets_table(told: Sequence[Told]) -> None:
-    table = Table()
-    for name in ("target", "from", "provider", "this machine"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for one in told:
         said = "can measure it" if one.here else "not measured here" if one.here is False else "not looked at"
         more = ". ".join(part for part in (f"{said}: {one.why}" if one.why else said, one.remedy) if part)
         colour = "green" if one.here else "yellow"
-        table.add_row(
-            escape(one.name), escape(one.source), escape(one.provider), f"[{colour}]{escape(more)}[/{colour}]"
-        )
-    console().print(table)
+        rows.append([*map(escape, (one.name, one.source, one.provider)), f"[{colour}]{escape(more)}[/{colour}]"])
+    print_table(console(), ("target", "from", "provider", "this machine"), rows)
 
 
 def _cut(text: str, limit: int) -> str:

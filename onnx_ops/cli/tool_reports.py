@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from onnx_ops import codec
-from onnx_ops.cli.tables import console
+from onnx_ops.cli.terminal import KEEP, console, print_table, print_text
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.structure import Advice
 from onnx_ops.reporting.figures import format_figure, format_interval
 from onnx_ops.reporting.structure import advice_lines
 from onnx_ops.stages.bench import Alone, Figure
-
-_COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
 
 _RUNS = "single runs that kept their core"
 _PROCESSES = "fresh processes, file in the page cache; median"
@@ -36,32 +32,26 @@ def alone_document(found: Alone, model: Path, target: str) -> dict[str, Any]:
 def alone_report(found: Alone, model: Path, target: str) -> None:
     out = console()
     rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
-    table = Table(title=escape(f"{model.name} on {target}, {rows} a request"), title_justify="left")
-    for name in ("figure", "value", "interval", "n", "of"):
-        table.add_column(name, justify="right" if name in ("value", "n") else "left")
-    of = ""
-    for name, figure in found.figures.items():
-        if of and of != _OF.get(name, _UNDER_LOAD):
-            table.add_section()
-        of = _OF.get(name, _UNDER_LOAD)
-        table.add_row(name, *_cells(figure), of)
-    out.print(table)
-    out.print("Intervals: 95 % a side.", style="dim")
+    out.print(f"[bold]{escape(f'{model.name} on {target}, {rows} a request')}[/bold]")
+    cells = [
+        [name, *_cells(figure), f"{figure.n} {_OF.get(name, _UNDER_LOAD)}"] for name, figure in found.figures.items()
+    ]
+    print_table(out, ("metric", "value", "interval (95 % a side)", "n"), cells)
     share = found.preempted / found.runs if found.runs else 0.0
-    out.print(f"{found.preempted} of {found.runs} runs were preempted ({100 * share:.2g}%) and left out.")
-    out.print(escape(_machine(found.hardware, found.facts, found.conditions)), style="dim")
+    print_text(out, f"{found.preempted} of {found.runs} runs were preempted ({100 * share:.2g}%) and left out.")
+    print_text(out, f"[dim]{escape(_machine(found.hardware, found.facts, found.conditions))}[/dim]")
     advise(found.advice)
 
 
 def advise(found: Sequence[Advice]) -> None:
     """What slows a model down, and what to set."""
     for line in advice_lines(found):
-        console().print(f"[yellow]advice[/yellow] {escape(line)}", soft_wrap=True)
+        print_text(console(), f"[yellow]advice[/yellow] {escape(line)}")
 
 
-def _cells(figure: Figure) -> tuple[str, str, str]:
+def _cells(figure: Figure) -> tuple[str, str]:
     interval = format_interval(figure.low, figure.high, figure.unit, near=figure.value)
-    return format_figure(figure.value, figure.unit), escape(interval), str(figure.n)
+    return tuple(escape(text.replace(" ", KEEP)) for text in (format_figure(figure.value, figure.unit), interval))  # type: ignore[return-value]
 
 
 def _machine(hardware: HardwareFingerprint, facts: RuntimeFacts, conditions: Mapping[str, str]) -> str:
@@ -70,7 +60,3 @@ def _machine(hardware: HardwareFingerprint, facts: RuntimeFacts, conditions: Map
     ) or ", ".join(facts.used)
     load = f", load {conditions['load']}" if "load" in conditions else ""
     return f"{hardware.cpu_model}, {hardware.cores} cores{load}; {facts.runtime} {facts.version}: {nodes}"
-
-
-def coloured(verdict: Verdict) -> str:
-    return f"[{_COLOURS[verdict]}]{verdict.value.upper()}[/{_COLOURS[verdict]}]"

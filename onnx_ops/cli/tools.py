@@ -143,7 +143,7 @@ def telling(*, quiet: bool) -> Iterator[Tell]:
     """Tells on standard error what is at work: a spinner on a terminal, else a line each."""
     from rich.markup import escape
 
-    from onnx_ops.cli.tables import error_console
+    from onnx_ops.cli.terminal import error_console
 
     console = error_console()
     if quiet:

@@ -1,0 +1,162 @@
+"""What all commands print with: consoles, verdicts, paragraphs and tables that break no word, path or interval."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from onnx_ops.cli.common import collecting
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.errors import OnnxOpsError, SpecError
+
+_COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
+_GAP = 2
+"""Columns between the columns of a table."""
+
+KEEP = "\u00a0"
+"""A space at which no line breaks; printed as a plain one."""
+
+
+def console() -> Console:
+    """Return standard output; 120 columns where it is not a terminal, so that tables in logs stay whole."""
+    coloured = True if collecting.get() is not None else None
+    return Console(width=None if sys.stdout.isatty() else 120, force_terminal=coloured, highlight=False, emoji=False)
+
+
+def error_console() -> Console:
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False, emoji=False)
+
+
+def verdict_markup(verdict: Verdict, *, advisory: bool = False, text: str = "") -> str:
+    """Return a verdict, or another text for it, in its colour; an advisory one is dim."""
+    colour = "dim" if advisory else _COLOURS[verdict]
+    return f"[{colour}]{text or verdict.value.upper()}[/{colour}]"
+
+
+def print_text(out: Console, markup: str, *, indent: int = 0, hang: int = 2) -> None:
+    """Print a paragraph that a terminal shows without a broken word; elsewhere it is one line.
+
+    Args:
+        out: where to.
+        markup: text in Rich's markup.
+        indent: spaces before the first line.
+        hang: further spaces before the other lines.
+    """
+    text = Text.from_markup(markup, emoji=False)
+    lines = _wrapped(text, out.width - indent - hang, first=out.width - indent) if out.is_terminal else [text]
+    for number, line in enumerate(lines):
+        _print_line(out, Text(" " * (indent + (hang if number else 0))).append_text(line))
+
+
+def print_error(out: Console, error: OnnxOpsError, head: str = "error") -> None:
+    """Print an error: what happened where, then why, then the remedy."""
+    if isinstance(error, SpecError):
+        for problem in error.problems:
+            print_text(out, escape(str(problem)))
+        return
+    where = f"{error.where}: " if error.where and not head.startswith(error.where) else ""
+    print_text(out, f"[red]{escape(head)}[/red]: {escape(where + error.what)}")
+    for name, text in (("why", error.why), ("try", error.remedy)):
+        if text:
+            print_text(out, f"{name}: {escape(text)}", indent=2, hang=5)
+
+
+def print_table(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str] | str]) -> None:
+    """Print rows of cells, or each row as a list of its cells where the columns would break words.
+
+    Args:
+        out: where to.
+        heads: names of the columns.
+        rows: cells in Rich's markup, one a head; a single text is a heading inside the table.
+    """
+    cells = [[_parsed(cell) for cell in row] for row in rows if not isinstance(row, str)]
+    columns = [[Text(head, style="dim"), *column] for head, column in zip(heads, _columns(cells), strict=False)]
+    least = [max(_longest(cell, r"\S+") for cell in column) for column in columns]
+    most = [max(_longest(cell, r".+") for cell in column) for column in columns]
+    room = out.width - _GAP * (len(heads) - 1)
+    if sum(least) > room:
+        _print_records(out, heads, rows)
+        return
+    widths = _shared(least, most, room)
+    if any(heads):
+        _print_row(out, [Text(head, style="dim") for head in heads], widths)
+    rest = iter(cells)
+    for row in rows:
+        if isinstance(row, str):
+            print_text(out, row)
+        else:
+            _print_row(out, next(rest), widths)
+
+
+def _columns(cells: Sequence[Sequence[Text]]) -> list[list[Text]]:
+    return [list(column) for column in zip(*cells, strict=True)]
+
+
+def _parsed(cell: str) -> Text:
+    return Text.from_markup(cell, emoji=False)
+
+
+def _longest(cell: Text, pattern: str) -> int:
+    """Return the cells of the longest match; `KEEP` counts as part of a word."""
+    found = re.findall(pattern, cell.plain.replace(KEEP, "_"))
+    return max((Text(part).cell_len for part in found), default=0)
+
+
+def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+    """Return widths between `least` and `most`: what is left goes to the columns that want more, evenly."""
+    widths = list(least)
+    for _ in range(room - sum(widths)):
+        wanting = [n for n, width in enumerate(widths) if width < most[n]]
+        if not wanting:
+            break
+        widths[min(wanting, key=lambda n: widths[n])] += 1
+    return widths
+
+
+def _print_row(out: Console, cells: Sequence[Text], widths: Sequence[int]) -> None:
+    parts = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    for number in range(max(map(len, parts))):
+        line = Text()
+        for part, width in zip(parts, widths, strict=True):
+            cell = part[number] if number < len(part) else Text()
+            line.append_text(cell).append(" " * (width - cell.cell_len + _GAP))
+        line.rstrip()
+        _print_line(out, line)
+
+
+def _print_records(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str] | str]) -> None:
+    for row in rows:
+        if isinstance(row, str):
+            print_text(out, row)
+            continue
+        print_text(out, row[0])
+        for head, cell in zip(heads[1:], row[1:], strict=True):
+            if cell:
+                print_text(out, f"[dim]{escape(head)}[/dim] {cell}".lstrip(), indent=2)
+
+
+def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
+    """Return lines of at most `width`, broken at spaces and line ends only; a longer word has a line of its own."""
+    lines: list[Text] = []
+    for paragraph in text.split("\n", allow_blank=True):
+        breaks: list[int] = []
+        start = 0
+        for word in re.finditer(r"[^ ]+", paragraph.plain):
+            limit = first if first is not None and not lines and not breaks else width
+            if word.start() > start and Text(paragraph.plain[start : word.end()]).cell_len > limit:
+                breaks.append(word.start())
+                start = word.start()
+        for line in paragraph.divide(breaks):
+            line.rstrip()
+            lines.append(line)
+    return lines or [Text()]
+
+
+def _print_line(out: Console, line: Text) -> None:
+    line.plain = line.plain.replace(KEEP, " ")
+    out.print(line, no_wrap=True, overflow="ignore", crop=False)

@@ -1,0 +1,62 @@
+"""What is printed keeps words, paths, intervals and names whole at any width."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from onnx_ops.cli.tables import gate_report
+from onnx_ops.cli.terminal import KEEP, print_table, print_text
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.reporting.description import ResultRow
+
+PATH = "/srv/models/.onnx-ops/endpoints/digits/deployments/v12/model.onnx"
+
+
+def terminal(width: int) -> tuple[Console, io.StringIO]:
+    sink = io.StringIO()
+    return Console(file=sink, width=width, force_terminal=True, color_system=None, emoji=False), sink
+
+
+def row(**changes: object) -> ResultRow:
+    values = {
+        "variant": "int8-dynamic-percentile",
+        "target": "cpu-1t",
+        "gate": "metric",
+        "metric": "accuracy vs fp32",
+        "limit": "drop ≤ 2%",
+        "figure": "0.222%",
+        "interval": "[-0.0782, 0.67]%",
+        "n": 899,
+        "groups": 0,
+        "verdict": Verdict.FAIL,
+        "reason": f"see :torch: in {PATH}",
+        "advisory": False,
+    }
+    return ResultRow(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 120])
+def test_gate_report_keeps_words_whole_at_any_width(width: int) -> None:
+    out, sink = terminal(width)
+    gate_report(out, [row(), row(gate="latency", metric="ratio vs fp32")])
+    words = set(sink.getvalue().split())
+    assert {"int8-dynamic-percentile", "accuracy", "latency", "FAIL", PATH, ":torch:"} <= words
+    assert "[-0.0782, 0.67]%" in sink.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_print_table_fits_the_width_or_becomes_a_list(width: int) -> None:
+    out, sink = terminal(width)
+    print_table(out, ("name", "found"), [["signing key", "mode 0600 of a key that signs all decisions"]])
+    assert all(len(line) <= width for line in sink.getvalue().splitlines())
+    print_table(out, ("name", "path"), [["signing key", PATH], ["trusted", PATH]])
+    assert sink.getvalue().count(PATH) == 2
+
+
+def test_print_text_is_one_line_where_there_is_no_terminal() -> None:
+    sink = io.StringIO()
+    print_text(Console(file=sink, width=20), f"a text that is longer{KEEP}than twenty columns")
+    assert sink.getvalue() == "a text that is longer than twenty columns\n"
