@@ -83,10 +83,18 @@ def _at_most_equal(entry: ScoreComparison, reference: str) -> ScoreComparison:
 
 
 def refused(
-    definition: MetricDefinition, n: int = 0, *, against: str = CANDIDATE, undefined: str = "", failed: str = ""
+    definition: MetricDefinition,
+    n: int = 0,
+    *,
+    against: str = CANDIDATE,
+    undefined: str = "",
+    failed: str = "",
+    broken: str = "",
 ) -> ScoreComparison:
     """An entry without a figure, and why."""
-    return ScoreComparison(metric=definition.label, against=against, n=n, undefined=undefined, failed=failed)
+    return ScoreComparison(
+        metric=definition.label, against=against, n=n, undefined=undefined, failed=failed, broken=broken
+    )
 
 
 def _score(
@@ -248,7 +256,8 @@ def _problem(
     """Why the candidate cannot be scored at all."""
     n = len(label)
     if not _numbers(candidate):
-        return refused(definition, n, failed="the candidate answers with NaN or infinity")
+        odd = int((~np.isfinite(candidate.reshape(n, -1))).any(axis=1).sum())
+        return refused(definition, n, broken=f"the model answers with NaN or infinity on {odd} of {n} rows")
     if not _numbers(label):
         return refused(definition, n, failed="the labels hold NaN or infinity")
     if n < FEW_ROWS:

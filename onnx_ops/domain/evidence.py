@@ -125,7 +125,8 @@ class ScoreComparison:
 
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `difference` is candidate minus
     baseline, `ratio` candidate over baseline; an entry has those that make sense for its metric. Where there is no
-    figure, `undefined` says why these rows give none, or `failed` why it could not be measured.
+    figure, `undefined` says why these rows give none, `failed` why it could not be measured, or `broken` what is wrong
+    with the model's own answers (NaN, infinity), which is the model's failure.
 
     `groups` counts the groups that were taken in place of rows. `effective` is how many equally bad rows (or groups)
     would carry the candidate's error as evenly; `heavy` numbers the rows that carry half of it, the worst first.
@@ -142,6 +143,7 @@ class ScoreComparison:
     method: str = ""
     undefined: str = ""
     failed: str = ""
+    broken: str = field(default="", metadata=LATER)
     groups: int = field(default=0, metadata=LATER)
     effective: float | None = field(default=None, metadata=LATER)
     heavy: tuple[int, ...] = field(default=(), metadata=LATER)

@@ -25,7 +25,7 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.VALIDATE: 4,
     StageKind.SEARCH: 3,
     StageKind.QUANTIZE: 5,
-    StageKind.BENCHMARK: 10,
+    StageKind.BENCHMARK: 11,
     StageKind.GATE: 7,
     StageKind.REGISTER: 6,
 }

@@ -168,7 +168,13 @@ def _comparable(
     problems = []
     for name, reading in found.items():
         why = str(reading)
-        if isinstance(reading, Reading):
+        if isinstance(reading, Reading) and reading.broken:
+            count = len(reading.values)
+            why = f"the model answers with NaN on {reading.broken} of {count} rows"
+            if name == CANDIDATE:
+                problems.append(refused(definition, count, broken=why))
+                continue
+        elif isinstance(reading, Reading):
             try:
                 answers[name] = _in_terms(definition, terms, reading, answers.get(CANDIDATE))
                 continue
@@ -191,8 +197,6 @@ def _terms(definition: MetricDefinition, label: Array | None) -> _Terms:
 def _in_terms(definition: MetricDefinition, terms: _Terms, reading: Reading, candidate: Array | None) -> Array:
     """One model's answers: right or wrong, class labels, scores, or whatever the metric takes as it is."""
     where, label = definition.label, terms.label
-    if reading.broken:
-        raise UserError(f"{reading.broken} rows of its answers hold NaN", where=where)
     if label is not None and definition.name == "accuracy":
         return np.asarray(classes_of(label, reading, where) == label)
     if label is not None and definition.k is not None:

@@ -157,7 +157,7 @@ class Workshop:
                 return score.ratio.estimate - 1
             if score.against == EXPORT and not ground.lower and score.difference is not None:
                 return -score.difference.estimate
-        why = next((s.failed or s.undefined for s in found.scores if s.failed or s.undefined), "it needs labels")
+        why = next((why for s in found.scores if (why := s.broken or s.failed or s.undefined)), "it needs labels")
         raise UserError(f"{ground.metric.label} cannot be told on the tuning rows", where=ground.section.name, why=why)
 
     def _error(self, path: Path) -> float:

@@ -98,10 +98,12 @@ def test_settings_of_a_metric_tell_it_from_others(golden: Golden) -> None:
 @pytest.mark.parametrize("gate", [MetricGate(name="auc", max_drop=0.5), MetricGate(name="auc", min=0.1)])
 def test_what_gave_no_figure_says_why(gate: MetricGate) -> None:
     undefined = ScoreComparison(metric="auc", against="", n=9, undefined="only one class")
-    failed = replace(undefined, undefined="", failed="NaN")
-    for found, verdict, reason in ((undefined, Verdict.INCONCLUSIVE, "only one class"), (failed, Verdict.ERROR, "NaN")):
+    failed = replace(undefined, undefined="", failed="it raised")
+    broken = replace(undefined, undefined="", broken="NaN on 9 rows")
+    verdicts = {Verdict.INCONCLUSIVE: undefined, Verdict.ERROR: failed, Verdict.FAIL: broken}
+    for verdict, found in verdicts.items():
         (result,) = judged(gate, evidence(found))
-        assert (result.verdict, result.reason) == (verdict, reason)
+        assert (result.verdict, result.reason) == (verdict, found.undefined or found.failed or found.broken)
 
 
 def test_a_baseline_that_cannot_be_scored_leaves_the_own_value() -> None:

@@ -157,7 +157,7 @@ def test_an_answer_that_is_no_number_gives_no_figure(
     spoilt = base.copy()
     spoilt[3] = bad
     (entry,) = score(definition, label, {CANDIDATE: spoilt, "fp32": base}, seed=0)
-    assert "NaN" in entry.failed
+    assert entry.broken == "the model answers with NaN or infinity on 1 of 100 rows"
     assert entry.candidate is entry.difference is entry.ratio is None
     alone, other = score(definition, label, {CANDIDATE: candidate, "fp32": spoilt}, seed=0)
     assert alone.candidate is not None
@@ -243,7 +243,7 @@ class TestWithoutLabels:
     def test_nan_on_either_side(self) -> None:
         good, bad = np.ones((50, 3)), np.full((50, 3), np.nan)
         (entry,) = score(COSINE, None, {CANDIDATE: bad, "fp32": good}, seed=0)
-        assert (entry.against, bool(entry.failed)) == ("fp32", True)
+        assert (entry.against, bool(entry.broken)) == ("fp32", True)
         (entry,) = score(COSINE, None, {CANDIDATE: good, "fp32": bad}, seed=0)
         assert (entry.against, bool(entry.undefined)) == ("fp32", True)
 

@@ -187,7 +187,7 @@ def test_answers_that_hold_nan_are_not_scored(model: Path, scores: Any) -> None:
     readings = {definition.label: read(definition, {"scores": spoilt}) for definition in definitions}
     found = measured({CANDIDATE: model}, labels_of(scores), *definitions, known={CANDIDATE: readings})
     assert found.counts == ()
-    assert [(entry.metric, bool(entry.failed), entry.candidate) for entry in found.scores] == [
+    assert [(entry.metric, bool(entry.broken), entry.candidate) for entry in found.scores] == [
         (definition.label, True, None) for definition in definitions
     ]
 

@@ -107,9 +107,11 @@ def _judge(name: str, limit: Limit, entry: _Entry) -> GateResult:
         n=max(0, entry.n),
         groups=entry.groups,
     )
-    if isinstance(entry, ScoreComparison) and (entry.failed or entry.undefined):
-        verdict = Verdict.ERROR if entry.failed else Verdict.INCONCLUSIVE
-        return replace(blank, verdict=verdict, reason=entry.failed or entry.undefined)
+    if isinstance(entry, ScoreComparison):
+        verdicts = {Verdict.FAIL: entry.broken, Verdict.ERROR: entry.failed, Verdict.INCONCLUSIVE: entry.undefined}
+        for verdict, reason in verdicts.items():
+            if reason:
+                return replace(blank, verdict=verdict, reason=reason)
     if problem := _problem(entry):
         return replace(blank, reason=f"{name}: {problem}")
     found = _interval(limit, entry)
