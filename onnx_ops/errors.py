@@ -174,6 +174,9 @@ class DigestMismatch(Refused):
     pass
 
 
+_QUOTED = 2000
+"""Characters of a library's text that are quoted."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FREE = "Free some space and run the same again: what was finished is kept. See docs/troubles/disk-full.md."
@@ -196,6 +199,16 @@ def storage_errors(where: str = "") -> Iterator[None]:
             what = "a file or folder cannot be used"
             raise StorageFailure(what, where=where, why=str(error), remedy=_OPEN) from error
         raise
+
+
+def quoted(error: object) -> str:
+    """Return what a library says, in one line; of a very long text the beginning and the end, in whole words."""
+    words = str(error).split()
+    text = " ".join(words)
+    if len(text) <= _QUOTED:
+        return text or type(error).__name__
+    half = _QUOTED // 2
+    return f"{text[:half].rpartition(' ')[0] or text[:half]} … {text[-half:].partition(' ')[2] or text[-half:]}"
 
 
 def from_document(document: dict[str, object]) -> OnnxOpsError:

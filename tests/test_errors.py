@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops import errors
-from onnx_ops.errors import OnnxOpsError, Problem, SpecError, from_document
+from onnx_ops.errors import OnnxOpsError, Problem, SpecError, from_document, quoted
 
 KINDS = [
     kind
@@ -58,3 +58,13 @@ def test_problems_of_a_file_are_told_in_order_and_survive() -> None:
 )
 def test_a_strange_document_is_still_an_error(document: dict[str, object]) -> None:
     assert isinstance(from_document(document), OnnxOpsError)
+
+
+def test_quoted_keeps_a_text_whole_or_cuts_it_between_words() -> None:
+    assert quoted(ValueError("  two\n  lines ")) == "two lines"
+    assert quoted(ValueError()) == "ValueError"
+    cut = quoted(" ".join(f"word{n}" for n in range(900)))
+    assert len(cut) <= 2010
+    assert set(cut.replace("…", "").split()) <= {f"word{n}" for n in range(900)}
+    assert cut.startswith("word0 ")
+    assert cut.endswith(" word899")

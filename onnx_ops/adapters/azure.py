@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from onnx_ops.adapters.exchange import exchange, host_of
-from onnx_ops.errors import EnvironmentFailure, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import EnvironmentFailure, Refused, ServiceUnavailable, UserError, quoted
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
@@ -169,4 +169,4 @@ def ask(path: str, *, document: object = None, method: str = "GET") -> Any:
 def first_line(error: BaseException) -> str:
     """What an error of the SDK says, without its pages of advice."""
     text = str(getattr(error, "message", "") or error).strip()
-    return " ".join(text.splitlines()[0].split())[:300] if text else type(error).__name__
+    return quoted(text.splitlines()[0]) if text else type(error).__name__

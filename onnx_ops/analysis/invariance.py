@@ -89,11 +89,11 @@ def _largest_difference(together: AnyArray, single: AnyArray) -> float:
     return min(float(np.abs(first[finite] - second[finite]).max(initial=0.0)), LARGEST)
 
 
-def _changed(together: AnyArray, single: AnyArray, error: float) -> float:
+def _changed(together: AnyArray, single: AnyArray, error: float) -> float | None:
     if together.dtype.kind != "f":
         return error
     if together.ndim != 2 or together.shape[1] < 2:
-        return 0.0
+        return None
     return float((together.argmax(axis=1) != single.argmax(axis=1)).mean())
 
 

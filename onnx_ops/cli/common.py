@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -102,7 +103,7 @@ def answer(document: Callable[[], Any], report: Callable[[], None], *, as_json: 
 
 
 def duration(text: str, option: str) -> float:
-    """Seconds.
+    """Return seconds; `m` is accepted for minutes, as in the shell of every other tool.
 
     Raises:
         UserError: it is no duration.
@@ -110,7 +111,7 @@ def duration(text: str, option: str) -> float:
     from onnx_ops.spec.quantities import parse_quantity
 
     try:
-        return float(parse_quantity(text, "s"))
+        return float(parse_quantity(re.sub(r"(?<=[0-9 ])m$", "min", text), "s"))
     except ValueError as error:
         raise UserError(str(error), where=option) from error
 

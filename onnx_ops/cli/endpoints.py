@@ -71,7 +71,7 @@ def history(
     target: OfTarget = "",
     by: Annotated[str, typer.Option("--by", metavar="ACTOR", help="Only what this actor did.")] = "",
     since: Annotated[
-        str, typer.Option("--since", metavar="WHEN", help="A date, a time (ISO 8601, UTC), or how long ago: 7d, 12h.")
+        str, typer.Option("--since", metavar="WHEN", help="A date, a time (ISO 8601, UTC), or how long ago: 7d, 20m.")
     ] = "",
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="Only so many, the newest.")] = None,
     traffic: Annotated[bool, typer.Option("--traffic", help="Only what moved traffic, drawn as bars.")] = False,
@@ -193,6 +193,6 @@ def _moment(text: str, now: float) -> float:
     try:
         at = datetime.datetime.fromisoformat(text)
     except ValueError as error:
-        remedy = "Write 2026-11-21, 2026-11-21T08:00, or how long ago: 7d."
+        remedy = "Write 2026-11-21, 2026-11-21T08:00, or how long ago: 7d, 20m."
         raise UserError(f"{text!r} is neither a date nor a duration", where="--since", remedy=remedy) from error
     return (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()

@@ -117,6 +117,13 @@ def _target_report(
     evidence: Mapping[tuple[str, str], Evidence],
 ) -> int:
     """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
+    judged = sum(result.gate != "measurement" for decision in decisions for result in decision.results)
+    if not judged and choice.variant is None:
+        text = "; ".join(reason for _, _, reasons in _failures(decisions) for reason in reasons)
+        print_text(
+            out, f"{verdict_markup(choice.verdict)} [bold]{escape(choice.target)}[/bold]: no release, {escape(text)}"
+        )
+        return 0
     print_text(out, _choice_line(choice, decisions))
     out.print()
     heads, rows = _key_metrics(decisions, evidence)
@@ -134,7 +141,7 @@ def _target_report(
             told = True
     if told:
         out.print()
-    return sum(result.gate != "measurement" for decision in decisions for result in decision.results)
+    return judged
 
 
 def _choice_line(choice: Choice, decisions: Sequence[Decision]) -> str:

@@ -15,6 +15,7 @@ from types import FrameType
 import typer
 
 from onnx_ops import codec
+from onnx_ops.cli.common import duration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.operations.bell import Bell
 from onnx_ops.operations.journal import Journal, bound_endpoints
@@ -165,12 +166,7 @@ def _repair_webhook(project: Project, watcher: Watcher) -> None:
 
 
 def _seconds(text: str) -> float:
-    from onnx_ops.spec.quantities import parse_quantity
-
-    try:
-        value = float(parse_quantity(text, "s"))
-    except ValueError as error:
-        raise UserError(str(error), where="--every") from error
+    value = duration(text, "--every")
     if not _SHORTEST <= value <= _LONGEST:
         raise UserError(f"a pass every {text}", where="--every", remedy="Write a duration from 100 ms to 24 h.")
     return value

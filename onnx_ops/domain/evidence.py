@@ -47,14 +47,14 @@ class BatchInvariance:
     """One output of real rows asked in one batch, against the same rows asked one by one.
 
     `error` is max |f(batch)[i] - f(row i)|; `ratio` is error in units of the source's noise. `changed` is the share
-    of rows whose class (arg max, or label) differs.
+    of rows whose class (arg max, or label) differs, None of an output that has no classes.
     """
 
     output: str
     rows: int
     error: float
     ratio: float
-    changed: float
+    changed: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

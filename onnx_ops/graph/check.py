@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import UserError
+from onnx_ops.errors import UserError, quoted
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.graph.inspect import info
 from onnx_ops.graph.ort_file import is_ort
@@ -61,7 +61,7 @@ def full_check(path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, inference, RuntimeError, ValueError) as error:  # inference raises all three
         remedy = "Export the model again, or mend what is named: onnx-ops inspect tells when it is valid."
-        raise UserError("it is not valid ONNX", where=path.name, why=_first_line(error), remedy=remedy) from error
+        raise UserError("it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy) from error
 
 
 def ceiling(info: ModelInfo, target: Target) -> str:
@@ -113,8 +113,3 @@ def refusal(path: Path, target: Target) -> str:
 def aborts_without_rows(path: Path) -> bool:
     """Whether ONNX Runtime would abort the process if the model were asked for an empty batch."""
     return any(node.op_type in _ABORT_WITHOUT_ROWS for node in nodes(read_structure(path)))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

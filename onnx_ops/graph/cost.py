@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnx_ops.errors import quoted
 from onnx_ops.graph.external import bits_of
 from onnx_ops.graph.files import read_structure, tensors
 
@@ -78,7 +79,7 @@ def cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -
             model = inliner.inline_local_functions(model)
         model = shape_inference.infer_shapes(model, data_prop=True)
     except Exception as error:  # it raises what its parts raise
-        problem = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        problem = quoted(error)
     values = _values(model)
     shapes = {name: shape for name, (shape, _) in values.items() if shape is not None}
     macs: Counter[str] = Counter()

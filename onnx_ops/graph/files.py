@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
-from onnx_ops.errors import NotFound, Refused, TooLarge, UserError
+from onnx_ops.errors import NotFound, Refused, TooLarge, UserError, quoted
 from onnx_ops.graph.external import checked_files, locations, tell_lengths
 from onnx_ops.graph.ort_file import is_ort, read_ort
 
@@ -148,7 +148,7 @@ def read_model(path: Path) -> onnx.ModelProto:
     try:
         load_external_data_for_model(model, str(path.parent))
     except (ValidationError, ValueError) as error:  # it takes no links, not even hard ones
-        why = str(error).strip().partition("\n")[0][:300]
+        why = quoted(error)
         raise Refused("its external data is not read", where=str(path), why=why, remedy=_PLAIN) from error
     return model
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnx_ops.errors import UserError
+from onnx_ops.errors import UserError, quoted
 
 if TYPE_CHECKING:
     import onnx
@@ -37,7 +37,7 @@ def read_ort(path: Path) -> onnx.ModelProto:
         return _model(path.read_bytes())
     except (struct.error, IndexError, ValueError, TypeError, UnicodeDecodeError) as error:
         remedy = "Make it again from the .onnx file."
-        raise UserError("a damaged file in ORT format", where=str(path), why=str(error)[:200], remedy=remedy) from error
+        raise UserError("a damaged file in ORT format", where=str(path), why=quoted(error), remedy=remedy) from error
 
 
 class _Table:

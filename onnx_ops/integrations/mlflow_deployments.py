@@ -30,6 +30,7 @@ from onnx_ops.errors import (
     ServiceUnavailable,
     StateCorrupt,
     UserError,
+    quoted,
 )
 from onnx_ops.operations.delete import delete
 from onnx_ops.operations.journal import Journal, bound_endpoints
@@ -237,7 +238,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         except httpx.HTTPError as error:
             raise ServiceUnavailable("the endpoint does not answer", where=name, why=str(error)) from error
         if answer.status_code != httpx.codes.OK:
-            raise UserError(f"the endpoint answered {answer.status_code}", where=name, why=answer.text[:500])
+            raise UserError(f"the endpoint answered {answer.status_code}", where=name, why=quoted(answer.text))
         return PredictionsResponse(answer.json())
 
     def _described(self, name: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json, hex_of
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import CPU, Execution
-from onnx_ops.errors import EnvironmentFailure
+from onnx_ops.errors import EnvironmentFailure, quoted
 from onnx_ops.ports.data import Array
 
 _log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ def same_answers(one: Any, other: Any) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:500]
+    return quoted(str(error).strip().partition("\n")[0])
 
 
 def _sample(node: Any, draw: Any) -> Array:

@@ -85,7 +85,8 @@ def parse_quantity(written: object, unit: str) -> float | int:
     if not suffix:
         raise ValueError(f"expected {scale.noun}, got {describe(written)}; write it with a unit, {example}")
     if suffix not in scale.units:
-        hint = did_you_mean(suffix, scale.units) or f"; write one of {', '.join(scale.units)}, {example}"
+        meant = "min" if suffix == "m" else suffix
+        hint = did_you_mean(meant, scale.units) or f"; write one of {', '.join(scale.units)}, {example}"
         raise ValueError(f"unknown unit '{suffix}' in '{written}'{hint}")
     value = Decimal(number) * scale.units[suffix]
     if not scale.whole:

@@ -6,6 +6,7 @@ of aliases are bounded.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from pathlib import Path
@@ -20,7 +21,7 @@ from yaml.scanner import Scanner
 
 from onnx_ops.errors import NotFound, Problem, SpecError, UserError
 from onnx_ops.spec.document import BROKEN, Document, Finding, Loc, Place
-from onnx_ops.spec.words import describe, did_you_mean, shorten
+from onnx_ops.spec.words import describe, shorten
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -34,6 +35,11 @@ _OTHER_BASE = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _MOST_DIGITS = 32
+
+_PIPELINES = Path("configs") / "pipelines"
+_CLOSE_NAME = 0.65
+_LISTED = 8
+"""Pipeline files that are named where none is like the one that was asked for."""
 
 
 def read_file(path: Path) -> Document:
@@ -49,9 +55,7 @@ def read_file(path: Path) -> Document:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
-        beside = [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, beside).removeprefix("; ").capitalize()
-        raise NotFound("no such file", where=source, remedy=hint) from error
+        raise NotFound("no such file", where=source, remedy=_near(path)) from error
     except OSError as error:
         raise UserError("the file cannot be read", where=source, why=error.strerror or str(error)) from error
     if len(data) > MAX_BYTES:
@@ -64,6 +68,20 @@ def read_file(path: Path) -> Document:
         place = Place(source=source, line=line, column=column)
         raise _refusal(place, "not UTF-8 text; save the file as UTF-8") from error
     return read_text(text, source=source)
+
+
+def _near(path: Path) -> str:
+    """Return which file was meant: one with a like name there or among the pipelines, else the pipelines there are."""
+    folders = dict.fromkeys((path.parent, _PIPELINES, path.parent / _PIPELINES))
+    found = [shown_path(other) for folder in folders for other in sorted(folder.glob("*.y*ml"))]
+    names: dict[str, str] = {}
+    for place in found:
+        names.setdefault(Path(place).stem, place)
+    close = difflib.get_close_matches(path.stem, names, n=1, cutoff=_CLOSE_NAME)
+    if close:
+        return f"Did you mean {names[close[0]]}?"
+    pipelines = [place for place in found if _PIPELINES.name in Path(place).parts][:_LISTED]
+    return f"There are: {', '.join(pipelines)}." if pipelines else ""
 
 
 def read_text(text: str, *, source: str, positions: bool = True) -> Document:

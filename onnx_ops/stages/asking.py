@@ -18,7 +18,7 @@ from onnx_ops.analysis.sizes import Axes, sized_inputs
 from onnx_ops.domain.inputs import InputValues
 from onnx_ops.domain.pipeline import SOURCE_TIME_S
 from onnx_ops.domain.structure import NanPolicy, SourceLimits
-from onnx_ops.errors import UserError
+from onnx_ops.errors import UserError, quoted
 from onnx_ops.graph.check import aborts_without_rows
 from onnx_ops.graph.forest import has_trees
 from onnx_ops.graph.input_bounds import index_bounds
@@ -48,7 +48,6 @@ _ROWS_OF_SLOW = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Rows of each group that a slow source may be asked."""
 
 _JITTER_BYTES = 1 << 26
-_WORDS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +137,7 @@ def ask_source(
         except ValueError as error:
             if name == REAL:
                 raise _refuses_samples(error) from error
-            refused[name] = _words(error)
+            refused[name] = quoted(error)
             continue
         if name == REAL and (difference := source.changes(answered)):
             raise UserError(
@@ -201,7 +200,7 @@ def _refuses_samples(error: ValueError) -> UserError:
     return UserError(
         "the source model refuses the samples",
         where="validate.samples",
-        why=_words(error),
+        why=quoted(error),
         remedy="Validate with rows that it answers.",
     )
 
@@ -267,7 +266,3 @@ def _nan_policy(groups: list[ReferenceGroup], refused: Mapping[str, str]) -> Nan
         return ""
     floats = [array for array in answers.values() if array.dtype.kind == "f"]
     return "passed on" if any(np.isnan(array).any() for array in floats) else "answered"
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:_WORDS] or type(error).__name__

@@ -174,7 +174,7 @@ def _on_target(
     except MeasurementFailure as error:
         why = f": {error.why}" if error.why else ""
         remedy = error.remedy
-        reason = one_line(f"{error.where}: {error.what}{why}"[:400] + (f". {remedy}" if remedy else ""))
+        reason = one_line(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
         results.append(GateResult(gate="target", metric="", limit="", verdict=Verdict.ERROR, reason=reason))
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
     return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice, remedy=remedy)

@@ -19,7 +19,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.errors import UserError
 from onnx_ops.graph.files import nodes, read_structure
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports.data import Tensors
@@ -156,7 +156,7 @@ def test_a_module_that_does_not_run_in_float64_has_no_such_answers() -> None:
 def test_a_failed_export_says_why_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from tests.support.torch_modules import Branching
 
-    with pytest.raises(StageFailure, match="Could not guard on data-dependent expression") as caught:
+    with pytest.raises(UserError, match="Could not guard on data-dependent expression") as caught:
         export(TorchExporter(), Branching(), tmp_path, SAMPLES, dynamic={"x": {0: "batch"}})
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")

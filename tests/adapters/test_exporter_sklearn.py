@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.errors import NotFound, UserError
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import ExportRequest, Tensors
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
         exporter.export(estimator, request({"x": rows, "y": rows}))
     with pytest.raises(UserError, match="matrix"):
         exporter.export(estimator, request({"x": rows[:, 0]}))
-    with pytest.raises(StageFailure, match="skl2onnx"):
+    with pytest.raises(UserError, match="skl2onnx"):
         exporter.export(estimator, request({"x": rows}, Export(framework="sklearn", opset=28)))
 
 

@@ -16,7 +16,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure, UserError
+from onnx_ops.errors import NotFound, OnnxOpsError, UserError
 from onnx_ops.graph.inspect import info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
@@ -99,7 +99,7 @@ def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
 def test_a_batch_that_the_exporter_fixes_is_refused_unless_the_pipeline_fixes_it(tmp_path: Path) -> None:
     from tests.support.torch_modules import Counted
 
-    with pytest.raises(StageFailure, match=r"axis 0 of image \(batch\) at 2"):
+    with pytest.raises(UserError, match=r"axis 0 of image \(batch\) at 2"):
         export(Counted(), images(6), tmp_path / "m.onnx")
     export(Counted(), images(2), tmp_path / "m.onnx", Export(framework="torch", dynamic={"image": {}}))
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match=r"no torch\.nn\.Module"):
         export("a string", images(4), tmp_path / "m.onnx")
-    with pytest.raises(StageFailure, match="data-dependent") as caught:
+    with pytest.raises(UserError, match="data-dependent") as caught:
         export(Guarded(), images(4), tmp_path / "m.onnx")
     assert "torch.onnx.export" in str(caught.value)
     with pytest.raises(ValueError, match="refuses"):
@@ -165,7 +165,7 @@ def test_loading_what_is_not_a_module_is_told(tmp_path: Path) -> None:
 def test_an_operator_without_translation_is_named_with_the_option(tmp_path: Path) -> None:
     from tests.support.torch_modules import Custom
 
-    with pytest.raises(StageFailure) as raised:
+    with pytest.raises(UserError) as raised:
         export(Custom(), images(4), tmp_path / "m.onnx")
     assert "no translation of operator onnx_ops_tests.twice.default" in raised.value.what
     assert "translations: package.module:TABLE" in raised.value.remedy

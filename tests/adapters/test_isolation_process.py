@@ -17,7 +17,7 @@ from onnx_ops.adapters.isolation.exporter import IsolatedExporter, Remote
 from onnx_ops.adapters.isolation.output import LAST_LINES
 from onnx_ops.adapters.isolation.process import Limits
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import NotFound, Refused, StageFailure
+from onnx_ops.errors import NotFound, Refused, StageFailure, UserError
 from onnx_ops.ports import Dataset, ExportRequest, TrainingExporter
 
 CONVERTER = """
@@ -234,7 +234,7 @@ def test_its_own_errors_keep_their_type(exporter: IsolatedExporter, tmp_path: Pa
 def test_training_that_crashes_or_fails_is_told(exporter: IsolatedExporter, tmp_path: Path) -> None:
     with pytest.raises(StageFailure, match="SIGABRT while it was to train"):
         exporter.train("training_of_mine:crash", {}, {}, tmp_path)
-    with pytest.raises(StageFailure, match="ZeroDivisionError") as failure:
+    with pytest.raises(UserError, match="ZeroDivisionError") as failure:
         exporter.train("training_of_mine:fail", {}, {}, tmp_path)
     assert "training_of_mine.py" in failure.value.where
 

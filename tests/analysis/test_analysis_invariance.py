@@ -139,3 +139,9 @@ def test_a_figure_that_is_no_number_never_passes(field: str) -> None:
     strange: dict[str, Any] = {field: math.nan}
     (result,) = told(measured(1.0), replace(measured(1.0), **strange))
     assert (result.verdict, result.advisory) == (Verdict.ERROR, True)
+
+
+def test_an_output_of_one_column_has_no_classes_that_could_change() -> None:
+    rows = np.linspace(0, 1, 6, dtype=np.float32).reshape(6, 1)
+    (found,) = batch_invariance({"y": rows}, [{"y": row[None] + np.float32(0.1)} for row in rows])
+    assert found.changed is None

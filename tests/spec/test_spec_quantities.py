@@ -50,6 +50,7 @@ def test_reads_units(written: str, unit: str, value: float) -> None:
         (None, "1", "expected a percentage, e.g. 5%, got nothing"),
         ([1], "B", "expected a size, e.g. 2 MB, got a list"),
         ("5 MS", "s", "unknown unit 'MS' in '5 MS'; did you mean 'ms'?"),
+        ("20m", "s", "unknown unit 'm' in '20m'; did you mean 'min'?"),
         ("5 weeks", "s", "unknown unit 'weeks' in '5 weeks'; write one of us, ms, s, min, h, d, e.g. 5 ms"),
         ("2 Mb", "B", "unknown unit 'Mb' in '2 Mb'; did you mean 'MB'?"),
         ("0.5 B", "B", "'0.5 B' is not a whole number of bytes"),

@@ -12,7 +12,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure
+from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure, UserError
 from onnx_ops.stages.train import execute
 from onnx_ops.testing.fakes import FakeWorld
 
@@ -33,8 +33,9 @@ def train(root: Path, body: str, function: str = "train") -> None:
         ("undefined\n", NotFound, "NameError"),
         ("1 / 0\n", NotFound, "ZeroDivisionError"),
         ("other = 1\n", NotFound, "train"),
-        ("def train(data, seed):\n    raise KeyError('no such column')\n", StageFailure, "no such column"),
-        ("def train(data):\n    return 1\n", StageFailure, "seed"),
+        ("def train(data, seed):\n    raise KeyError('no such column')\n", UserError, "no such column"),
+        ("def train(data, seed):\n    raise ConnectionError('no route')\n", StageFailure, "no route"),
+        ("def train(data):\n    return 1\n", UserError, "train.with: .*unexpected keyword argument 'seed'"),
     ],
 )
 def test_a_fault_in_user_code_is_told_in_its_own_words(

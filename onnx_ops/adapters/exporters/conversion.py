@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onnx_ops.adapters.isolation.shield import Fallen, shielded
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import StageFailure
+from onnx_ops.errors import UserError
 from onnx_ops.graph.check import full_check
 from onnx_ops.graph.files import read_model, write_model
 from onnx_ops.graph.hygiene import like_source
@@ -17,12 +17,12 @@ def convert(source: Path, result: Path, section: Export) -> None:
     """Write the file at exactly the opset and IR version of the section.
 
     Raises:
-        StageFailure: the converter cannot, or what it made is not valid at that version.
+        UserError: the converter cannot, or what it made is not valid at that version.
     """
     try:
         shielded(_convert, source, result, section.opset, section.ir_version)
     except Fallen as fallen:
-        raise StageFailure(
+        raise UserError(
             f"the file cannot be converted to opset {section.opset}",
             where="export",
             why="\n".join(part for part in (fallen.how, fallen.said) if part),

@@ -12,7 +12,7 @@ from onnx_ops.adapters.exporters.conversion import convert
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
-from onnx_ops.errors import UserError
+from onnx_ops.errors import UserError, quoted
 from onnx_ops.graph.brought import CONVERT, drop_zipmaps, newer, no_tensors, remedy
 from onnx_ops.graph.check import ceiling
 from onnx_ops.graph.files import copy_model, model_file, read_model, read_structure, write_model
@@ -62,7 +62,7 @@ class OnnxExporter:
         Raises:
             UserError: the file is newer than the pipeline asks for and nobody asked for a conversion, or something that
                 it takes or gives is no tensor.
-            StageFailure: it cannot be converted.
+            UserError: it cannot be converted.
         """
         source = Path(str(model))
         found, section = info(source), request.section
@@ -103,7 +103,7 @@ class OnnxExporter:
             names = [output.name for output in session.get_outputs()]
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
         except Exception as error:
-            raise ValueError(f"the model refuses these inputs: {(str(error).strip() or 'no reason')[:300]}") from error
+            raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
 
 
 def _converts(section: Export, samples: Tensors) -> bool:
@@ -125,4 +125,4 @@ def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:
         evaluator = ReferenceEvaluator(read_model(path))
         return dict(zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True))
     except Exception as error:  # kernels in numpy raise whatever numpy raises
-        raise ValueError(f"the model refuses these inputs: {(str(error).strip() or 'no reason')[:300]}") from error
+        raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error

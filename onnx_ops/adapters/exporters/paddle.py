@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.naming import check_opset, name_axes, output_names, output_values, rename_outputs
 from onnx_ops.adapters.exporters.section import check_section
-from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.errors import NotFound, UserError, quoted
 from onnx_ops.graph.files import read_model, write_model
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
@@ -76,10 +76,10 @@ class PaddleExporter:
                 )
                 converted = read_model(path)
             except Exception as error:  # the converter raises whatever its parts raise
-                raise StageFailure(
+                raise UserError(
                     "paddle2onnx cannot convert the layer",
                     where="export",
-                    why=f"{type(error).__name__}: {str(error)[:300]}",
+                    why=f"{type(error).__name__}: {quoted(error)}",
                     remedy="Look for the operator that it names; another opset may be convertible.",
                 ) from error
         rename_outputs(converted, output_names(answer))
@@ -102,7 +102,7 @@ class PaddleExporter:
         try:
             answer = _call(model, inputs)
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
-            raise ValueError(f"the layer refuses these inputs: {str(error)[:300]}") from error
+            raise ValueError(f"the layer refuses these inputs: {quoted(error)}") from error
         return {name: value.numpy() for name, value in zip(output_names(answer), output_values(answer), strict=True)}
 
 

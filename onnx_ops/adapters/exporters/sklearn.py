@@ -14,7 +14,7 @@ from onnx_ops.adapters.exporters.known_wrong import check_convertible
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.adapters.exporters.sklearn_inputs import Layout, connect, layout_of, rows_of
 from onnx_ops.adapters.exporters.sklearn_outputs import check_runnable, tidy_outputs
-from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.errors import NotFound, UserError, quoted
 from onnx_ops.graph.files import write_model
 from onnx_ops.graph.hygiene import renumber
 from onnx_ops.ports.data import Array, Tensors
@@ -186,10 +186,10 @@ def _convert(model: object, layout: Layout, opset: int, own: str) -> Any:
                 name="model",
             )
     except Exception as error:  # the converter raises whatever its parts raise
-        raise StageFailure(
+        raise UserError(
             f"skl2onnx cannot convert {type(model).__name__}",
             where="export",
-            why=f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0][:300]}",
+            why=f"{type(error).__name__}: {quoted(error)}",
             remedy=_remedy(model, own),
         ) from error
     return converted

@@ -19,7 +19,7 @@ from onnx_ops.adapters.exporters.naming import (
     rename_outputs,
 )
 from onnx_ops.adapters.exporters.section import check_section
-from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.errors import NotFound, UserError, quoted
 from onnx_ops.graph.files import write_model
 from onnx_ops.graph.hygiene import renumber
 from onnx_ops.ports.data import Array, Tensors
@@ -119,7 +119,7 @@ class TensorflowExporter:
         try:
             answer = _call(model, {name: tf.constant(array) for name, array in inputs.items()})
         except (tf.errors.OpError, TypeError) as error:
-            raise ValueError(f"the model refuses these inputs: {str(error)[:300]}") from error
+            raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
         return {name: value.numpy() for name, value in zip(output_names(answer), output_values(answer), strict=True)}
 
 
@@ -183,7 +183,7 @@ class TfliteExporter:
                 interpreter.set_tensor(detail["index"], array)
             interpreter.invoke()
         except RuntimeError as error:
-            raise ValueError(f"the model refuses these inputs: {str(error)[:300]}") from error
+            raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
         found = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
         return dict(zip(output_names(found), found, strict=True))
 
@@ -206,12 +206,11 @@ def finish(converted: Any, names: list[str], request: ExportRequest) -> None:
     write_model(converted, request.path)
 
 
-def conversion_failure(tool: str, error: Exception) -> StageFailure:
-    lines = str(error).strip().splitlines()
-    return StageFailure(
+def conversion_failure(tool: str, error: Exception) -> UserError:
+    return UserError(
         f"{tool} cannot convert the model",
         where="export",
-        why=f"{type(error).__name__}: {lines[0][:300] if lines else ''}",
+        why=f"{type(error).__name__}: {quoted(error)}",
         remedy="Look for the operator that it names; another opset, or other layers, may be convertible.",
     )
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from onnx_ops.adapters.exporters.naming import free_axes, output_names, output_values
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
-from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.errors import NotFound, UserError, quoted
 from onnx_ops.graph.files import graphs, nodes, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS
 from onnx_ops.ports.data import Array, Tensors
@@ -138,20 +138,19 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
             )
     except Exception as error:  # the exporter raises whatever its parts raise
         cause = error.__cause__ or error  # the outer one only says which step failed
-        lines = str(cause).strip().splitlines()
         if unknown := _UNTRANSLATED.search(str(error)):
             name = ".".join(unknown.groups()).replace("::", ".")
-            raise StageFailure(
+            raise UserError(
                 f"torch.onnx.export has no translation of operator {name}",
                 where="export",
                 why="torch has neither an ONNX function nor a decomposition of it",
                 remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, and set "
                 f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
             ) from error
-        raise StageFailure(
+        raise UserError(
             "torch.onnx.export cannot export the module",
             where="export",
-            why=f"{type(cause).__name__}: {lines[0][:300] if lines else ''}",
+            why=f"{type(cause).__name__}: {quoted(cause)}",
             remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
         ) from error
 
@@ -214,11 +213,10 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
     try:
         answer = _forward(torch, module, rows)
     except Exception as error:  # forward is the user's own code
-        lines = str(error).strip().splitlines()
         raise UserError(
             "the module refuses the samples",
             where="export",
-            why=f"{type(error).__name__}: {lines[0][:300] if lines else ''}",
+            why=f"{type(error).__name__}: {quoted(error)}",
             remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
         ) from error
     values = dict(zip(output_names(answer), output_values(answer), strict=True))
@@ -269,7 +267,7 @@ def _check_opset(proto: Any, wanted: int) -> None:
     """Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails."""
     found = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
     if found != wanted:
-        raise StageFailure(
+        raise UserError(
             f"the exporter wrote opset {found}, not {wanted}",
             where="export",
             why="it could not convert the operators of this module",
@@ -283,7 +281,7 @@ def _check_free_axes(proto: Any, section: Export) -> None:
         sizes = value.type.tensor_type.shape.dim
         for axis, symbol in free_axes(section, value.name).items():
             if sizes[axis].HasField("dim_value"):
-                raise StageFailure(
+                raise UserError(
                     f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
                     where="export.dynamic",
                     why="`forward`, or a layer that it calls, makes a plain number of that size, as `len(x)` does",

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from onnx_ops.errors import OnnxOpsError, StageFailure
+from onnx_ops.errors import OnnxOpsError, StageFailure, quoted
 
 
 class Worker(Protocol):
@@ -81,4 +81,4 @@ def _no_memory(worker: Worker, limit: int) -> StageFailure:
 
 def _unexpected(worker: Worker, error: Exception) -> StageFailure:
     lines = "".join(traceback.format_exception(error)).splitlines()
-    return StageFailure(f"{type(error).__name__}: {str(error)[:300]}", where=worker.where, why="\n".join(lines[-15:]))
+    return StageFailure(f"{type(error).__name__}: {quoted(error)}", where=worker.where, why="\n".join(lines[-15:]))

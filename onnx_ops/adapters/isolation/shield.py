@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
 from onnx_ops.adapters.isolation.output import Tail
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, quoted
 
 T = TypeVar("T")
 
@@ -113,5 +113,5 @@ def _child(
     except MemoryError:
         answer = ("memory", None)
     except Exception as error:  # a library raises whatever its parts raise
-        answer = ("raised", f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}")
+        answer = ("raised", f"{type(error).__name__}: {quoted(error)}")
     answers.send(answer)

@@ -16,7 +16,7 @@ from onnx_ops.adapters.azure import Scalar, ask, endpoint_name, workspace_of
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
-from onnx_ops.errors import Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import Refused, ServiceUnavailable, UserError, quoted
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.admin import FAILURES
 
@@ -107,7 +107,7 @@ class AzureMonitorMetrics:
             return list(_rows(found))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = "that is no answer of Azure Monitor's"
-            raise ServiceUnavailable(what, where=config.endpoint, why=repr(found)[:200]) from error
+            raise ServiceUnavailable(what, where=config.endpoint, why=quoted(repr(found))) from error
 
 
 def _rows(found: Any) -> Iterator[tuple[str, str, str, list[float]]]:

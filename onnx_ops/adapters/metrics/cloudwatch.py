@@ -15,7 +15,7 @@ from typing import Any
 from onnx_ops.adapters.aws import ANSWER_S, Clients, Scalar, clients, translated, variant_of
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailable, UserError, quoted
 
 _KNOWN = ("delay_s", "profile", "region")
 _DELAY_S = 120
@@ -134,7 +134,7 @@ def _figures(cloudwatch: Any, asked: list[dict[str, Any]], begin: datetime, end:
     for page in pages:
         for result in page["MetricDataResults"]:
             if result.get("StatusCode") not in ("Complete", "PartialData"):
-                raise ServiceUnavailable("CloudWatch answers in part", why=str(result.get("Messages", ""))[:200])
+                raise ServiceUnavailable("CloudWatch answers in part", why=quoted(result.get("Messages", "")))
             found.setdefault(result["Id"], []).extend(map(float, result["Values"]))
     return found
 

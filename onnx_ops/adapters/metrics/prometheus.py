@@ -19,7 +19,7 @@ from onnx_ops.adapters.metrics.selecting import Names, Scalar, names_of
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
-from onnx_ops.errors import Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import Refused, ServiceUnavailable, UserError, quoted
 from onnx_ops.protocol.admin import FAILURES, REFUSALS
 
 VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
@@ -112,7 +112,7 @@ class PrometheusMetrics:
         except (AttributeError, KeyError, TypeError) as error:
             raise _nonsense(config, found) from error
         if partial:  # what only some of the stores know is less than was counted
-            raise ServiceUnavailable("Prometheus answers in part", where=config.endpoint, why=str(partial)[:200])
+            raise ServiceUnavailable("Prometheus answers in part", where=config.endpoint, why=quoted(partial))
         if not isinstance(samples, list):
             raise _nonsense(config, found)
         return samples
@@ -164,4 +164,4 @@ def _over(buckets: Mapping[float, int], bound_s: float) -> int | None:
 
 
 def _nonsense(config: EndpointConfig, found: object) -> ServiceUnavailable:
-    return ServiceUnavailable("that is no answer of Prometheus'", where=config.endpoint, why=repr(found)[:200])
+    return ServiceUnavailable("that is no answer of Prometheus'", where=config.endpoint, why=quoted(repr(found)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.errors import OnnxOpsError, StageFailure, UserError
+from onnx_ops.errors import OnnxOpsError, StageFailure, UserError, quoted
 from onnx_ops.graph.files import constants, nodes
 from onnx_ops.graph.inspect import info
 
@@ -59,13 +59,8 @@ def told(what: str, variant: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise StageFailure(
-            what, where=f"variant {variant}", why=f"{type(error).__name__}: {first_line(error)}", remedy=remedy
+            what, where=f"variant {variant}", why=f"{type(error).__name__}: {quoted(error)}", remedy=remedy
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
@@ -80,7 +75,7 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
             raise StageFailure(
                 f"{tool} changed the model's {side}",
                 where=where,
-                why=f"they were {list(map(str, old))} and became {list(map(str, new))}"[:400],
+                why=f"they were {list(map(str, old))} and became {list(map(str, new))}",
                 remedy="Leave this variant out of `quantize`.",
             )
 

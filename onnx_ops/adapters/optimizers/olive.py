@@ -16,7 +16,7 @@ from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.optimizers.options import Kind, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.errors import NotFound, StageFailure, UserError, quoted
 from onnx_ops.graph.exclusion import follow, still_quantized
 from onnx_ops.graph.files import read_model, write_model
 from onnx_ops.graph.hygiene import like_source
@@ -252,7 +252,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
         try:
             done = importlib.import_module("olive.workflows").run(dict(workflow))
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error)[:400]}"
+            why = f"{type(error).__name__}: {quoted(error)}"
             raise StageFailure("Olive failed", where=where, why=why, remedy=remedy) from error
     best = done.get_best_candidate() if done is not None and done.has_output_model() else None
     if best is None or not best.model_path:

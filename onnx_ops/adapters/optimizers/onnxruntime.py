@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.optimizers.library import first_line, nothing_quantized, quiet, told
+from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, one_of, read_options
 from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
-from onnx_ops.errors import UserError
+from onnx_ops.errors import UserError, quoted
 from onnx_ops.graph.exclusion import follow, still_quantized
 from onnx_ops.graph.files import EXTERNAL_LIMIT, constants, nodes, read_model, read_structure, write_model
 from onnx_ops.graph.hygiene import DEFAULT_DOMAINS, flatten_biases, like_source
@@ -232,7 +232,7 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
             prepared = _preprocess(plain, folder / "inferred.onnx", simplify=False, large=large)
             model = read_model(prepared)
     except Exception as error:  # the library raises whatever its parts raise
-        warnings.warn(f"quantizing without preparation: {first_line(error)}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"quantizing without preparation: {quoted(error)}", RuntimeWarning, stacklevel=2)
         return plain
     flatten_biases(model)
     write_model(model, prepared)

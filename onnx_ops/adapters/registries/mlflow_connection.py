@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from onnx_ops.errors import NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError, quoted
 from onnx_ops.plugins import imported, missing_package, require
 
 if TYPE_CHECKING:
@@ -224,4 +224,4 @@ class Connection:
         for secret in {password, unquote(password)} if password else ():
             text = text.replace(secret, "***")
         lines = text.strip().splitlines()
-        return lines[0][:500] if lines else ""
+        return quoted(lines[0]) if lines else ""

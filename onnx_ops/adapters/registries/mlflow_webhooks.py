@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from onnx_ops.adapters.registries.mlflow_connection import Connection
-from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFound, ServiceUnavailable, UserError, quoted
 from onnx_ops.protocol.delivery import EVENTS
 
 if TYPE_CHECKING:
@@ -217,4 +217,4 @@ def _hint(said: str) -> str:
 
 
 def _short(text: str) -> str:
-    return " ".join(text.replace("\\", "").split())[:200]
+    return quoted(text.replace("\\", ""))

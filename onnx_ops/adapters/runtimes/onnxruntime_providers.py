@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import digest_json, hex_of
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementFailure, quoted
 from onnx_ops.graph.files import model_digest
 
 _CACHE = "{cache}"
@@ -60,7 +60,7 @@ def plug_in(provider: Provider, target: Target) -> None:
         _ort().register_execution_provider_library(provider.name, str(library))
     except Exception as error:
         raise MeasurementFailure(
-            f"the library of {provider.name} cannot be loaded", where=where, why=str(error).strip()[:400]
+            f"the library of {provider.name} cannot be loaded", where=where, why=quoted(error)
         ) from error
     _PLUGGED[provider.name] = library
 

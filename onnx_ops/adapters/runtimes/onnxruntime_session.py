@@ -24,7 +24,7 @@ from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.provider_options import PROVIDER_PACKAGES
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementFailure, quoted
 from onnx_ops.graph.files import external_names
 from onnx_ops.graph.operators import check_libraries
 from onnx_ops.graph.ort_file import is_ort
@@ -51,9 +51,6 @@ _REMEDIES = {
 """What mends an error, by a part of its text."""
 
 _ANY_REMEDY = "These are the words of ONNX Runtime; what the file holds and asks for: onnx-ops inspect {model}."
-
-_LONGEST = 500
-"""Characters of an error that are told."""
 
 _QUIET = 4
 """Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
@@ -149,7 +146,7 @@ def failures(model: Path) -> Iterator[None]:
             error, ValueError | RuntimeError
         ):
             raise
-        why = _why(str(error)) or type(error).__name__
+        why = _why(str(error))
         remedy = next((remedy for part, remedy in _REMEDIES.items() if part in why), _ANY_REMEDY)
         raise MeasurementFailure(
             "ONNX Runtime cannot run the model", where=model.name, why=why, remedy=remedy.format(model=model.name)
@@ -157,9 +154,8 @@ def failures(model: Path) -> Iterator[None]:
 
 
 def _why(text: str) -> str:
-    """Its beginning and end: what is wrong stands after the place in the library, or in the last of many layers."""
-    line = " ".join(part.strip() for part in text.splitlines() if part.strip(" \x1b[m"))
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+    """Return the text without lines that only reset colours."""
+    return quoted(" ".join(part for part in text.splitlines() if part.strip(" \x1b[m")))
 
 
 def _options(ort: Any, settings: SessionSettings) -> Any:

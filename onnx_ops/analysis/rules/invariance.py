@@ -19,7 +19,9 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
         return
     limit = f"error ≤ {gate.noise_factor:.4g}x noise"
     rows = max(m.rows for m in measured)
-    if strange := sorted(m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed)))):
+    if strange := sorted(
+        m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))
+    ):
         yield GateResult(
             gate="parity",
             metric=METRIC,
@@ -31,10 +33,10 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
         )
         return
     worst = max(measured, key=lambda m: (m.ratio, m.error, m.output))
-    changed = max(m.changed for m in measured)
+    changed = [m.changed for m in measured if m.changed is not None]
     figures = (
         f"max |Δ| {worst.error:.3g} in output {worst.output!r} is {worst.ratio:.3g}x the source's noise, "
-        f"{percent(changed)} of classes change, {rows} rows in one batch and one by one"
+        f"{percent(max(changed)) + ' of classes change, ' if changed else ''}{rows} rows in one batch and one by one"
     )
     depends = worst.ratio > gate.noise_factor
     yield GateResult(
