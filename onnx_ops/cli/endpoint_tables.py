@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.padding import Padding
 
 from onnx_ops import codec
-from onnx_ops.cli.terminal import KEEP, console, print_table
+from onnx_ops.cli.terminal import KEEP, console, print_table, print_text
 from onnx_ops.domain.artifact import short
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
                 bar += f"[{colour}]{shade * round(_BAR * share / 100)}[/]"
             told = ", ".join(f"{name} {share} %" for name, share in shares.items())
             out.print(f"{line.at[:10]} {line.at[11:19]} {bar} {escape(told)}", soft_wrap=True)
-            out.print(Padding(f"[dim]{escape(line.why)} ({escape(line.actor)})[/dim]", (0, 0, 0, 20)))
+            print_text(out, f"[dim]{escape(line.why)} ({escape(line.actor)})[/dim]", indent=20, hang=0)
     if not lines:
         out.print("No traffic was moved yet.")
 

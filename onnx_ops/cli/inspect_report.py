@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from onnx_ops import codec
-from onnx_ops.cli.terminal import console, print_table
+from onnx_ops.cli.terminal import console, print_table, print_text
 from onnx_ops.domain.artifact import TensorSpec, short
 from onnx_ops.graph.cost import Cost
 from onnx_ops.graph.ort_file import is_ort
@@ -58,9 +58,10 @@ def survey_report(path: Path, found: Survey, targets: Mapping[str, str], written
     for file in written:
         out.print(f"wrote {escape(str(file))}", soft_wrap=True)
     if found.problem:
-        out.print(f"[red]not valid ONNX[/red]: {escape(found.problem)}")
+        print_text(out, f"[red]not valid ONNX[/red]: {escape(found.problem)}")
     elif is_ort(path):
-        out.print("[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime")
+        text = "[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime"
+        print_text(out, text)
     else:
         out.print("[green]valid ONNX[/green]")
 

@@ -38,7 +38,7 @@ _MOST_DIGITS = 32
 
 _PIPELINES = Path("configs") / "pipelines"
 _CLOSE_NAME = 0.65
-_LISTED = 8
+_LISTED = 3
 """Pipeline files that are named where none is like the one that was asked for."""
 
 
@@ -73,15 +73,16 @@ def read_file(path: Path) -> Document:
 def _near(path: Path) -> str:
     """Return which file was meant: one with a like name there or among the pipelines, else the pipelines there are."""
     folders = dict.fromkeys((path.parent, _PIPELINES, path.parent / _PIPELINES))
-    found = [shown_path(other) for folder in folders for other in sorted(folder.glob("*.y*ml"))]
+    found = [str(other) for folder in folders for other in sorted(folder.glob("*.y*ml"))]
     names: dict[str, str] = {}
     for place in found:
         names.setdefault(Path(place).stem, place)
     close = difflib.get_close_matches(path.stem, names, n=1, cutoff=_CLOSE_NAME)
     if close:
         return f"Did you mean {names[close[0]]}?"
-    pipelines = [place for place in found if _PIPELINES.name in Path(place).parts][:_LISTED]
-    return f"There are: {', '.join(pipelines)}." if pipelines else ""
+    pipelines = [place for place in found if _PIPELINES.name in Path(place).parts]
+    listed = ", ".join((*pipelines[:_LISTED], *["…"] * (len(pipelines) > _LISTED)))
+    return f"Pipeline files here: {listed}" if pipelines else ""
 
 
 def read_text(text: str, *, source: str, positions: bool = True) -> Document:

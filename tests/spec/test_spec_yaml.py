@@ -183,7 +183,7 @@ def test_a_missing_pipeline_file_is_answered_with_those_there_are(
     for name, remedy in (
         ("digit.yaml", "Did you mean {}?"),
         ("digits", "Did you mean {}?"),
-        ("nope.yaml", "There are: {}."),
+        ("nope.yaml", "Pipeline files here: {}"),
     ):
         with pytest.raises(NotFound) as missing:
             read_file(Path(name))
