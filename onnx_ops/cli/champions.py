@@ -29,6 +29,7 @@ def champions(
 
     Example: onnx-ops champions digits-mlp
     """
+    from onnx_ops.cli.progress import working
     from onnx_ops.domain.drift import exit_code
     from onnx_ops.wiring.champions import measure_again, reigns
     from onnx_ops.wiring.child import Performer
@@ -37,10 +38,13 @@ def champions(
     project = open_project()
     performer = Performer(settings=project.settings, ports=project.ports)
     found: list[Drift] = []
-    for reign in reigns(project.ports, tuple(pipelines or ())):
-        if not quiet:
-            typer.echo(f"{reign.record.model} v{reign.record.version} on {reign.target} ...", err=True)
-        found.append(measure_again(project.ports, performer, reign))
+    with working("champions", "registry", quiet=quiet or as_json) as progress:
+        standing = reigns(project.ports, tuple(pipelines or ()))
+        names = [f"{reign.record.model} v{reign.record.version} on {reign.target}" for reign in standing]
+        progress.plan(names)
+        for name, reign in zip(names, standing, strict=True):
+            progress.begin(name)
+            found.append(measure_again(project.ports, performer, reign))
     if as_json:
         print_json(codec.to_json(found))
     else:

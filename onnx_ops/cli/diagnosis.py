@@ -41,28 +41,15 @@ EXTRAS = {
 """Parts of the platform, and what needs them."""
 
 
-def diagnose(project: Project) -> list[Finding]:
-    """All findings; a check that cannot be made is a finding too."""
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        _python,
-        _packages,
-        lambda: _plugins(project),
-        _providers,
-        lambda: _state(project),
-        lambda: _keys(project),
-        lambda: _registry(project),
-        lambda: _webhook(project),
-        lambda: _notifications(project),
-        lambda: _endpoints(project),
-        lambda: _without_file(project),
-        lambda: _owed_rollbacks(project),
-    ]
+def diagnose(project: Project, begin: Callable[[str], object] = lambda name: None) -> list[Finding]:
+    """Return all findings; a check that cannot be made is a finding too. `begin` is called with the name of each."""
     findings: list[Finding] = []
-    for looked in checks:
+    for name, check_of in _CHECKS.items():
+        begin(name)
         try:
-            findings.extend(looked())
+            findings.extend(check_of(project))
         except OnnxOpsError as error:
-            findings.append(Finding(check=error.where or "check", ok=False, found=str(error), remedy=error.remedy))
+            findings.append(Finding(check=error.where or name, ok=False, found=str(error), remedy=error.remedy))
     return findings
 
 
@@ -87,12 +74,14 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
     return findings
 
 
-def _python() -> Iterator[Finding]:
+def _python(project: Project) -> Iterator[Finding]:
+    del project
     found = ".".join(str(part) for part in sys.version_info[:3])
     yield Finding(check="python", ok=sys.version_info >= (3, 11), found=found, remedy="Use Python 3.11 or newer.")
 
 
-def _packages() -> Iterator[Finding]:
+def _packages(project: Project) -> Iterator[Finding]:
+    del project
     for name, (wanted, breaks) in PINS.items():
         try:
             found = version(name)
@@ -102,8 +91,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding(check=name, ok=ok, found=found, remedy=f"pip install '{name}{wanted}': {breaks}")
     for extra, purpose in EXTRAS.items():
         missing = plugins.absent(plugins.EXTRAS[extra])
-        found = f"not installed; it is for {purpose}. {plugins.install_hint(*missing)}" if missing else "ready"
-        yield Finding(check=f"extra {extra}", ok=True, found=found)
+        yield _optional(f"extra {extra}", missing, f"not installed; it is for {purpose}")
 
 
 def _plugins(project: Project) -> Iterator[Finding]:
@@ -111,9 +99,15 @@ def _plugins(project: Project) -> Iterator[Finding]:
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
             missing = plugins.absent(plugins.tools(plugins.load(kind, name)))
-            found = f"needs {', '.join(missing)}" if missing else "ready"
-            # A framework that nobody uses here is no fault.
-            yield from tuple(_own(kind, name)) or (Finding(check=f"{kind} {name}", ok=True, found=found),)
+            told = f"not installed: {', '.join(missing)}"
+            yield from tuple(_own(kind, name)) or (_optional(f"{kind} {name}", missing, told),)
+
+
+def _optional(check: str, missing: Sequence[str], told: str) -> Finding:
+    """Return a finding about packages that only some projects need: missing ones are no fault."""
+    if not missing:
+        return Finding(check=check, ok=True, found="ready")
+    return Finding(check=check, ok=True, absent=True, found=told, remedy=f"{plugins.install_hint(*missing)}.")
 
 
 def _own(kind: str, name: str) -> Iterable[Finding]:
@@ -122,7 +116,8 @@ def _own(kind: str, name: str) -> Iterable[Finding]:
     return found.diagnose() if isinstance(found, HousedRuntime) else ()
 
 
-def _providers() -> Iterator[Finding]:
+def _providers(project: Project) -> Iterator[Finding]:
+    del project
     from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers, devices
 
     found = available_providers()
@@ -269,3 +264,22 @@ def _owed_rollbacks(project: Project) -> Iterator[Finding]:
                 found=f"owed {describe_pending(pending, project.ports.clock.now())}",
                 remedy=f"onnx-ops reconcile {name} tries again",
             )
+
+
+_CHECKS: dict[str, Callable[[Project], Iterator[Finding]]] = {
+    "python": _python,
+    "packages": _packages,
+    "plugins": _plugins,
+    "execution providers": _providers,
+    "state folder": _state,
+    "keys": _keys,
+    "registry": _registry,
+    "webhook": _webhook,
+    "notifications": _notifications,
+    "endpoints": _endpoints,
+    "pipelines": _without_file,
+    "rollbacks": _owed_rollbacks,
+}
+
+CHECKS = tuple(_CHECKS)
+"""Names of the checks, in order."""

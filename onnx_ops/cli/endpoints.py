@@ -42,6 +42,7 @@ def status(
     Example: onnx-ops status --target cpu-1t
     """
     from onnx_ops.cli.endpoint_tables import status_document, status_report
+    from onnx_ops.cli.progress import working
     from onnx_ops.operations.status import Wanted, status_each, wanted_endpoints
     from onnx_ops.wiring.project import open_project
 
@@ -50,7 +51,8 @@ def status(
     if orphans:
         _orphans(ports, names, as_json=as_json)
         return
-    found, errors = status_each(ports, names)
+    with working("status", "asking the endpoints", quiet=as_json):
+        found, errors = status_each(ports, names)
 
     def report() -> None:
         if found or not errors:
@@ -130,13 +132,18 @@ def prune(
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
     """
     from onnx_ops.cli.endpoint_tables import prune_report
+    from onnx_ops.cli.progress import working
     from onnx_ops.operations.prune import plan_pruning
     from onnx_ops.operations.prune import prune as remove
     from onnx_ops.wiring.project import open_project
 
     ports = open_project().ports
-    plan = plan_pruning(ports, models, keep=keep, older_than_s=duration(older_than, "--older-than"))
-    done = remove(ports, plan) if yes else plan
+    older_than_s = duration(older_than, "--older-than")
+    with working("prune", "reading what there is", *(["removing"] if yes else []), quiet=as_json) as progress:
+        done = plan_pruning(ports, models, keep=keep, older_than_s=older_than_s)
+        if yes:
+            progress.begin("removing")
+            done = remove(ports, done)
     if as_json:
         print_json({"removed": yes, **codec.to_json(done)})
     else:
@@ -173,9 +180,11 @@ def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
 
 def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
     from onnx_ops.cli.endpoint_tables import orphan_report
+    from onnx_ops.cli.progress import working
     from onnx_ops.operations.orphans import survey
 
-    found = survey(ports, names)
+    with working("status", "asking the providers", quiet=as_json):
+        found = survey(ports, names)
     if as_json:
         print_json(codec.to_json(found))
     else:

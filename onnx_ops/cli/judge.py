@@ -147,7 +147,7 @@ def judge(
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
         )
-        with telling(quiet=quiet or as_json) as tell:
+        with telling("judge", baseline, candidate, quiet=quiet or as_json) as tell:
             found = judge_candidate(replace(request, tell=tell))
         if casts:
             found = _of_files(found, given, casts)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, print_json, reported
 
 
@@ -27,14 +28,16 @@ def doctor(
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
-    from onnx_ops.cli.diagnosis import diagnose, diagnose_provider
+    from onnx_ops.cli.diagnosis import CHECKS, diagnose, diagnose_provider
+    from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import doctor_table
     from onnx_ops.wiring.project import open_project
 
     project = open_project()
-    findings = diagnose_provider(project, provider, files or ()) if provider else diagnose(project)
+    with working("doctor", provider or CHECKS[0], *([] if provider else CHECKS[1:]), quiet=as_json) as progress:
+        findings = diagnose_provider(project, provider, files or ()) if provider else diagnose(project, progress.begin)
     if as_json:
-        print_json([{"check": f.check, "ok": f.ok, "found": f.found, "remedy": f.remedy} for f in findings])
+        print_json(codec.to_json(findings))
     else:
         doctor_table(findings)
     if any(not finding.ok for finding in findings):
@@ -52,11 +55,13 @@ def targets(as_json: AsJson = False) -> None:
     """
     from dataclasses import asdict
 
+    from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import targets_table
     from onnx_ops.cli.targeting import tell_targets
     from onnx_ops.wiring.project import open_project
 
-    told = list(tell_targets(open_project()))
+    with working("targets", "building a session for each", quiet=as_json):
+        told = list(tell_targets(open_project()))
     if as_json:
         print_json([asdict(one) for one in told])
     else:

@@ -98,7 +98,7 @@ def quantize(
         from onnx_ops.cli.searching import Tuning, quantize_by_search
 
         tuning = Tuning(tune=tune, label=label, metric=metric, budget=tuple(budget or ()), keep=keep, data=data)
-        with telling(quiet=quiet or as_json) as tell:
+        with telling("quantize", model, quiet=quiet or as_json) as tell:
             found = quantize_by_search(ports, section, model, out, chosen, rows, tuning, tell)
     elif tune or budget:
         raise UserError(f"{method} does as it is told", where="--tune, --budget", remedy="They are for --method auto.")

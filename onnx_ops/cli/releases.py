@@ -26,13 +26,15 @@ def explain(
 
     Example: onnx-ops explain digits-mlp/3 --target cpu-1t
     """
+    from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import explanation_report
     from onnx_ops.domain.gate import combine
     from onnx_ops.operations.explain import explain as judge_again
     from onnx_ops.wiring.project import open_project
 
     model, number = version_of(version, "explain")
-    explanations = judge_again(open_project().ports, model, number, target)
+    with working("explain", "reading the evidence", quiet=as_json):
+        explanations = judge_again(open_project().ports, model, number, target)
     if as_json:
         print_json([codec.to_json(e) for e in explanations])
     else:
@@ -56,17 +58,21 @@ def promote(
 
     Example: onnx-ops promote digits-mlp 3 --target cpu-1t --reason "better on zeros"
     """
+    from onnx_ops.cli.progress import working
     from onnx_ops.operations.notify import notify_each
     from onnx_ops.operations.promote import promote as make_challenger
     from onnx_ops.operations.reconcile import settle_each
     from onnx_ops.wiring.project import open_project
 
     ports = open_project().ports
-    done = make_challenger(
-        ports, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
-    )
-    reports, errors = settle_each(ports, done.endpoints, actor=actor)
-    notify_each(ports, done.endpoints)
+    with working("promote", "registry", "endpoints", "notifications", quiet=as_json) as progress:
+        done = make_challenger(
+            ports, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
+        )
+        progress.begin("endpoints")
+        reports, errors = settle_each(ports, done.endpoints, actor=actor)
+        progress.begin("notifications")
+        notify_each(ports, done.endpoints)
 
     def report() -> None:
         typer.echo(f"{model}/{done.version} on {target}: {done.did}")
@@ -102,6 +108,7 @@ def reconcile(
 
     Example: onnx-ops reconcile --watch --every 5s --listen 127.0.0.1:8650
     """
+    from onnx_ops.cli.progress import working
     from onnx_ops.operations.journal import bound_endpoints, readable
     from onnx_ops.operations.notify import notify_each
     from onnx_ops.operations.reconcile import settle_owed
@@ -116,12 +123,16 @@ def reconcile(
         raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
     ports = open_project().ports
     names = tuple(endpoints or ()) or bound_endpoints(ports)
-    if not any(readable(ports, name).pending_rollback for name in names):  # which the ledger alone can carry out
-        ports.registry()
-    reports, errors = settle_owed(ports, names, actor=actor, for_s=duration(retry, "--retry"))
-    if len(names) == len(errors) == 1:
-        raise errors[names[0]]
-    notify_each(ports, names)
+    retry_s = duration(retry, "--retry")
+    with working("reconcile", "registry", "endpoints", "notifications", quiet=as_json) as progress:
+        if not any(readable(ports, name).pending_rollback for name in names):  # which the ledger alone can carry out
+            ports.registry()
+        progress.begin("endpoints")
+        reports, errors = settle_owed(ports, names, actor=actor, for_s=retry_s)
+        if len(names) == len(errors) == 1:
+            raise errors[names[0]]
+        progress.begin("notifications")
+        notify_each(ports, names)
     if as_json:
         print_json(steps_document(reports, errors))
     else:

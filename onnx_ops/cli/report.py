@@ -28,11 +28,13 @@ def report(
 
     Example: onnx-ops report digits-mlp/3 --output report.html
     """
+    from onnx_ops.cli.progress import working
     from onnx_ops.wiring.project import open_project
 
     model, number = version_of(version, "report")
-    registry = open_project().ports.registry()
-    page = registry.document(registry.version(model, number), REPORT)
+    with working("report", "fetching the report", quiet=as_json):
+        registry = open_project().ports.registry()
+        page = registry.document(registry.version(model, number), REPORT)
     path = output or Path(f"{model.replace('/', '-')}-{number}.html")
     try:
         path.write_bytes(page)

@@ -298,11 +298,12 @@ def champions_table(found: Sequence[Drift]) -> None:
 def doctor_table(findings: Sequence[Finding]) -> None:
     rows = [
         [
-            "[green]ok[/green]" if one.ok else "[red]!![/red]",
+            "[yellow]--[/yellow]" if one.absent else "[green]ok[/green]" if one.ok else "[red]!![/red]",
             escape(one.check).replace(" ", KEEP),
-            escape(one.found) + ("" if one.ok or not one.remedy else f"\n[bold]{escape(one.remedy)}[/bold]"),
+            escape(one.found) + (f"\n[bold]{escape(one.remedy)}[/bold]" if one.remedy and is_open else ""),
         ]
         for one in findings
+        for is_open in (one.absent or not one.ok,)
     ]
     print_table(console(), ("", "check", "found"), rows)
 

@@ -71,7 +71,7 @@ def bench(
 
     gates = pair_gates(None, concurrency=concurrency, cold=cold)
     ports, chosen = _bench_of(target)
-    with Scratch() as folder, telling(quiet=quiet or as_json) as tell:
+    with Scratch() as folder, telling("bench", model, quiet=quiet or as_json) as tell:
         held = folder / model.name
         casts = write_with_casts(model, read_types(model), held)
         timed = held if casts else model
@@ -139,17 +139,16 @@ def sizes_of(dims: list[str]) -> dict[str, int]:
 
 
 @contextmanager
-def telling(*, quiet: bool) -> Iterator[Tell]:
-    """Tells on standard error what is at work: a spinner on a terminal, else a line each."""
+def telling(command: str, *places: object, quiet: bool) -> Iterator[Tell]:
+    """Show on standard error what is at work: one line that is redrawn on a terminal, else a line each."""
     from rich.markup import escape
 
+    from onnx_ops.cli.progress import working
     from onnx_ops.cli.terminal import error_console
 
     console = error_console()
-    if quiet:
-        yield lambda _: None
-    elif console.is_terminal:
-        with console.status("…") as status:
-            yield lambda text: status.update(escape(text))
-    else:
-        yield lambda text: console.print(escape(text), soft_wrap=True)
+    if quiet or not console.is_terminal:
+        yield lambda text: None if quiet else console.print(escape(text), soft_wrap=True)
+        return
+    with working(" ".join((command, *map(str, places))), command) as progress:
+        yield progress.tell

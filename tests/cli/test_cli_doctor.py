@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_ops.cli.diagnosis import diagnose
+from onnx_ops import plugins
+from onnx_ops.cli.diagnosis import CHECKS, diagnose
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import RolloutPolicy
@@ -47,3 +48,18 @@ def test_the_doctor_names_endpoints_whose_pipeline_has_no_file(tmp_path: Path, m
     found = {one.check: one for one in diagnose(open_project()) if one.check.startswith("pipeline of")}
     assert found.keys() == {"pipeline of renamed"}
     assert found["pipeline of renamed"].found.endswith("onnx-ops delete renamed")
+
+
+def test_the_doctor_says_which_exporters_lack_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    real = plugins.absent
+    monkeypatch.setattr(
+        plugins, "absent", lambda packages: tuple(p for p in packages if p == "skl2onnx") or real(packages)
+    )
+    begun: list[str] = []
+    found = {one.check: one for one in diagnose(open_project(), begun.append)}
+    one = found["exporters sklearn"]
+    assert (one.ok, one.absent, one.found) == (True, True, "not installed: skl2onnx")
+    assert "pip install 'onnx-ops[sklearn]'" in one.remedy
+    assert not found["exporters onnx"].absent
+    assert tuple(begun) == CHECKS

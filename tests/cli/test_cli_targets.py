@@ -13,6 +13,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
 from onnx_ops.cli.diagnosis import _providers
 from onnx_ops.cli.main import app
 from onnx_ops.spec.targets import profile_names
+from onnx_ops.wiring.project import open_project
 
 Captured = pytest.CaptureFixture[str]
 
@@ -67,7 +68,7 @@ def test_what_is_not_in_the_build_is_not_measured_here(project: Path, capfd: Cap
     assert "passed" not in text.lower()
 
 
-def test_the_doctor_names_the_devices() -> None:
-    found = {finding.check: finding for finding in _providers()}
+def test_the_doctor_names_the_devices(tmp_path: Path) -> None:
+    found = {finding.check: finding for finding in _providers(open_project(tmp_path))}
     assert found["devices"].ok
     assert "CPUExecutionProvider on CPU (" in found["devices"].found

@@ -50,7 +50,7 @@ def diagnosed(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Finding]:
     missing = [names[0] for names in needs if find(names) is None]
     if missing:
         remedy = " ".join(_REMEDIES[name] for name in missing)
-        yield Finding(check=check, ok=True, found=f"needs {', '.join(missing)}: {remedy}")
+        yield Finding(check=check, ok=True, absent=True, found=f"not installed: {', '.join(missing)}", remedy=remedy)
     else:
         yield Finding(check=check, ok=True, found=", ".join(f"{names[0]} {version_of(names)}" for names in needs))
 
