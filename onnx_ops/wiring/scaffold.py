@@ -80,7 +80,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
 _INFRA = ("aws", "azure", "compose", "kubernetes", "pools", "prefect")
 """The image is built from the sources of onnx-ops, which a project does not hold."""
 
-_WORKFLOWS = ("model-commit.yml", "models.yml", "promote.yml", "rollback.yml")
+_WORKFLOWS = ("model-commit.yml", "promote.yml", "rollback.yml")
 
 
 def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:

@@ -55,42 +55,20 @@ def jobs(folder: Path) -> Iterator[Job]:
         workflow = read(file)
         on = workflow[True]  # YAML 1.1 takes `on` for a boolean
         for event in on if isinstance(on, dict) else [on]:
-            if event != "workflow_call":
-                yield from _of(file, event, workflow.get("permissions", READ_ONLY), {})
-
-
-def _of(file: Path, event: str, permissions: Mapping[str, str], given: Mapping[str, str]) -> Iterator[Job]:
-    workflow = read(file)
-    defaults = {name: about.get("default", "") for name, about in _inputs(workflow).items()}
-    for name, job in workflow["jobs"].items():
-        if not _runs(str(job.get("if", "")), event):
-            continue
-        mine = job.get("permissions", permissions)
-        if "uses" in job:
-            called = file.parent / re.sub(r"^(\$|\.)/\.github/workflows/", "", job["uses"])
-            yield from _of(called, event, mine, job.get("with", {}))
-            continue
-        # A called workflow has no more rights than its caller gives it.
-        may = [one.get("id-token", "none") for one in (mine, permissions if given else mine)]
-        values = {f"${{{{ inputs.{key} }}}}": str(value) for key, value in {**defaults, **given}.items()}
-        environment = str(job.get("environment", ""))
-        yield Job(
-            name=f"{file.name}:{name}",
-            event=event,
-            environment=values.get(environment, environment),
-            has_token=set(may) == {"write"},
-            audiences=tuple(
-                AUDIENCE[action]
-                for step in job["steps"]
-                if (action := str(step.get("uses", "")).partition("@")[0]) in AUDIENCE
-            ),
-        )
-
-
-def _inputs(workflow: Mapping[Any, Any]) -> Mapping[str, Any]:
-    called = workflow[True].get("workflow_call") if isinstance(workflow[True], dict) else None
-    inputs: Mapping[str, Any] = (called or {}).get("inputs", {})
-    return inputs
+            for name, job in workflow["jobs"].items():
+                if _runs(str(job.get("if", "")), event):
+                    yield Job(
+                        name=f"{file.name}:{name}",
+                        event=event,
+                        environment=str(job.get("environment", "")),
+                        has_token=job.get("permissions", workflow.get("permissions", READ_ONLY)).get("id-token")
+                        == "write",
+                        audiences=tuple(
+                            AUDIENCE[action]
+                            for step in job["steps"]
+                            if (action := str(step.get("uses", "")).partition("@")[0]) in AUDIENCE
+                        ),
+                    )
 
 
 def _runs(condition: str, event: str) -> bool:
@@ -138,7 +116,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_every_job_that_signs_in_to_a_cloud_is_trusted_there(folder: Path) -> None:
     signing = [job for job in jobs(folder) if job.audiences]
-    assert {job.name for job in signing} == {"models.yml:release", "promote.yml:promote", "rollback.yml:rollback"}
+    assert {job.name for job in signing} == {"model-commit.yml:release", "promote.yml:promote", "rollback.yml:rollback"}
     for job in signing:
         assert set(job.audiences) == set(AUDIENCE.values()), job
         assert job.has_token, job
@@ -153,7 +131,7 @@ def test_no_other_job_and_no_other_repository_is_trusted(folder: Path) -> None:
             if not job.audiences:
                 assert not job.has_token, job
                 assert not is_trusted(job.claims(audience)), job
-    release = next(job for job in jobs(folder) if job.name == "models.yml:release")
+    release = next(job for job in jobs(folder) if job.name == "model-commit.yml:release")
     assert not is_trusted(release.claims("https://github.com/acme"))
 
 
