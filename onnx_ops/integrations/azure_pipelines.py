@@ -19,9 +19,12 @@ from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.integrations.commits import judge_change, results
 from onnx_ops.reporting.pull_request import overall, page, title
+from onnx_ops.wiring.affected import knows_commit
+from onnx_ops.wiring.project import open_project
 
 PAGE = "onnx-ops.md"
 
+_BEFORE = "HEAD~1"
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _BRANCH = re.compile(r"refs/heads/(?P<name>[\w.][\w./-]*)", re.ASCII)
 
@@ -50,7 +53,7 @@ def base_of(environ: Mapping[str, str]) -> str:
     """
     target = environ.get("SYSTEM_PULLREQUEST_TARGETBRANCH", "")
     if not target:
-        return "HEAD~1"
+        return _BEFORE
     match = _BRANCH.fullmatch(target)
     if match is None or ".." in target:
         raise UserError(f"{target[:80]!r} is no branch", where="SYSTEM_PULLREQUEST_TARGETBRANCH")
@@ -60,9 +63,22 @@ def base_of(environ: Mapping[str, str]) -> str:
 def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
     """Run every pipeline that the change touches; one of a pull request stops at its gates."""
     until = StageKind.GATE if environ.get("BUILD_REASON") == "PullRequest" else None
-    for line in judge_change(folder, since or base_of(environ), until):
+    base = since or base_of(environ)
+    if base == _BEFORE and not knows_commit(open_project().settings.root, base):  # a first push
+        base = ""
+    for line in judge_change(folder, base, until, hosted=is_hosted(environ)):
         _tell(line)
     return 0
+
+
+def is_hosted(environ: Mapping[str, str]) -> bool | None:
+    """Whether this machine is Microsoft's own and ends with the job; None where this is no job.
+
+    Agents that their owners set up have an empty Agent.CloudId (microsoft/azure-pipelines-agent#3984).
+    """
+    if environ.get("TF_BUILD") != "True":
+        return None
+    return environ.get("AGENT_CLOUDID") != ""
 
 
 def publish(folder: Path, environ: Mapping[str, str]) -> int:

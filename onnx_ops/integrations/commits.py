@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from onnx_ops import codec
 from onnx_ops.domain.gate import Verdict, combine
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, UserError
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, title
+from onnx_ops.settings import Settings
 from onnx_ops.wiring.affected import Affected, affected, changed_since
 from onnx_ops.wiring.project import Project, execute, open_project, prepare
 from onnx_ops.wiring.summary import Summary, evidence_of, summarise
@@ -21,26 +23,41 @@ _FAILURES = {UserError.exit_code, EnvironmentFailure.exit_code, Refused.exit_cod
 """A run that ends with one of these did not do what it should, whatever its gates say of the variants."""
 
 
-def judge_change(folder: Path, base: str, until: StageKind | None) -> Iterator[str]:
-    """Run every pipeline that the change since `base` touches; tells in lines what came of it.
+def judge_change(folder: Path, base: str, until: StageKind | None, *, hosted: bool | None = None) -> Iterator[str]:
+    """Run every pipeline that the change since `base` touches; yield lines that report the outcome.
 
-    What came of each lies in `folder` afterwards: results for the step that publishes them, and a report of each.
+    The results for the step that publishes them lie in `folder` afterwards, and a report of each pipeline.
+
+    Args:
+        folder: where results and reports are written.
+        base: the commit before; empty where there is none, so that every file counts as changed.
+        until: the last kind of stage.
+        hosted: whether the machine is the service's own and ends with the job; None where this is no job.
     """
     folder.mkdir(parents=True, exist_ok=True)
     project = open_project()
     touched = affected(project, changed_since(project.settings.root, base))
-    checked = [judged(project, one, until, folder) for one in touched]
+    checked = [judged(project, one, until, folder, hosted=hosted) for one in touched]
     (folder / RESULTS).write_bytes(codec.dumps(checked))
-    yield from (f"{one.verdict.value.upper()} {one.file}" for one in checked)
+    for one in checked:
+        yield f"{one.verdict.value.upper()} {one.file}"
+        yield from (f"  {line}" for line in one.withheld.splitlines())
     yield title(checked)
 
 
-def judged(project: Project, one: Affected, until: StageKind | None, folder: Path) -> Checked:
-    """One pipeline run as far as the event allows; its report lies beside the results."""
+def judged(
+    project: Project, one: Affected, until: StageKind | None, folder: Path, *, hosted: bool | None = None
+) -> Checked:
+    """Run one pipeline as far as the event and the runner allow; write its report beside the results."""
     if one.problem:
         return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=one.problem)
+    withheld = ""
     try:
         prepared = prepare(project, project.settings.root / one.file, until=until)
+        if until is None and hosted is not None:
+            withheld = lost_with_job(project.settings, prepared.pipeline, hosted=hosted)
+        if withheld:
+            prepared = prepare(project, project.settings.root / one.file, until=StageKind.GATE)
         result = execute(project, prepared)
         summary = summarise(prepared.pipeline, result, project.ports)
     except OnnxOpsError as error:
@@ -58,7 +75,53 @@ def judged(project: Project, one: Affected, until: StageKind | None, folder: Pat
         choices=summary.choices,
         decisions=summary.decisions,
         error="\n".join(errors),
+        withheld=withheld,
     )
+
+
+def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> str:
+    """Say why a release from this runner would be lost with the job; empty if it would be kept.
+
+    A hosted runner keeps nothing. Another one keeps what lies outside of the checkout, which is cleaned for each job.
+    """
+    if pipeline.register is None:
+        return ""
+    places = {"registry": _local(settings.tracking_uri)}
+    if pipeline.deploy:
+        places["ledger"] = _local(settings.ledger)
+    places |= {
+        f"server of endpoint {entry.endpoint}": settings.endpoints
+        for entry in pipeline.deploy
+        if entry.provider == "local"
+    }
+    lost = [
+        f"{what} ({place.relative_to(settings.root) if place.is_relative_to(settings.root) else place})"
+        for what, place in places.items()
+        if place is not None and (hosted or place.is_relative_to(settings.root))
+    ]
+    if not lost:
+        return ""
+    remedy = (
+        "Set `tracking_uri` and `ledger` to services in a profile of onnx-ops.toml, put the profile's name into the "
+        "variable ONNX_OPS_PROFILE, and deploy to a provider that runs elsewhere"
+        if hosted
+        else "Set ONNX_OPS_STATE of this runner to a folder outside of the checkout"
+    )
+    return f"Nothing was released: it would be lost with the job's disk: {', '.join(lost)}.\n{remedy}: docs/github.md."
+
+
+def _local(place: str) -> Path | None:
+    """Return where a path, or a URL of a file or of SQLite, lies on this machine; None for a service."""
+    parts = urlsplit(place)
+    match parts.scheme.partition("+")[0]:
+        case "":
+            return Path(place).absolute()
+        case "file":
+            return Path(unquote(parts.path))
+        case "sqlite":
+            return Path(unquote(parts.path).removeprefix("/")).absolute()
+        case _:
+            return None
 
 
 def report_of(project: Project, summary: Summary) -> str:

@@ -22,7 +22,10 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.integrations.commits import judge_change, results
+from onnx_ops.reporting.description import markdown
 from onnx_ops.reporting.pull_request import Checked, overall, page, title
+from onnx_ops.wiring.affected import knows_commit
+from onnx_ops.wiring.project import open_project
 
 MARK = "<!-- onnx-ops: what this commit does to its models -->"
 """By it the one comment of a pull request is found again."""
@@ -71,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return publish(event, options.folder, os.environ, reports=options.reports)
     except OnnxOpsError as error:
         _tell(f"::error title=onnx-ops::{_command_data(str(error))}")
+        quoted = "\n".join(f"> {markdown(line)}  " for line in str(error).splitlines())
+        _summary(os.environ, f"## onnx-ops: the commit could not be judged\n\n{quoted}\n")
         return error.exit_code
 
 
@@ -96,9 +101,19 @@ def read_event(environ: Mapping[str, str]) -> Event:
 
 def run(event: Event, folder: Path, *, since: str = "") -> int:
     """Run every pipeline that the change touches; what came of each lies in `folder` afterwards."""
-    for line in judge_change(folder, since or event.base or "HEAD~1", event.until):
+    root = open_project().settings.root
+    # A force push leaves a commit that the checkout does not have, and a first push has none before it.
+    base = since or next((name for name in (event.base, "HEAD~1") if name and knows_commit(root, name)), "")
+    for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ)):
         _tell(line)
     return 0
+
+
+def is_hosted(environ: Mapping[str, str]) -> bool | None:
+    """Whether this machine is GitHub's own and ends with the job; None where this is no job."""
+    if environ.get("GITHUB_ACTIONS") != "true":
+        return None
+    return environ.get("RUNNER_ENVIRONMENT") != "self-hosted"
 
 
 def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: str = "") -> int:
@@ -106,15 +121,14 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
     checked = results(folder)
     told = page(checked, commit=event.commit, reports=reports)
     verdict, notes = overall(checked), []
-    repository = _repository(environ)
-    deeds: list[tuple[str, Callable[[], None]]] = [("check", lambda: _check(repository, event, checked, told))]
+    deeds: list[tuple[str, Callable[[Repository], None]]] = [("check", lambda to: _check(to, event, checked, told))]
     if event.pull_request is not None:
         number = event.pull_request
-        deeds.append(("comment", lambda: _comment(repository, number, told, wanted=bool(checked))))
+        deeds.append(("comment", lambda to: _comment(to, number, told, wanted=bool(checked))))
     for what, deed in deeds:
         try:
-            deed()
-        except (Refused, ServiceUnavailable) as error:  # a fork's token may only read
+            deed(_repository(environ))
+        except (Refused, ServiceUnavailable, UserError) as error:  # a fork's token may only read
             notes.append(f"The {what} could not be written: {error}")
     _summary(environ, "\n\n".join([told, *notes]))
     for note in notes:
@@ -151,7 +165,7 @@ def _repository(environ: Mapping[str, str]) -> Repository:
     if not REPOSITORY.fullmatch(name):
         raise UserError(f"{name!r} is no repository", where="GITHUB_REPOSITORY")
     if not token:
-        raise UserError("there is no token", where="GITHUB_TOKEN", remedy="Give the step `${{ github.token }}`.")
+        raise UserError("no token was given", where="GITHUB_TOKEN", remedy="Give the step `${{ github.token }}`.")
     return Repository(name=name, token=lambda: plain(token, "GITHUB_TOKEN"))
 
 

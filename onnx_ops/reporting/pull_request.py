@@ -21,7 +21,8 @@ _GATES = ("| variant | target | gate | limit | figure | verdict | reason |", "|-
 class Checked:
     """One pipeline and what its gates said. `error` says why there is nothing to say, or what else went wrong.
 
-    `because` are the changed paths it was run for; `verdict` that of the whole pipeline.
+    `because` are the changed paths it was run for; `verdict` that of the whole pipeline; `withheld` why what passed was
+    not released.
     """
 
     file: str
@@ -30,6 +31,7 @@ class Checked:
     choices: tuple[Choice, ...] = ()
     decisions: tuple[Decision, ...] = ()
     error: str = ""
+    withheld: str = ""
 
 
 def overall(checked: Sequence[Checked]) -> Verdict | None:
@@ -77,6 +79,8 @@ def _part(one: Checked) -> str:
     lines = [f"### {SIGNS[one.verdict]} {markdown(one.file)}: {one.verdict.value.upper()}"]
     if one.error:
         lines.append("\n".join(f"> {markdown(line)}  " for line in one.error.splitlines()))
+    if one.withheld:
+        lines.append("\n".join(f"> {markdown(line)}  " for line in one.withheld.splitlines()))
     if one.choices:
         rows = [(c.target, c.variant or "none", c.verdict.value, c.reason) for c in one.choices]
         lines.append("\n".join([*_CHOICES, *map(_row, rows)]))

@@ -60,13 +60,18 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
 def changed_since(root: Path, base: str) -> frozenset[str]:
     """Paths that differ from where this branch left `base`, committed or not, relative to the project's root.
 
+    Without a `base` all paths count.
+
     Raises:
         UserError: there is no repository, or no such commit.
         EnvironmentFailure: git failed.
     """
     if not _git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")
-    if not _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{base}^{{commit}}", may_fail=True):
+    if not base:
+        listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+        return frozenset(name for name in listed.split("\0") if name)
+    if not knows_commit(root, base):
         raise UserError(
             f"git knows no commit {base!r}",
             where=str(root),
@@ -77,6 +82,11 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     listed = _git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", fork, "--")
     loose = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
     return frozenset(name for name in (listed + loose).split("\0") if name)
+
+
+def knows_commit(root: Path, name: str) -> bool:
+    """Whether the repository around `root` has this commit."""
+    return bool(_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", may_fail=True))
 
 
 def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The verdict of a commit whose models passed their gates and whose release did not end well."""
+"""A commit whose models passed their gates: a release that did not end well, and one that the job would lose."""
 
 from __future__ import annotations
 
@@ -9,11 +9,27 @@ from typing import NoReturn
 import pytest
 
 from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Register
 from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError
-from onnx_ops.integrations.commits import judged
+from onnx_ops.integrations.commits import judged, lost_with_job
+from onnx_ops.settings import load_settings
 from onnx_ops.wiring.affected import Affected
 from tests.operations import effect_operations
 from tests.operations.disk_scenes import on_disk
+
+REGISTERED = Pipeline(
+    pipeline="iris",
+    export=Export(framework="onnx"),
+    benchmark=Benchmark(targets=("cpu-1t",)),
+    register=Register(model="iris"),
+)
+RELEASES = {
+    "nothing": replace(REGISTERED, register=None),
+    "registered": REGISTERED,
+    "local": replace(REGISTERED, deploy=(Deploy(endpoint="iris", target="cpu-1t"),)),
+    "cloud": replace(REGISTERED, deploy=(Deploy(endpoint="iris", provider="sagemaker", target="cpu-1t"),)),
+}
+SHARED = {"tracking_uri": "https://mlflow.example.org", "ledger": "s3://models/ledger"}
 
 
 @pytest.mark.parametrize("error", [ServiceUnavailable("no answer"), Refused("not ours"), UserError("no such model")])
@@ -31,3 +47,30 @@ def test_a_release_that_fails_is_an_error(error: OnnxOpsError, tmp_path: Path) -
     assert [choice.verdict for choice in checked.choices] == [Verdict.PASS]
     assert checked.verdict is Verdict.ERROR
     assert error.what in checked.error
+
+
+@pytest.mark.parametrize(
+    ("section", "places", "hosted", "lost"),
+    [
+        ("nothing", {}, True, ()),
+        ("registered", {}, True, ("registry",)),
+        ("registered", {"tracking_uri": "https://mlflow.example.org"}, True, ()),
+        ("registered", {"tracking_uri": "postgresql+psycopg2://user@host/mlflow"}, True, ()),
+        ("local", {}, True, ("registry", "ledger", "server of endpoint iris")),
+        ("local", SHARED, True, ("server of endpoint iris",)),
+        ("local", {"tracking_uri": SHARED["tracking_uri"], "ledger": "file:///srv/ledger"}, False, ("server",)),
+        ("cloud", SHARED, True, ()),
+        ("cloud", {**SHARED, "ledger": "ledger"}, True, ("ledger",)),
+        ("local", {}, False, ("registry", "ledger", "server of endpoint iris")),
+        ("local", {"state": "/srv/onnx-ops"}, False, ()),
+        ("local", {"state": "/srv/onnx-ops"}, True, ("registry", "ledger", "server of endpoint iris")),
+    ],
+)
+def test_lost_with_job_names_places_on_the_disk_of_the_job(
+    tmp_path: Path, section: str, places: dict[str, str], hosted: bool, lost: tuple[str, ...]
+) -> None:
+    settings = load_settings(tmp_path, {f"ONNX_OPS_{key.upper()}": text for key, text in places.items()})
+    message = lost_with_job(settings, RELEASES[section], hosted=hosted)
+    assert bool(message) == bool(lost)
+    for what in ("registry", "ledger", "server of endpoint iris"):
+        assert (what in message.partition("\n")[0]) == any(what.startswith(word) for word in lost)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,6 +38,10 @@ benchmark: {{targets: [cpu-1t]}}
 gates:
   - {{kind: parity}}
   - {{kind: size, max: {size}}}
+"""
+RELEASED = """
+register: {model: iris, promote: auto}
+deploy: {endpoint: iris, provider: local, target: cpu-1t}
 """
 MODEL = """
 from sklearn.linear_model import LogisticRegression
@@ -235,6 +241,47 @@ def test_a_push_is_compared_with_the_commit_before(runner: Runner) -> None:
     assert runner.github.checks[0]["head_sha"] == os.environ["GITHUB_SHA"]
 
 
+@pytest.mark.parametrize("before", ["0" * 40, "f" * 40], ids=["first push", "force push"])
+def test_a_push_without_a_known_commit_before_touches_every_pipeline(runner: Runner, before: str) -> None:
+    runner.event({"before": before})
+    assert runner.step("run") == 0
+    assert [one.file for one in runner.results()] == ["configs/pipelines/iris.yaml"]
+
+
+@pytest.mark.parametrize("environment", ["github-hosted", "self-hosted"])
+def test_a_push_that_would_release_onto_the_job_s_disk_stops_at_the_gates(
+    runner: Runner, environment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("RUNNER_ENVIRONMENT", environment)
+    monkeypatch.delenv("ONNX_OPS_SIGNING")
+    write(runner.root, "configs/pipelines/iris.yaml", f"{PIPELINE.format(size='1 MB')}{RELEASED}")
+    runner.event({"before": os.environ["GITHUB_SHA"]})
+    os.environ["GITHUB_SHA"] = runner.commit()
+    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    (one,) = runner.results()
+    assert (one.verdict, bool(one.choices), bool(one.withheld)) == (Verdict.PASS, True, True)
+    assert one.withheld.splitlines()[0] in capsys.readouterr().out
+    assert "Nothing was released" in runner.summary()
+    state = runner.root / ".onnx-ops"
+    assert not {path.name for path in state.iterdir()} & {"ledger", "endpoints", "mlartifacts"}
+    if (state / "mlflow.db").exists():  # it was asked for the champion
+        with contextlib.closing(sqlite3.connect(state / "mlflow.db")) as database:
+            assert database.execute("SELECT count(*) FROM model_versions").fetchone() == (0,)
+
+
+def test_without_a_token_the_summary_is_written_and_the_log_says_so(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner.pull_request(os.environ["GITHUB_SHA"], runner.commit())
+    monkeypatch.setenv("GITHUB_TOKEN", "")
+    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    output = capsys.readouterr().out
+    for what in ("check", "comment"):
+        assert f"::warning title=onnx-ops::The {what} could not be written: GITHUB_TOKEN: no token was given" in output
+    assert "no pipeline is touched" in runner.summary()
+
+
 def test_a_new_branch_has_no_commit_before(runner: Runner) -> None:
     runner.event({"before": "0" * 40})
     assert read_event(os.environ).base == ""
@@ -258,6 +305,7 @@ def test_results_that_are_missing_are_said(runner: Runner, capsys: pytest.Captur
     runner.event({"before": "0" * 40})
     assert runner.step("publish") == 2
     assert "::error title=onnx-ops::" in capsys.readouterr().out
+    assert "could not be judged" in runner.summary()
 
 
 def test_the_action_calls_this_script(runner: Runner, tmp_path: Path) -> None:
