@@ -46,5 +46,9 @@ def init(
         return
     typer.echo(f"{folder}: {len(files)} files around configs/pipelines/{chosen}.yaml")
     typer.echo(
-        f"\n  cd {folder}\n  pip install --editable '.[dev]'\n  make demo\n  make test\n\nREADME.md says what is where."
+        f"\n  cd {folder}\n"
+        "  make demo                    # makes .venv/; from training to an endpoint that answers\n"
+        "  make test\n"
+        "  . .venv/bin/activate         # puts onnx-ops on the path\n"
+        "\nREADME.md describes the files."
     )

@@ -1,23 +1,30 @@
 """A new project: the files of this one that a project needs, with its own name, around a model of its own.
 
 Flows, workflows, infrastructure and examples are those that this project itself runs and tests; `templates/` links to
-them, and a wheel holds copies.
+them, and a wheel holds copies. A project also gets the wheel of this release, so that a runner can install it from a
+checkout of the project alone.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import keyword
 import re
 import shutil
+import tomllib
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import Literal
 
 from onnx_ops.domain.pipeline import NAME_PATTERN
 from onnx_ops.errors import UserError
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
+PACKAGE = Path(__file__).parents[1]
+TEMPLATES = PACKAGE / "templates"
 
 TemplateName = Literal["sklearn", "torch", "onnx"]
 
@@ -78,7 +85,8 @@ PROJECTS: Mapping[TemplateName, Template] = {
 }
 
 _INFRA = ("aws", "azure", "compose", "kubernetes", "pools", "prefect")
-"""The image is built from the sources of onnx-ops, which a project does not hold."""
+_IMAGE = ("bill.py", "healthcheck.py", "install.sh")
+"""What the image's build runs; its Dockerfile installs from the wheel, and is a template."""
 
 _WORKFLOWS = ("model-commit.yml", "promote.yml", "rollback.yml")
 
@@ -97,19 +105,15 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
     Raises:
         UserError: the name is none, or the folder holds something.
     """
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise UserError(
-            f"{name!r} cannot name a pipeline",
-            where="--name",
-            remedy="Use lower-case letters, digits and dashes, beginning with a letter or digit.",
-        )
+    _validate_name(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("there is something already", where=str(folder), remedy="Name a folder that is new or empty.")
     chosen = PROJECTS[template]
+    installed = distribution("onnx-ops")
     words = {
         "name": name,
         "extras": chosen.extras,
-        "version": version("onnx-ops"),
+        "version": installed.version,
         "models": chosen.told,
         "change": chosen.change,
     }
@@ -123,7 +127,63 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
         pipeline = pipeline.replace(old, new)
     _write(folder / "configs" / "pipelines" / f"{name}.yaml", pipeline, words)
     (folder / "models" / "__init__.py").touch()
+    write_wheel(installed, folder / "vendor")
     return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
+
+
+def _validate_name(name: str) -> None:
+    """Raise UserError if a name cannot be that of a pipeline, a Python package and a distribution."""
+    remedy = "Use lower-case letters, digits and dashes, beginning with a letter or digit."
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
+    lines = (TEMPLATES / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    taken = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
+    if keyword.iskeyword(name):
+        why = "it is a keyword of Python"
+    elif name in ("models", "onnx-ops") or name in taken:
+        why = "a package that the project installs has this name"
+    else:
+        return
+    raise UserError(f"{name!r} cannot name a project", where="--name", why=why, remedy="Choose another name: --name.")
+
+
+def write_wheel(installed: Distribution, folder: Path) -> Path:
+    """Write the wheel of this release, from the files that run here.
+
+    Args:
+        installed: holds the metadata, of an installed wheel or of a checkout.
+        folder: gets the wheel.
+    """
+    stem = f"onnx_ops-{installed.version}"
+    about = f"{stem}.dist-info"
+    files = {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in _packaged()}
+    files[f"{about}/METADATA"] = (installed.read_text("METADATA") or installed.read_text("PKG-INFO") or "").encode()
+    files[f"{about}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
+    files[f"{about}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: onnx-ops\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    if text := installed.read_text("licenses/LICENSE"):
+        files[f"{about}/licenses/LICENSE"] = text.encode()
+    lines = [
+        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
+        for name, data in files.items()
+    ]
+    files[f"{about}/RECORD"] = "\n".join([*lines, f"{about}/RECORD,,", ""]).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            # One time for all, so that the same release makes the same bytes.
+            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED)
+    return wheel
+
+
+def _packaged() -> list[Path]:
+    """List the files of the package: all that are installed, or of a checkout what a build takes."""
+    project = PACKAGE.parent / "pyproject.toml"
+    if not project.is_file():
+        return sorted(path for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    globs = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["onnx_ops"]
+    data = (path for pattern in globs for path in PACKAGE.glob(pattern) if path.is_file())
+    return sorted({*PACKAGE.rglob("*.py"), *data})
 
 
 def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
@@ -133,6 +193,9 @@ def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
         yield path, f"flows/{path.name}"
     for path in sorted((TEMPLATES / "schema").glob("*.json")):
         yield path, f"configs/schema/{path.name}"
+    yield TEMPLATES / "constraints.txt", "constraints.txt"
+    for name in _IMAGE:
+        yield TEMPLATES / "infra" / "docker" / name, f"infra/docker/{name}"
     for name in _WORKFLOWS:
         yield TEMPLATES / "workflows" / name, f".github/workflows/{name}"
     for path in sorted((TEMPLATES / "actions").glob("*/action.yml")):
@@ -145,12 +208,16 @@ def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
 def _written(name: str) -> Iterator[tuple[Path, str]]:
     """Files that hold the project's name, and their places."""
     places = {
+        "Dockerfile": "infra/docker/Dockerfile",
+        "Dockerfile.dockerignore": "infra/docker/Dockerfile.dockerignore",
         "Makefile": "Makefile",
         "README.md": "README.md",
         "gitignore": ".gitignore",
         "onnx-ops.toml": "onnx-ops.toml",
+        "onnx-ops.txt": "vendor/onnx-ops.txt",
         "prefect.yaml": "prefect.yaml",
         "pyproject.toml": "pyproject.toml",
+        "requirements.txt": "requirements.txt",
         "test_project.txt": f"tests/test_{name.replace('-', '_')}.py",
     }
     yield from ((TEMPLATES / "project" / file, place) for file, place in places.items())

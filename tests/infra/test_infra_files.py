@@ -134,7 +134,7 @@ def test_the_image_is_the_wheel_with_its_extra_and_has_no_list_of_its_own() -> N
         line for line in (INFRA / "docker" / "install.sh").read_text("utf-8").splitlines() if "install " in line
     ]
     (command,) = [line for line in installs if line.startswith("pip install")]
-    assert command.endswith('--constraint "$project/constraints.txt" "$(echo "$reports"/*.whl)[serve]"')
+    assert command.endswith('--constraint "$constraints" "$(echo "$reports"/*.whl)[serve]"')
     assert not list((INFRA / "docker").glob("*requirements*"))
 
 

@@ -67,7 +67,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 shutil.copytree(ROOT / name, source / copied[-1], ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, source / copied[-1])
-    command = [str(source / "infra" / "docker" / "install.sh"), str(source), str(venv), str(venv.parent / "reports")]
+    places = (source, source / "constraints.txt", venv, venv.parent / "reports")
+    command = [str(source / "infra" / "docker" / "install.sh"), *map(str, places)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tomllib
+import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from typer.testing import CliRunner
 
 from onnx_ops.cli.main import app
 from onnx_ops.errors import UserError
-from onnx_ops.wiring.scaffold import PROJECTS, TemplateName, scaffold
+from onnx_ops.wiring.scaffold import PROJECTS, TemplateName, scaffold, write_wheel
+
+ROOT = Path(__file__).parents[2]
 
 TOP = {
     ".github",
@@ -22,13 +26,16 @@ TOP = {
     "Makefile",
     "README.md",
     "configs",
+    "constraints.txt",
     "flows",
     "infra",
     "models",
     "onnx-ops.toml",
     "prefect.yaml",
     "pyproject.toml",
+    "requirements.txt",
     "tests",
+    "vendor",
 }
 
 
@@ -76,6 +83,26 @@ def test_a_name_is_one_that_pipelines_take(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot name a pipeline"):
         scaffold(tmp_path / "new", name, "sklearn")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["class", "import", "onnx", "onnx-ops", "scikit-learn", "models"])
+def test_a_name_is_none_that_python_or_an_installed_package_has(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot name a project"):
+        scaffold(tmp_path / "new", name, "sklearn")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_wheel_of_a_project_holds_what_a_build_takes_and_is_the_same_each_time(tmp_path: Path) -> None:
+    one, other = (write_wheel(distribution("onnx-ops"), tmp_path / name) for name in ("one", "other"))
+    assert one.read_bytes() == other.read_bytes()
+    with zipfile.ZipFile(one) as archive:
+        names = set(archive.namelist())
+        (record,) = [name for name in names if name.endswith("/RECORD")]
+        assert {line.partition(",")[0] for line in archive.read(record).decode().splitlines()} == names
+        assert archive.read("onnx_ops/templates/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
+        assert b"onnx-ops = onnx_ops.cli.main:main" in archive.read(record.replace("RECORD", "entry_points.txt"))
+    assert {"onnx_ops/templates/infra/compose/.gitignore", "onnx_ops/py.typed"} <= names
+    assert not [name for name in names if "__pycache__" in name or "templates/examples/digits_keras" in name]
 
 
 def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
