@@ -29,13 +29,13 @@ ALIAS = "challenger-cpu-1t"
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Shell]:
-    """A shell in an empty home. `pip` finds the wheel of this tree; nothing that it starts lives on."""
+    """A shell in an empty home, beside the wheel of this tree; nothing that it starts lives on."""
     wheels = tmp_path / "wheels"
     built = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(ROOT)]
     subprocess.run(built, check=True)
     home = tmp_path / "home"
     home.mkdir()
-    found = f"{wheels} {os.environ.get('PIP_FIND_LINKS', '')}".strip()
+    (wheel,) = wheels.iterdir()
     person = {f"GIT_{role}_{what}": "ada@example.org" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     shell = Shell(
         home,
@@ -43,8 +43,7 @@ def machine(tmp_path: Path) -> Iterator[Shell]:
         variables={
             "HOME": str(home),
             "PREFECT_HOME": str(home / ".prefect"),
-            "PIP_FIND_LINKS": found,
-            "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+            "ONNX_OPS": str(wheel),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "PYTHONPATH": "",
             **person,
