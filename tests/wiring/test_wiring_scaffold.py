@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from onnx_ops.cli.main import app
 from onnx_ops.errors import UserError
-from onnx_ops.wiring.scaffold import PROJECTS, TemplateName, scaffold, write_wheel
+from onnx_ops.wiring.scaffold import PACKAGE, PROJECTS, TemplateName, _sources, _written, scaffold, write_wheel
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,7 +101,8 @@ def test_the_wheel_of_a_project_holds_what_a_build_takes_and_is_the_same_each_ti
         assert {line.partition(",")[0] for line in archive.read(record).decode().splitlines()} == names
         assert archive.read("onnx_ops/templates/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
         assert b"onnx-ops = onnx_ops.cli.main:main" in archive.read(record.replace("RECORD", "entry_points.txt"))
-    assert {"onnx_ops/templates/infra/compose/.gitignore", "onnx_ops/py.typed"} <= names
+    sources = {source for chosen in PROJECTS.values() for source, _ in (*_sources(chosen), *_written("fraud"))}
+    assert {source.relative_to(PACKAGE.parent).as_posix() for source in sources} <= names, "init works in a wheel too"
     assert not [name for name in names if "__pycache__" in name or "templates/examples/digits_keras" in name]
 
 

@@ -1,0 +1,128 @@
+"""What the files of a new project name exists: actions, files, extras, commands, options, stages of the image."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+
+from onnx_ops.wiring.scaffold import PROJECTS, scaffold
+from tests.infra.infra_tools import ROOT, tool
+
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+INSTALL = "pip install --quiet --requirement requirements.txt"
+
+
+@pytest.fixture(scope="module", params=list(PROJECTS))
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scaffold") / "fraud"
+    scaffold(folder, "fraud", request.param)
+    return folder
+
+
+def steps(of: Any) -> Iterator[dict[str, Any]]:
+    """List all steps below a value of a workflow, an action or a pipeline of Azure's."""
+    if isinstance(of, dict):
+        if {"run", "uses", "script", "task"} & set(of):
+            yield of
+        for value in of.values():
+            yield from steps(value)
+    elif isinstance(of, list):
+        for value in of:
+            yield from steps(value)
+
+
+def scripts(project: Path) -> list[str]:
+    """List the texts of the project that hold commands."""
+    files = [*project.glob(".github/*/**/*.yml"), project / "infra" / "azure" / "azure-pipelines.yml"]
+    found = [step for file in files for step in steps(yaml.safe_load(file.read_text(encoding="utf-8")))]
+    texts = [str(step.get("run", step.get("script", ""))) for step in found]
+    return [*texts, *((project / name).read_text(encoding="utf-8") for name in ("Makefile", "README.md"))]
+
+
+def test_every_action_and_module_that_a_workflow_names_exists(project: Path) -> None:
+    found = [step for file in project.glob(".github/*/**/*.yml") for step in steps(yaml.safe_load(file.read_text()))]
+    uses = [step["uses"] for step in found if "uses" in step]
+    own = [name for name in uses if name.startswith(".")]
+    assert own
+    assert all((project / name / "action.yml").is_file() for name in own)
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in set(uses) - set(own))
+    modules = {match for text in scripts(project) for match in re.findall(r"python -m (onnx_ops[\w.]*)", text)}
+    assert modules
+    assert all(importlib.util.find_spec(module) for module in modules)
+
+
+def test_every_install_line_is_the_requirements_file(project: Path) -> None:
+    lines = [line.strip() for text in scripts(project) for line in text.splitlines() if "pip install" in line]
+    lines += [line for text in scripts(project) for line in text.splitlines() if re.search(r"pip .*install ", line)]
+    assert lines
+    assert all(re.search(r"--requirement requirements\.txt\b", line) for line in lines), lines
+
+
+def test_what_the_requirements_file_names_exists_and_needs_no_index_for_onnx_ops(project: Path) -> None:
+    lines = list(requirements(project, "requirements.txt"))
+    constraints, wheel, own = lines
+    assert constraints == "--constraint constraints.txt"
+    assert (project / "constraints.txt").read_bytes() == (ROOT / "constraints.txt").read_bytes()
+    assert (project / wheel).is_file()
+    assert parse_wheel_filename(Path(wheel).name)[0] == "onnx-ops"
+    assert own == "--editable .[dev]"
+    about = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "dev" in about["optional-dependencies"]
+    (dependency,) = map(Requirement, about["dependencies"])
+    assert (dependency.name, dependency.extras <= EXTRAS) == ("onnx-ops", True)
+
+
+def requirements(project: Path, name: str) -> Iterator[str]:
+    for line in (project / name).read_text(encoding="utf-8").splitlines():
+        if line.startswith("--requirement "):
+            yield from requirements(project, line.removeprefix("--requirement "))
+        elif line and not line.startswith("#"):
+            yield line
+
+
+def test_every_path_that_the_readme_names_exists(project: Path) -> None:
+    text = (project / "README.md").read_text(encoding="utf-8")
+    paths = [word for word in re.findall(r"`([\w./-]+)`", text) if "/" in word or "." in word]
+    assert len(paths) > 6
+    assert [path for path in paths if not (project / path).exists()] == []
+
+
+def test_the_image_copies_what_is_there_and_the_stack_builds_it(project: Path) -> None:
+    file = project / "infra" / "docker" / "Dockerfile"
+    text = file.read_text(encoding="utf-8")
+    ignored = (file.with_name("Dockerfile.dockerignore")).read_text(encoding="utf-8").splitlines()
+    copied = [word for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE) for word in line.split()]
+    assert {"vendor", "requirements.txt", "constraints.txt"} <= set(copied)
+    for name in copied:
+        assert (project / name).exists(), name
+        assert not any(fnmatch.fnmatch(name, pattern) for pattern in ignored), name
+    named = re.findall(r"infra/docker/[\w.]+\w|--requirement[= ](\S+)", text)
+    assert all((project / name).exists() for name in named if name)
+    done = tool("hadolint", "--failure-threshold", "style", file)
+    assert done.returncode == 0, done.stdout
+    compose = project / "infra" / "compose" / "compose.yaml"
+    services = yaml.safe_load(compose.read_text(encoding="utf-8"))["services"]
+    builds = [service["build"] for service in services.values() if "build" in service]
+    assert len(builds) == 5
+    for build in builds:
+        context = (compose.parent / build["context"]).resolve()
+        assert context == project.resolve()
+        assert (context / build["dockerfile"]).samefile(file)
+        assert f" AS {build['target']}" in text
+    assert (compose.parent / ".gitignore").is_file()
+
+
+def test_zizmor_has_nothing_to_say_of_its_workflows(project: Path) -> None:
+    done = tool("zizmor", "--offline", "--quiet", "--format=json", project / ".github")
+    assert json.loads(done.stdout) == []

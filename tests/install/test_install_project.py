@@ -1,0 +1,182 @@
+"""A new project on machines that have nothing of ours: what its files name exists, and its workflows run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from onnx_ops.testing.inbox import Inbox, Letter, Reply
+from onnx_ops.wiring.scaffold import PROJECTS, TemplateName
+from tests.install.bare_environments import install_base
+from tests.install.workflow_runner import Runner, bare_path
+
+pytestmark = pytest.mark.nightly  # installs the platform into new environments: minutes for each template
+
+PERSON = {f"GIT_{role}_{what}": "ada@example.org" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+MACHINE = re.compile(r"PIP_|UV_|SSL_|https?_proxy|no_proxy|OMP_", re.IGNORECASE)
+"""Variables of the machine, such as where its packages come from."""
+TOKEN = "ghs_0123456789"  # noqa: S105 (nobody's)
+
+
+@dataclass
+class World:
+    """A repository of the project, its checkout on a runner, and a server that stands for GitHub."""
+
+    name: str
+    origin: Path
+    folder: Path
+    github: Inbox
+
+    def git(self, *arguments: str, cwd: Path | None = None) -> str:
+        environ = {**os.environ, **PERSON}
+        done = subprocess.run(
+            ["git", *arguments], cwd=cwd or self.origin, env=environ, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    def commit(self, **changes: str) -> str:
+        """Commit all that is there, after changes of the pipeline file (`was` and `becomes`); return the commit."""
+        file = self.origin / "configs" / "pipelines" / f"{self.name}.yaml"
+        text = file.read_text(encoding="utf-8")
+        assert changes.get("was", "") in text
+        file.write_text(text.replace(changes.get("was", "\0"), changes.get("becomes", "")), encoding="utf-8")
+        self.git("add", "-A")
+        self.git("commit", "--quiet", "--message", "change")
+        return self.git("rev-parse", "HEAD")
+
+    def runner(
+        self, event_name: str, event: dict[str, Any], *, hosted: bool, token: str = TOKEN, **inputs: str
+    ) -> Runner:
+        """Return a machine with a new checkout of the last commit; one that is not hosted keeps its state."""
+        checkout, temp = self.folder / "checkout", self.folder / "temp"
+        if checkout.exists():
+            subprocess.run(["rm", "-rf", str(checkout)], check=True)
+        self.git("clone", "--quiet", str(self.origin), str(checkout), cwd=self.folder)
+        head = self.git("rev-parse", "HEAD")
+        (self.folder / "event.json").write_text(json.dumps(event), encoding="utf-8")
+        environ = {name: text for name, text in os.environ.items() if MACHINE.match(name)} | {
+            "PATH": bare_path(self.folder / "tools"),
+            "HOME": str(self.folder / "home"),
+            "CI": "true",
+            "GITHUB_ACTIONS": "true",
+            "GITHUB_ACTOR": "octocat",
+            "GITHUB_API_URL": self.github.url,
+            "GITHUB_EVENT_PATH": str(self.folder / "event.json"),
+            "GITHUB_REPOSITORY": "acme/models",
+            "GITHUB_RUN_ID": "42",
+            "GITHUB_SHA": head,
+            "RUNNER_ENVIRONMENT": "github-hosted" if hosted else "self-hosted",
+        }
+        if not hosted:
+            environ["ONNX_OPS_STATE"] = str(self.folder / "state")
+        contexts = {
+            "github": {"event_name": event_name, "token": token},
+            "inputs": inputs,
+            "vars": {},
+            "secrets": {},
+            "runner": {"temp": str(temp)},
+        }
+        return Runner(checkout=checkout, temp=temp, contexts=contexts, environ=environ)
+
+    def status(self, runner: Runner) -> dict[str, Any]:
+        """Return what the endpoint does after a job, whose processes the runner has ended."""
+        command = [str(runner.temp / "venv" / "bin" / "onnx-ops"), "status", "--json"]
+        done = subprocess.run(
+            command, cwd=runner.checkout, env=runner.environ, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        (endpoint,) = json.loads(done.stdout)
+        found: dict[str, Any] = endpoint
+        return found
+
+
+def answer(letter: Letter) -> Reply:
+    return Reply(status=200, document=[]) if letter.method == "GET" else Reply(status=201, document={})
+
+
+@pytest.fixture(scope="module")
+def onnx_ops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of the wheel in an environment of its own."""
+    return install_base(tmp_path_factory.mktemp("installed")).with_name("onnx-ops")
+
+
+@pytest.fixture(params=list(PROJECTS))
+def world(request: pytest.FixtureRequest, onnx_ops: Path, tmp_path: Path) -> Iterator[World]:
+    template: TemplateName = request.param
+    origin = tmp_path / "fraud"
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    subprocess.run([onnx_ops, "init", "fraud", "--template", template], cwd=tmp_path, env=environ, check=True)
+    (tmp_path / "home").mkdir()
+    with Inbox(answer).open() as github:
+        made = World(name="fraud", origin=origin, folder=tmp_path, github=github)
+        made.git("init", "--quiet", "--initial-branch", "main")
+        made.commit()
+        try:
+            yield made
+        finally:
+            end_all(tmp_path)
+
+
+def end_all(folder: Path) -> None:
+    """End the servers that a job left behind, found by their folder."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(folder) in word for word in process.info["cmdline"] or ()) and process.pid != os.getpid():
+            process.kill()
+
+
+def log(runner: Runner) -> str:
+    return "\n".join(f"--- {step.name} ended with {step.code}\n{step.output}" for step in runner.done)
+
+
+def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
+    first = world.git("rev-parse", "HEAD")
+    pipeline = yaml.safe_load((world.origin / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8"))
+    second_release = str(2 + len(pipeline.get("quantize", ())))
+
+    # A pull request is judged, and nothing is registered. (The machine of these tests is shared.)
+    head = world.commit(was="max: 2 MB", becomes="max: 3 MB")
+    world.commit(was="max_regression: 5%" if "quantize" in pipeline else "", becomes="max_regression: 80%")
+    pull = {"pull_request": {"number": 7, "head": {"sha": head}, "base": {"sha": first}}}
+    runner = world.runner("pull_request", pull, hosted=True)
+    assert runner.run_job("model-commit.yml", "judge") == 0, log(runner)
+    assert [letter.method for letter in world.github.letters] == ["POST", "GET", "POST"]
+    assert "fraud.yaml: PASS" in world.github.letters[-1].document["body"]
+    assert "fraud.yaml: PASS" in runner.summary
+    assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
+
+    # A push on a hosted runner stops at its gates; without a token the summary is written all the same.
+    runner = world.runner("push", {"before": first}, hosted=True, token="")
+    assert runner.run_job("model-commit.yml", "release") == 0, log(runner)
+    assert "fraud.yaml: PASS" in runner.summary
+    assert "Nothing was released" in runner.summary
+    assert "no token was given" in log(runner)
+    assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
+
+    # On a runner that keeps its state what is pushed is registered, promoted by a person, and rolled back.
+    world.commit(was="promote: auto", becomes="promote: manual")
+    for version in ("1", second_release):
+        if version == second_release:
+            world.commit(was="seed: 0", becomes="seed: 1")
+        runner = world.runner("push", {"before": first}, hosted=False)
+        assert runner.run_job("model-commit.yml", "release") == 0, log(runner)
+        assert "Nothing was released" not in runner.summary
+        inputs = {"model": "fraud", "version": version, "target": "cpu-1t", "reason": "it's better"}
+        runner = world.runner("workflow_dispatch", {}, hosted=False, **inputs)
+        assert runner.run_job("promote.yml", "promote") == 0, log(runner)
+        found = world.status(runner)
+        assert (found["answers"], f"v{version}" in found["traffic"]) == (True, True), found
+    inputs = {"endpoint": "fraud", "to": "", "reason": "wrong on sevens", "force": "false"}
+    runner = world.runner("workflow_dispatch", {}, hosted=False, **inputs)
+    assert runner.run_job("rollback.yml", "rollback") == 0, log(runner)
+    assert "wrong on sevens" in runner.summary
+    assert world.status(runner)["traffic"] == {"v1": 100}
