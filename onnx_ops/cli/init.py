@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +47,7 @@ def init(
         return
     typer.echo(f"{folder}: {len(files)} files around configs/pipelines/{chosen}.yaml")
     typer.echo(
-        f"\n  cd {folder}\n"
+        f"\n  cd {shlex.quote(str(folder))}\n"
         "  make demo                    # makes .venv/; from training to an endpoint that answers\n"
         "  make test\n"
         "  . .venv/bin/activate         # puts onnx-ops on the path\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import yaml
 
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
 from onnx_ops.wiring.scaffold import PROJECTS, TemplateName
-from tests.install.bare_environments import install_base
+from tests.install.bare_environments import install_base, installed_in
 from tests.install.workflow_runner import Runner, bare_path
 
 pytestmark = pytest.mark.nightly  # installs the platform into new environments: minutes for each template
@@ -141,6 +142,7 @@ def log(runner: Runner) -> str:
 def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     first = world.git("rev-parse", "HEAD")
     pipeline = yaml.safe_load((world.origin / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8"))
+    seed = 7 if "train" in pipeline else 0
     second_release = str(2 + len(pipeline.get("quantize", ())))
 
     # A pull request is judged, and nothing is registered. (The machine of these tests is shared.)
@@ -166,7 +168,7 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     world.commit(was="promote: auto", becomes="promote: manual")
     for version in ("1", second_release):
         if version == second_release:
-            world.commit(was="seed: 0", becomes="seed: 1")
+            world.commit(was=f"seed: {seed}", becomes=f"seed: {seed + 1}")
         runner = world.runner("push", {"before": first}, hosted=False)
         assert runner.run_job("model-commit.yml", "release") == 0, log(runner)
         assert "Nothing was released" not in runner.summary
@@ -180,3 +182,51 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     assert runner.run_job("rollback.yml", "rollback") == 0, log(runner)
     assert "wrong on sevens" in runner.summary
     assert world.status(runner)["traffic"] == {"v1": 100}
+
+
+STAGES = ("build", "platform")
+"""Stages of the image that install something."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_commands_of_the_image_run(stage: str, onnx_ops: Path, tmp_path: Path) -> None:
+    """No engine builds it here: what a stage copies is copied, and what it runs is run, below a folder."""
+    init = [str(onnx_ops), "init", "fraud"]
+    subprocess.run(init, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}, check=True)
+    project, root = tmp_path / "fraud", tmp_path / "root"
+    work = root / "src"
+    for folder in (work, root / "opt", root / "tmp"):
+        folder.mkdir(parents=True)
+    text = (project / "infra" / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = text[text.index(f" AS {stage}") :].split("\nFROM ")[0].splitlines()
+    environ = {name: value for name, value in os.environ.items() if MACHINE.match(name)} | {
+        "PATH": bare_path(tmp_path / "tools"),
+        "HOME": str(tmp_path),
+        "PYTHON_IMAGE": "python:3.11",
+    }
+    for line in lines:
+        instruction, _, rest = line.partition(" ")
+        if instruction == "COPY":
+            *names, place = rest.split()
+            for name in names:
+                if (project / name).is_dir():
+                    shutil.copytree(project / name, work / place, dirs_exist_ok=True)
+                else:
+                    shutil.copy(project / name, work / place)
+        elif instruction == "RUN":
+            script = re.sub(r"(?<![\w.])/(opt|tmp|state)\b", rf"{root}/\1", rest)
+            done = subprocess.run(
+                ["sh", "-c", script], cwd=work, env=environ, capture_output=True, text=True, timeout=1200, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+    python = root / "opt" / "onnx-ops" / "bin" / "python"
+    packages = installed_in(python)
+    if stage == "build":
+        assert {"onnx-ops", "httptools"} <= packages
+        assert not packages & {"mlflow", "prefect", "pip", "scikit-learn", "fraud"}
+        bill = json.loads((root / "opt" / "onnx-ops" / "sbom.cdx.json").read_text(encoding="utf-8"))
+        assert "onnx-ops" in {component["name"] for component in bill["components"]}
+    else:
+        assert {"onnx-ops", "mlflow", "prefect", "boto3", "psycopg2-binary", "scikit-learn", "fraud"} <= packages
+        check = [str(python.with_name("onnx-ops")), "check", "configs/pipelines/fraud.yaml"]
+        subprocess.run(check, cwd=work, env=environ, check=True)
