@@ -41,7 +41,7 @@ def judge_change(folder: Path, base: str, until: StageKind | None, *, hosted: bo
     (folder / RESULTS).write_bytes(codec.dumps(checked))
     for one in checked:
         yield f"{one.verdict.value.upper()} {one.file}"
-        yield from (f"  {line}" for line in one.withheld.splitlines())
+        yield from (f"  {line}" for line in (*one.error.splitlines(), *one.withheld.splitlines()))
     yield title(checked)
 
 

@@ -133,6 +133,7 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
     _summary(environ, "\n\n".join([told, *notes]))
     for note in notes:
         _tell(f"::warning title=onnx-ops::{_command_data(note)}")
+    _tell(title(checked))
     _output(environ, "verdict", "none" if verdict is None else verdict.value)
     return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
 

@@ -178,10 +178,11 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
 
 def _packaged() -> list[Path]:
     """List the files of the package: all that are installed, or of a checkout what a build takes."""
-    project = PACKAGE.parent / "pyproject.toml"
-    if not project.is_file():
+    file = PACKAGE.parent / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if project.get("project", {}).get("name") != "onnx-ops":  # some packages leave such a file in site-packages
         return sorted(path for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
-    globs = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["onnx_ops"]
+    globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
     data = (path for pattern in globs for path in PACKAGE.glob(pattern) if path.is_file())
     return sorted({*PACKAGE.rglob("*.py"), *data})
 
