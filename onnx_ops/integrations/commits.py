@@ -102,12 +102,13 @@ def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> st
     if not lost:
         return ""
     remedy = (
-        "Set `tracking_uri` and `ledger` to services in a profile of onnx-ops.toml, put the profile's name into the "
-        "variable ONNX_OPS_PROFILE, and deploy to a provider that runs elsewhere"
+        "To release from here, set tracking_uri and ledger to services in a profile of onnx-ops.toml, name the profile "
+        "in the variable ONNX_OPS_PROFILE, and deploy to a provider that runs elsewhere."
         if hosted
-        else "Set ONNX_OPS_STATE of this runner to a folder outside of the checkout"
+        else "To release from here, set ONNX_OPS_STATE of this runner to a folder outside of the checkout."
     )
-    return f"Nothing was released: it would be lost with the job's disk: {', '.join(lost)}.\n{remedy}: docs/github.md."
+    what = f"Nothing was registered or released, because the job's disk would hold it: {', '.join(lost)}."
+    return f"{what}\n{remedy} See docs/github.md of onnx-ops."
 
 
 def _local(place: str) -> Path | None:

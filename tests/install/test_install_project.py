@@ -19,7 +19,7 @@ import yaml
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
 from onnx_ops.wiring.scaffold import PROJECTS, TemplateName
 from tests.install.bare_environments import install_base, installed_in
-from tests.install.workflow_runner import Runner, bare_path
+from tests.install.workflow_runner import Runner, bare_path, load
 
 pytestmark = pytest.mark.nightly  # installs the platform into new environments: minutes for each template
 
@@ -162,7 +162,7 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     runner = world.runner("push", {"before": first}, hosted=True, token="")
     assert runner.run_job("model-commit.yml", "release") == 0, log(runner)
     assert "fraud.yaml: PASS" in runner.summary
-    assert "Nothing was released" in runner.summary
+    assert "Nothing was registered or released" in runner.summary
     assert "no token was given" in log(runner)
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
 
@@ -173,7 +173,7 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
             world.commit(was=f"seed: {seed}", becomes=f"seed: {seed + 1}")
         runner = world.runner("push", {"before": first}, hosted=False)
         assert runner.run_job("model-commit.yml", "release") == 0, log(runner)
-        assert "Nothing was released" not in runner.summary
+        assert "Nothing was registered or released" not in runner.summary
         inputs = {"model": "fraud", "version": version, "target": "cpu-1t", "reason": "it's better"}
         runner = world.runner("workflow_dispatch", {}, hosted=False, **inputs)
         assert runner.run_job("promote.yml", "promote") == 0, log(runner)
@@ -184,6 +184,22 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     assert runner.run_job("rollback.yml", "rollback") == 0, log(runner)
     assert "wrong on sevens" in runner.summary
     assert world.status(runner)["traffic"] == {"v1": 100}
+
+    # The same on an agent of Azure Pipelines.
+    azure = load(runner.checkout / "infra" / "azure" / "azure-pipelines.yml")
+    variables = {
+        "TF_BUILD": "True",
+        "BUILD_REASON": "PullRequest",
+        "BUILD_SOURCEVERSION": world.git("rev-parse", "HEAD"),
+        "SYSTEM_PULLREQUEST_TARGETBRANCH": "refs/heads/main",
+        "REPORTS": str(world.folder / "reports"),
+    }
+    world.git("update-ref", "refs/remotes/origin/main", first, cwd=runner.checkout)
+    for step in azure["jobs"][0]["steps"]:
+        if "script" in step:
+            code, _ = runner.run_script({"name": step["displayName"], "run": step["script"]}, variables)
+            assert code == 0, log(runner)
+    assert "PASS configs/pipelines/fraud.yaml" in log(runner)
 
 
 STAGES = ("build", "platform")

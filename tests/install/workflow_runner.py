@@ -114,7 +114,7 @@ class Runner:
                 assert name in FOREIGN, f"{name} is beyond this runner"
                 continue
             else:
-                code, outputs = self._run_script(step, own)
+                code, outputs = self.run_script(step, own)
                 contexts["steps"][step.get("id", "")] = {"outputs": outputs}
             if code:
                 return code
@@ -126,7 +126,8 @@ class Runner:
         contexts = {**self.contexts, "inputs": {**defaults, **given}}
         return self._run_steps(action["runs"]["steps"], environ, contexts)
 
-    def _run_script(self, step: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    def run_script(self, step: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+        """Run the shell of a step; return its code and its outputs."""
         assert "${{" not in step["run"]
         files = {name: self.temp / name.lower() for name in ("GITHUB_PATH", "GITHUB_ENV", "GITHUB_OUTPUT")}
         for file in files.values():
