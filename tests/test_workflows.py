@@ -42,8 +42,11 @@ def inputs_of(workflow: dict[str, Any]) -> dict[str, Any]:
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
     """What the command line understands."""
-    command = typer.main.get_command(app).get_command(None, arguments[0])  # type: ignore[attr-defined]
-    return dict(command.make_context(arguments[0], arguments[1:]).params)
+    group = typer.main.get_command(app)
+    command = group.get_command(None, arguments[0])  # type: ignore[attr-defined]
+    # A command keeps the names of its help option from its first context: its parent has to give them.
+    parent = group.make_context("onnx-ops", [], resilient_parsing=True)
+    return dict(command.make_context(arguments[0], arguments[1:], parent=parent).params)
 
 
 def run(file: Path, folder: Path, **given: str) -> tuple[list[str], int]:
