@@ -130,7 +130,7 @@ class TestInterval:
         values = np.random.default_rng(0).exponential(size=120)
         found = bca_interval(replicate({"m": metrics.mean(values)}, np.arange(120), 0, 20_000)["m"])
         expected = stats.bootstrap(
-            (values,), np.mean, n_resamples=20_000, confidence_level=1 - 0.85 * 0.1, random_state=1, method="BCa"
+            (values,), np.mean, n_resamples=20_000, confidence_level=1 - 0.75 * 0.1, random_state=1, method="BCa"
         ).confidence_interval
         assert found is not None
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.008)
@@ -141,7 +141,13 @@ class TestInterval:
         values = np.random.default_rng(3).exponential(size=1500)
         found = bca_interval(replicate({"m": metrics.mean(values)}, np.arange(1500), 0, 8000)["m"])
         expected = stats.bootstrap(
-            (values,), np.mean, n_resamples=8000, confidence_level=0.9, random_state=1, method="BCa", batch=200
+            (values,),
+            np.mean,
+            n_resamples=8000,
+            confidence_level=1 - 0.75 * 0.1,
+            random_state=1,
+            method="BCa",
+            batch=200,
         ).confidence_interval
         assert found is not None
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.003)
