@@ -62,6 +62,11 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "digits-mlp": "{name}",
             "examples.digits_mlp": "models.train",
             "endpoint: digits\n": "endpoint: {name}\n",
+            # The tutorials begin at once with all traffic, and make it a canary afterwards.
+            "    # The first release has nothing to be held against, and gets all traffic at once.\n": "",
+            "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], min_requests: [300, 1000]": (
+                "steps: [100%], keep_previous: 24h"
+            ),
         },
     ),
     "torch": Template(
