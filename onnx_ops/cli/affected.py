@@ -8,6 +8,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.cli.terminal import say
 
 
 @reported
@@ -32,6 +33,6 @@ def affected(
         print_json(codec.to_json(found))
         return
     for one in found:
-        typer.echo(f"{one.file}  because of {', '.join(one.because)}" + (f"\n  {one.problem}" if one.problem else ""))
+        say(f"{one.file}  because of {', '.join(one.because)}" + (f"\n  {one.problem}" if one.problem else ""))
     if not found:
-        typer.echo("no pipeline is touched")
+        say("no pipeline is touched")

@@ -41,39 +41,57 @@ def status_document(one: EndpointStatus) -> dict[str, Any]:
 def status_report(found: Sequence[EndpointStatus], now: float) -> None:
     out = console()
     if not found:
-        out.print("No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
+        print_text(out, "No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
     for one in found:
         state, config = one.state, one.state.config
         if config is None:
             continue
-        out.print(f"[bold]{escape(state.endpoint)}[/bold] {escape(config.model)} on {escape(config.target)}")
+        print_text(out, f"[bold]{escape(state.endpoint)}[/bold] {escape(config.model)} on {escape(config.target)}")
         if state.deleting:
-            out.print("  [yellow]is being deleted[/yellow]")
+            print_text(out, "[yellow]is being deleted[/yellow]", indent=2)
         if state.pending_rollback is not None:
-            out.print(f"  [red]rollback owed[/red]: {escape(describe_pending(state.pending_rollback, now))}")
-            out.print(f"  onnx-ops reconcile {escape(state.endpoint)} tries again; rollback --withdraw takes it back")
-        if one.actual is not None:
-            split = ", ".join(f"{name} {weight} %" for name, weight in one.actual.split.weights.items())
-            out.print(f"  answers at {escape(one.address or '?')}: {escape(split)}")
-            for drift in one.actual.drift:
-                out.print(f"  [yellow]differs from its settings[/yellow]: {escape(drift)}")
-        elif one.unsupervised:
-            out.print(
-                f"  answers at {escape(one.address or '?')}, but [red]nobody supervises it[/red]: no change is possible"
+            print_text(
+                out, f"[red]rollback owed[/red]: {escape(describe_pending(state.pending_rollback, now))}", indent=2
             )
-            out.print(f"  onnx-ops reconcile {escape(state.endpoint)} restarts its supervisor without a lost request")
+            print_text(
+                out,
+                f"onnx-ops reconcile {escape(state.endpoint)} tries again; rollback --withdraw takes it back",
+                indent=2,
+            )
+        if one.actual is not None:
+            waits = "" if state.roles.candidate is None else state.roles.candidate.name
+            weights = {name: weight for name, weight in one.actual.split.weights.items() if weight or name == waits}
+            split = ", ".join(f"{name} {weight} %" for name, weight in weights.items()) or "no traffic"
+            print_text(out, f"answers at {escape(one.address or '?')}: {escape(split)}", indent=2)
+            for drift in one.actual.drift:
+                print_text(out, f"[yellow]differs from its settings[/yellow]: {escape(drift)}", indent=2)
+        elif one.unsupervised:
+            print_text(
+                out,
+                f"answers at {escape(one.address or '?')}, but [red]nobody supervises it[/red]: no change is possible",
+                indent=2,
+            )
+            print_text(
+                out,
+                f"onnx-ops reconcile {escape(state.endpoint)} restarts its supervisor without a lost request",
+                indent=2,
+            )
         elif state.roles.stable is not None:
-            out.print(f"  [red]does not answer[/red]; onnx-ops reconcile {escape(state.endpoint)} starts it again")
+            print_text(
+                out,
+                f"[red]does not answer[/red]; onnx-ops reconcile {escape(state.endpoint)} starts it again",
+                indent=2,
+            )
         for role in ("stable", "candidate", "previous"):
             deployment = getattr(state.roles, role)
             if deployment is not None:
-                out.print(f"  {role:<9} {escape(deployment.name)} ({escape(deployment.variant)})")
+                print_text(out, f"{role:<9} {escape(deployment.name)} ({escape(deployment.variant)})", indent=2)
         if state.open_intent is not None:
             left = max(0, round(state.open_intent.expires_at - now))
-            out.print(f"  at work: {escape(state.open_intent.action.why)} (lease for {left} s more)")
+            print_text(out, f"at work: {escape(state.open_intent.action.why)} (lease for {left} s more)", indent=2)
         if state.pending_aliases:
             owed = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
-            out.print(f"  [yellow]registry pending[/yellow]: {escape(owed)}")
+            print_text(out, f"[yellow]registry pending[/yellow]: {escape(owed)}", indent=2)
 
 
 def _pending_document(pending: PendingRollback | None) -> dict[str, Any] | None:
@@ -119,7 +137,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
     """Each endpoint's shares of traffic as bars, one for each time that they changed, with the reason below it."""
     out = console()
     for endpoint in dict.fromkeys(line.endpoint for line in lines):
-        out.print(f"[bold]{escape(endpoint)}[/bold]: shares of traffic; times in UTC")
+        print_text(out, f"[bold]{escape(endpoint)}[/bold]: shares of traffic; times in UTC")
         shades: dict[str, tuple[str, str]] = {}
         last: dict[str, int] = {}
         for line in (one for one in lines if one.endpoint == endpoint):
@@ -135,7 +153,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
             out.print(f"{line.at[:10]} {line.at[11:19]} {bar} {escape(told)}", soft_wrap=True)
             print_text(out, f"[dim]{escape(line.why)} ({escape(line.actor)})[/dim]", indent=20, hang=0)
     if not lines:
-        out.print("No traffic was moved yet.")
+        print_text(out, "No traffic was moved yet.")
 
 
 def orphan_report(survey: Survey) -> None:
@@ -148,9 +166,9 @@ def orphan_report(survey: Survey) -> None:
             cells = (one.endpoint, one.provider, left.kind, left.name, "yes" if left.paid else "", left.why)
             rows.append([escape(text) for text in cells])
         print_table(out, ("endpoint", "provider", "what", "name", "costs", "why nobody needs it"), rows)
-    out.print(f"{len(survey.orphans)} orphans at providers.")
+    print_text(out, f"{len(survey.orphans)} orphans at providers.")
     for endpoint in survey.silent:
-        out.print(f"[yellow]{escape(endpoint)}: its provider does not answer; there may be more.[/yellow]")
+        print_text(out, f"[yellow]{escape(endpoint)}: its provider does not answer; there may be more.[/yellow]")
 
 
 def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
@@ -166,11 +184,13 @@ def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
         print_table(out, ("model", "version", "variant", "release", "age", ""), rows)
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
     verb = "Removed" if removed else "Would remove"
-    out.print(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB).")
+    print_text(
+        out, f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB)."
+    )
     size = sum(one.size_bytes for one in plan.contents) / 1e6
-    out.print(f"{verb} {len(plan.contents)} contents of the store that nothing needs ({size:.1f} MB).")
+    print_text(out, f"{verb} {len(plan.contents)} contents of the store that nothing needs ({size:.1f} MB).")
     orphan_report(plan.orphans)
     if not removed and (leaving or plan.folders or plan.contents or plan.orphans.orphans):
-        out.print("Add --yes to do it.")
+        print_text(out, "Add --yes to do it.")
     if removed and leaving:
-        out.print("`mlflow gc` frees their space in MLflow.")
+        print_text(out, "`mlflow gc` frees their space in MLflow.")

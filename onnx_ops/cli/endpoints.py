@@ -12,6 +12,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Reason, answer, complain, duration, print_json, reported
+from onnx_ops.cli.terminal import say
 from onnx_ops.errors import OnnxOpsError, UserError
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def delete(
     if as_json:
         print_json({"endpoint": endpoint, "deleted": True})
     else:
-        typer.echo(f"{endpoint}: deleted")
+        say(f"{endpoint}: deleted")
 
 
 def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
@@ -190,7 +191,7 @@ def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
     else:
         orphan_report(found)
         if found.orphans:
-            typer.echo("`onnx-ops prune MODEL --yes` removes them.")
+            say("`onnx-ops prune MODEL --yes` removes them.")
     if found.silent:
         raise typer.Exit(4)
 

@@ -10,6 +10,7 @@ import typer
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, print_json, reported
 from onnx_ops.cli.help import Command, Group
+from onnx_ops.cli.terminal import say
 from onnx_ops.errors import Refused, ServiceUnavailable
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def list_keys(as_json: AsJson = False) -> None:
         print_json([_document(one) for one in known])
         return
     for one in known:
-        typer.echo(f"{_short(one)}  {_state(one):<24} {', '.join(path.name for path in one.files)}")
+        say(f"{_short(one)}  {_state(one):<24} {', '.join(path.name for path in one.files)}")
     if not known:
-        typer.echo("No keys yet: the first run makes one, or `onnx-ops keys new`.")
+        say("No keys yet: the first run makes one, or `onnx-ops keys new`.")
 
 
 @app.command(cls=Command)
@@ -63,7 +64,7 @@ def new(
     if as_json:
         print_json({"key": key, "private": str(path), "public": str(public_path(path))})
     else:
-        typer.echo(f"key {short(key)}: {path} (keep it), {public_path(path)} (give it to whoever verifies)")
+        say(f"key {short(key)}: {path} (keep it), {public_path(path)} (give it to whoever verifies)")
 
 
 @app.command(cls=Command)
@@ -81,8 +82,8 @@ def rotate(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"old": old, "new": new_key})
         return
-    typer.echo(f"key {short(new_key)} signs now; decisions by key {short(old)} stay valid")
-    typer.echo(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
+    say(f"key {short(new_key)} signs now; decisions by key {short(old)} stay valid")
+    say(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
 
 
 @app.command(cls=Command)
@@ -117,10 +118,10 @@ def retire(
         print_json({"key": known.key, "retired": not dry_run, "lost": codec.to_json(lost)})
         return
     for one in lost:
-        typer.echo(f"{'would lose' if dry_run else 'loses'} its decision: {_told(one)}")
-    typer.echo(f"key {_short(known)} {'would be' if dry_run else 'is'} trusted no longer")
+        say(f"{'would lose' if dry_run else 'loses'} its decision: {_told(one)}")
+    say(f"key {_short(known)} {'would be' if dry_run else 'is'} trusted no longer")
     for path in kept:
-        typer.echo(f"  kept for the record: {path}")
+        say(f"  kept for the record: {path}")
 
 
 def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Dependent, ...]:
@@ -132,7 +133,7 @@ def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Depe
     except ServiceUnavailable as error:
         if must_know:
             raise
-        typer.echo(f"not known which versions lose their decision: {error}", err=True)
+        say(f"not known which versions lose their decision: {error}", err=True)
         return ()
 
 

@@ -9,6 +9,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.cli.terminal import say
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def notify(
 def _tell(found: Sequence[Told]) -> None:
     for told in found:
         for notice in told.sent:
-            typer.echo(f"{told.notifier}: {notice.title}")
+            say(f"{told.notifier}: {notice.title}")
         if told.trouble:
-            typer.echo(f"{told.notifier}: not told: {told.trouble}", err=True)
+            say(f"{told.notifier}: not told: {told.trouble}", err=True)
     if not any(told.sent or told.trouble for told in found):
-        typer.echo("nothing to tell")
+        say("nothing to tell")

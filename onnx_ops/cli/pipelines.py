@@ -10,6 +10,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, SetValue, answer, print_json, reported
+from onnx_ops.cli.terminal import say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import OnnxOpsError, Problem, SpecError
 from onnx_ops.ports import Observer
@@ -69,7 +70,7 @@ def check(
     told = f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems"
     answer(
         lambda: {"files": [str(file) for file in files], "problems": [], "notes": notes},
-        lambda: typer.echo("\n".join([*notes, told])),
+        lambda: say("\n".join([*notes, told])),
         as_json=as_json,
     )
 
@@ -157,7 +158,7 @@ def run(
     prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
     if not (as_json or quiet):
         for note in projects.model_notes(project, prepared.pipeline):
-            typer.echo(note, err=True)
+            say(note, err=True)
     observer = None if as_json or quiet else _progress(jobs)
     result = projects.execute(project, prepared, fresh=fresh or (), observer=observer, abandon=abandon, jobs=jobs)
     from onnx_ops.wiring.summary import evidence_of, summarise

@@ -9,6 +9,7 @@ import typer
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Reason, answer, duration, print_json, reported, version_of
 from onnx_ops.cli.steps import exit_for, steps_document, tell_steps
+from onnx_ops.cli.terminal import say
 from onnx_ops.errors import UserError
 
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
@@ -75,7 +76,7 @@ def promote(
         notify_each(ports, done.endpoints)
 
     def report() -> None:
-        typer.echo(f"{model}/{done.version} on {target}: {done.did}")
+        say(f"{model}/{done.version} on {target}: {done.did}")
         tell_steps(reports, errors)
 
     document = {"promotion": codec.to_json(done), "steps": steps_document(reports, errors)}

@@ -12,6 +12,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, answer, complain, print_json, reported
+from onnx_ops.cli.terminal import say
 from onnx_ops.errors import OnnxOpsError, StillOwed, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
@@ -79,7 +80,7 @@ def rollback(
 
     def report() -> None:
         if pending and not quiet:
-            typer.echo("\n".join(dict.fromkeys(pending.values())), err=True)
+            say("\n".join(dict.fromkeys(pending.values())), err=True)
 
     answer(lambda: documents[0] if endpoints and len(names) == 1 else documents, report, as_json=as_json)
     if errors:
@@ -96,17 +97,15 @@ def _withdraw(ports: Ports, names: Sequence[str], reason: str, actor: str, *, as
         print_json([{"endpoint": name, "withdrawn": what} for name, what in done.items()])
     else:
         for name, what in done.items():
-            typer.echo(f"{name}: {what} is owed no longer. The next reconciliation restores what the ledger says.")
+            say(f"{name}: {what} is owed no longer. The next reconciliation restores what the ledger says.")
 
 
 def _tell(moved: Mapping[str, Rolled], errors: Mapping[str, OnnxOpsError]) -> None:
     for name, rolled in moved.items():
         if rolled.already:
-            typer.echo(
-                f"{name}: {rolled.moved_to} has 100 % of traffic already. To go back further, name it with --to."
-            )
+            say(f"{name}: {rolled.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
             continue
-        typer.echo(f"{name}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}")
+        say(f"{name}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}")
     for error in errors.values():
         complain(error, as_json=False)
 
@@ -146,7 +145,7 @@ def _tell_people(project: Project, names: Sequence[str], *, wait: bool) -> None:
 
     for told in notify_each(project.ports, names):
         if told.trouble:
-            typer.echo(f"{told.notifier}: not told: {told.trouble}", err=True)
+            say(f"{told.notifier}: not told: {told.trouble}", err=True)
 
 
 def _in_background(project: Project, command: Sequence[str], names: Sequence[str], log_name: str) -> Path:

@@ -9,6 +9,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import complain
+from onnx_ops.cli.terminal import say
 from onnx_ops.errors import OnnxOpsError
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 def tell_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None) -> None:
     for name, steps in reports.items():
         for report in steps:
-            typer.echo(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
+            say(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
         if steps[-1].registry_down:
-            typer.echo(f"{name}: the registry does not answer: {steps[-1].registry_down}", err=True)
+            say(f"{name}: the registry does not answer: {steps[-1].registry_down}", err=True)
     for error in (errors or {}).values():
         complain(error, as_json=False)
 

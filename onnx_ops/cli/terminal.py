@@ -160,3 +160,8 @@ def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
 def _print_line(out: Console, line: Text) -> None:
     line.plain = line.plain.replace(KEEP, " ")
     out.print(line, no_wrap=True, overflow="ignore", crop=False)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print plain text as `print_text` does, on standard output or standard error."""
+    print_text(error_console() if err else console(), escape(text))

@@ -10,6 +10,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.cli.terminal import say
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,16 +61,16 @@ def webhooks(
             if as_json:
                 print_json({"name": name, "removed": removed})
             else:
-                typer.echo(f"{name}: {'removed' if removed else 'there was none'}")
+                say(f"{name}: {'removed' if removed else 'there was none'}")
 
 
 def _tell(report: WebhookReport, *, as_json: bool) -> None:
     if as_json:
         print_json({**codec.to_json(report), "ok": report.ok})
     else:
-        typer.echo(f"{report.name} -> {report.url}: {', '.join(report.did) or 'as it should be'}")
-        typer.echo(f"{report.arrived} of {report.tests} test deliveries arrived", err=not report.ok)
+        say(f"{report.name} -> {report.url}: {', '.join(report.did) or 'as it should be'}")
+        say(f"{report.arrived} of {report.tests} test deliveries arrived", err=not report.ok)
         if not report.ok:
-            typer.echo(f"  why: {report.problem}\n  try: {report.remedy or 'look at the receiver'}", err=True)
+            say(f"  why: {report.problem}\n  try: {report.remedy or 'look at the receiver'}", err=True)
     if not report.ok:
         raise typer.Exit(4)

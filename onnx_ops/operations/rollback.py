@@ -239,6 +239,8 @@ def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
     last = max(states.values(), key=lambda state: state.arrived_at).arrived
     # Of a damaged ledger nobody knows whether it had that release: that it cannot be rolled back is to be told.
     found = tuple(name for name, state in states.items() if last in _releases(state) or damage(ports, name) is not None)
+    # Asked again after the rollback: those that went back from it, so that the answer is that this is done.
+    found = found or tuple(name for name, state in states.items() if state.rolled_back and state.arrived == last)
     if not found:
         raise NotFound(
             f"no endpoint serves the last release of {model} any more",
