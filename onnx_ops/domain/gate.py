@@ -134,6 +134,12 @@ class LatencyGate:
     kind: Literal["latency"] = "latency"
     max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down against the baseline.")] = None
     p50: Annotated[Seconds | None, doc("Median; enforced on dedicated targets, advisory elsewhere.")] = None
+    p90: Annotated[Seconds | None, doc("90th percentile; enforced on dedicated targets, advisory elsewhere.")] = field(
+        default=None, metadata=LATER
+    )
+    p95: Annotated[Seconds | None, doc("95th percentile; enforced on dedicated targets, advisory elsewhere.")] = field(
+        default=None, metadata=LATER
+    )
     p99: Annotated[Seconds | None, doc("99th percentile; enforced on dedicated targets, advisory elsewhere.")] = None
     faster_than: Annotated[
         Literal["fp32"] | None, doc("Every other variant must be faster than the export, with confidence.")
@@ -141,6 +147,10 @@ class LatencyGate:
     min_speedup: Annotated[
         Fraction | None, doc("By how much it must be faster: 10% means that fp32 takes at least 1.1 times as long.")
     ] = None
+
+    def quantiles(self) -> Mapping[str, tuple[float, float | None]]:
+        """Return the share below and the limit of each quantile by its name."""
+        return {"p50": (0.5, self.p50), "p90": (0.9, self.p90), "p95": (0.95, self.p95), "p99": (0.99, self.p99)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from onnx_ops.spec.document import Finding, Loc
 def gate_findings(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Finding]:
     for loc, gate in gates:
         match gate:
-            case LatencyGate(max_regression=None, p50=None, p99=None, faster_than=None, min_speedup=None):
-                yield Finding(loc=loc, message="a latency gate needs 'max_regression', 'p50', 'p99' or 'faster_than'")
+            case LatencyGate() if gate == LatencyGate():
+                limits = "'max_regression', 'p50', 'p90', 'p95', 'p99' or 'faster_than'"
+                yield Finding(loc=loc, message=f"a latency gate needs {limits}")
             case ThroughputGate(max_regression=None, min=None):
                 yield Finding(loc=loc, message="a throughput gate needs 'max_regression' or 'min'")
             case ColdStartGate(load=None, first=None, max_regression=None):

@@ -365,11 +365,11 @@ class TestLatency:
 
     def test_absolute_limits_bind_on_dedicated_targets_only(self) -> None:
         slow = replace(FP32, latency=timed(*[9_000_000] * 400))
-        gates: list[Gate] = [LatencyGate(p50=0.001, p99=0.002), SizeGate(max=2_000_000)]
+        gates: list[Gate] = [LatencyGate(p50=0.001, p90=0.001, p95=0.001, p99=0.002), SizeGate(max=2_000_000)]
         assert judge(gates, slow).verdict is Verdict.FAIL
         shared = judge(gates, replace(slow, dedicated=False))
         assert shared.verdict is Verdict.PASS
-        assert [(r.verdict, r.advisory) for r in shared.results[:2]] == [(Verdict.FAIL, True)] * 2
+        assert [(r.verdict, r.advisory) for r in shared.results[:4]] == [(Verdict.FAIL, True)] * 4
 
     def test_too_few_runs_say_how_many_are_needed(self) -> None:
         result = judge([LatencyGate(p99=0.002)], replace(FP32, latency=timed(*[1_000_000] * 100))).results[0]

@@ -27,10 +27,10 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
             yield not_measured("latency", f"ratio vs {baseline}", f"≤ {1 + gate.max_regression:.4g}x")
     if gate.faster_than is not None and evidence.variant != gate.faster_than:
         yield from _judge_faster(gate.faster_than, gate.min_speedup or 0.0, evidence)
-    for name, q, limit in (("p50", 0.50, gate.p50), ("p99", 0.99, gate.p99)):
-        if limit is not None:
-            yield _judge_quantile(name, q, limit, evidence)
-    if (gate.max_regression, gate.p50, gate.p99, gate.faster_than) == (None, None, None, None):
+    limits = {name: (share, limit) for name, (share, limit) in gate.quantiles().items() if limit is not None}
+    for name, (share, limit) in limits.items():
+        yield _judge_quantile(name, share, limit, evidence)
+    if not limits and gate.max_regression is None and gate.faster_than is None:
         yield no_limit("latency", "")
 
 
