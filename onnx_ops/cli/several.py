@@ -73,4 +73,4 @@ def _tell(out: Console, ended: Ended) -> None:
         return
     done, known = len(ended.summary.executed), len(ended.summary.outcomes)
     out.print(f"[bold]{escape(str(ended.file))}[/bold] ({done} of {known} stages executed)")
-    choice_lines(out, ended.summary.choices, ended.errors)
+    choice_lines(out, ended.summary, ended.errors)

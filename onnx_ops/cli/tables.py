@@ -92,18 +92,16 @@ def summary_report(
         evidence: by variant and target.
         details: print every gate result instead of key metrics and failures.
     """
-    out = console()
-    if details and summary.decisions:
-        gate_report(out, result_table(_without(errors, summary.decisions)))
-        choice_lines(out, summary.choices, errors)
-    else:
-        hidden = 0
+    out, decisions = console(), _without(errors, summary.decisions)
+    if details and decisions:
+        gate_report(out, result_table(decisions))
         for choice in summary.choices:
-            judged = [decision for decision in summary.decisions if decision.target == choice.target]
-            hidden += _target_report(out, choice, _without(errors, judged), evidence)
+            print_text(out, _choice_line(choice, decisions))
+    else:
+        hidden = sum(_target_report(out, choice, decisions, evidence) for choice in summary.choices)
         if hidden:
             print_text(out, f"[dim]All {hidden} gate results: add --details, or read the report.[/dim]")
-        _error_lines(out, errors)
+    _error_lines(out, errors)
     if not summary.executed:
         out.print("Nothing changed: no stage was executed.")
     if summary.registration is not None:
@@ -117,39 +115,40 @@ def _target_report(
     evidence: Mapping[tuple[str, str], Evidence],
 ) -> int:
     """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
-    judged = sum(result.gate != "measurement" for decision in decisions for result in decision.results)
-    if not judged and choice.variant is None:
-        text = "; ".join(reason for _, _, reasons in _failures(decisions) for reason in reasons)
-        print_text(
-            out, f"{verdict_markup(choice.verdict)} [bold]{escape(choice.target)}[/bold]: no release, {escape(text)}"
-        )
-        return 0
+    decisions = [decision for decision in decisions if decision.target == choice.target]
     print_text(out, _choice_line(choice, decisions))
+    if _is_unmeasured(decisions):
+        return 0
     out.print()
     heads, rows = _key_metrics(decisions, evidence)
     print_table(out, heads, rows)
     out.print()
-    told = False
-    for verdict, names, reasons in _failures(decisions):
-        for text in reasons:
-            print_text(out, f"{verdict_markup(verdict)} {escape(f'{names}: {text}')}", indent=2)
-            told = True
+    told = _failure_lines(out, decisions)
     for row in result_table([decision for decision in decisions if decision.variant == choice.variant]):
         if row.advisory and row.verdict is not Verdict.PASS:
-            text = f"{row.variant}: {_gate_name(row)}: {row.reason}"
+            text = f"{row.variant}: {_gate_name(row)}: {_plain(row)}"
             print_text(out, f"[dim]note[/dim] {escape(text)}", indent=2)
             told = True
     if told:
         out.print()
-    return judged
+    return sum(len(decision.results) for decision in decisions)
+
+
+def _is_unmeasured(decisions: Sequence[Decision]) -> bool:
+    """Return whether all that is known of each variant is the stage that failed; its error is printed for itself."""
+    return all(result.gate == "measurement" for decision in decisions for result in decision.results)
 
 
 def _choice_line(choice: Choice, decisions: Sequence[Decision]) -> str:
     head = f"{verdict_markup(choice.verdict)} [bold]{escape(choice.target)}[/bold]"
     if choice.variant is not None:
         return f"{head}: [bold]{escape(choice.variant)}[/bold] is chosen ({escape(choice.reason)})"
+    decisions = [decision for decision in decisions if decision.target == choice.target]
     if any(decision.verdict is Verdict.PASS for decision in decisions):  # not enough, among so many
         return f"{head}: no release. {escape(choice.reason)}"
+    if _is_unmeasured(decisions):
+        reasons = dict.fromkeys(result.reason for decision in decisions for result in decision.results)
+        return f"{head}: no release, {escape(next(iter(reasons)) if len(reasons) == 1 else 'nothing was measured')}"
     return f"{head}: no release, no variant passes"
 
 
@@ -192,6 +191,18 @@ def _interval(estimate: float | None, low: float | None, high: float | None, uni
     return _figure(format_figure(estimate, unit), format_interval(low, high, unit, near=estimate))
 
 
+def _plain(row: ResultRow) -> str:
+    """Return the reason without the metric's name, where that stands before it already."""
+    return row.reason.removeprefix(f"{row.metric}: ")
+
+
+def _failure_lines(out: Console, decisions: Sequence[Decision]) -> bool:
+    failures = [(verdict, names, text) for verdict, names, reasons in _failures(decisions) for text in reasons]
+    for verdict, names, text in failures:
+        print_text(out, f"{verdict_markup(verdict)} {escape(f'{names}: {text}')}", indent=2)
+    return bool(failures)
+
+
 def _failures(decisions: Sequence[Decision]) -> list[tuple[Verdict, str, list[str]]]:
     """Return verdict, variants and reasons of what does not pass; variants with the same reasons stand together."""
     shared: dict[tuple[Verdict, tuple[str, ...]], list[str]] = {}
@@ -200,27 +211,30 @@ def _failures(decisions: Sequence[Decision]) -> list[tuple[Verdict, str, list[st
             continue
         rows = [row for row in result_table([decision]) if not row.advisory and row.verdict is not Verdict.PASS]
         rows.sort(key=lambda row: -row.verdict.rank)
-        reasons = [row.reason if row.gate == "measurement" else f"{_gate_name(row)}: {row.reason}" for row in rows]
-        if len(reasons) > _REASONS:
-            reasons[_REASONS:] = [f"{len(reasons) - _REASONS} more gates do not pass"]
+        reasons = [row.reason if row.gate == "measurement" else f"{_gate_name(row)}: {_plain(row)}" for row in rows]
+        if (more := len(reasons) - _REASONS) > 0:
+            reasons[_REASONS:] = [f"{more} more gate{'s do' if more > 1 else ' does'} not pass"]
         shared.setdefault((decision.verdict, tuple(reasons or [decision.reason])), []).append(decision.variant)
     return [(verdict, ", ".join(names), list(reasons)) for (verdict, reasons), names in shared.items()]
 
 
-def choice_lines(out: Console, choices: Sequence[Choice], errors: Mapping[str, OnnxOpsError]) -> None:
-    """Print what each target gets, and then each error of a stage, once."""
-    for choice in choices:
-        text = f"{verdict_markup(choice.verdict)} [bold]{escape(choice.target)}[/bold]"
-        if choice.variant is not None:
-            print_text(out, f"{text}: {escape(choice.variant)} is chosen ({escape(choice.reason)})")
-        else:
-            print_text(out, f"{text}: no release. {escape(_shortened(errors, choice.reason))}")
+def choice_lines(out: Console, summary: Summary, errors: Mapping[str, OnnxOpsError]) -> None:
+    """Print what each target gets, what failed in a line each, and then each error of a stage, once."""
+    for choice in summary.choices:
+        decisions = _without(errors, [one for one in summary.decisions if one.target == choice.target])
+        print_text(out, _choice_line(choice, decisions))
+        if choice.variant is None and not _is_unmeasured(decisions):
+            _failure_lines(out, decisions)
     _error_lines(out, errors)
 
 
 def _error_lines(out: Console, errors: Mapping[str, OnnxOpsError]) -> None:
+    """Print each error once, with all stages that ended with it."""
+    stages: dict[str, list[str]] = {}
     for stage, error in errors.items():
-        print_error(out, error, f"{stage} failed")
+        stages.setdefault(str(error), []).append(stage)
+    for names in stages.values():
+        print_error(out, errors[names[0]], f"{', '.join(names)} failed")
 
 
 def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) -> list[Decision]:

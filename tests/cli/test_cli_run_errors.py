@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.analysis.choice import choose
 from onnx_ops.cli.tables import summary_report
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
-from onnx_ops.errors import UserError
+from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.wiring.project import open_project
 from onnx_ops.wiring.summary import Summary
 from tests.support.golden import Golden
@@ -34,3 +34,30 @@ def test_error_of_a_stage_is_printed_once(tmp_path: Path, capsys: pytest.Capture
         printed = capsys.readouterr().out
         golden("errors", printed, "details" if details else "short")
         assert printed.count("it answers differently each time") == 1
+
+
+def test_stages_with_the_same_error_share_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
+    error = MeasurementFailure("no GPU", where="target cuda", why="none is there", remedy="Take another machine.")
+    stages = {f"benchmark/{name}@cuda": error for name in ("fp32", "int8")}
+    results = [
+        GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=f"{stage}: {error}")
+        for stage in stages
+    ]
+    decisions = tuple(
+        Decision(variant=name, target="cuda", results=(result,))
+        for name, result in zip(("fp32", "int8"), results, strict=True)
+    )
+    summary = Summary(
+        pipeline="p",
+        executed=tuple(stages),
+        outcomes=(),
+        decisions=decisions,
+        choices=(choose(decisions),),
+        registration=None,
+        awaiting=(),
+        exit_code=4,
+    )
+    summary_report(summary, stages, open_project(tmp_path), {}, details=False)
+    golden("errors", capsys.readouterr().out)
