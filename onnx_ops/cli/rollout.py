@@ -140,7 +140,7 @@ def _shown(seen: RolloutView) -> RenderableType:
         lines += [f"  {escape(guard.line)}" for guard in seen.judged.guards]
         lines += [f"  {escape(line)}" for line in (seen.judged.outcome_line, seen.judged.mismatch) if line]
     lines.append(f"  {escape(seen.next)}")
-    return Group(*(Text.from_markup(line) for line in lines))
+    return Group(*(Text.from_markup(line, emoji=False) for line in lines))
 
 
 def _step(step: Any) -> str:
