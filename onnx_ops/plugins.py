@@ -91,7 +91,7 @@ def find(kind: str, name: str) -> EntryPoint:
             return point
     known = names(kind)
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"installed: {', '.join(known)}"
+    hint = f"Did you mean {close[0]!r}?" if close else f"Installed: {', '.join(known)}."
     raise NotFound(f"no {kind} plugin is called {name!r}", remedy=hint)
 
 

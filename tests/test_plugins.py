@@ -139,7 +139,7 @@ def test_every_kind_has_plugins(kind: str) -> None:
 def test_a_misspelt_name_asks_what_was_meant() -> None:
     with pytest.raises(NotFound, match="no exporters plugin is called 'sklaern'") as caught:
         plugins.find("exporters", "sklaern")
-    assert caught.value.remedy == "did you mean 'sklearn'?"
+    assert caught.value.remedy == "Did you mean 'sklearn'?"
 
 
 def test_a_strange_name_lists_what_is_there() -> None:

@@ -30,7 +30,7 @@ def train(data, bad=False):
     with (pathlib.Path(__file__).with_name("trained.txt")).open("a") as stream:
         stream.write("bad\\n" if bad else "good\\n")
     if bad:
-        raise RuntimeError("no luck")
+        raise ConnectionError("no luck")
     time.sleep(0.5)
     rows = data["train"]
     return LogisticRegression().fit(rows.inputs["x"], rows.label)

@@ -234,7 +234,7 @@ def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, ports: Por
     performer = Performer(settings=project, ports=ports)
 
     def process_of(stage: Stage) -> int:
-        with pytest.raises(StageFailure, match="ZeroDivisionError"):
+        with pytest.raises(UserError, match="ZeroDivisionError"):
             performer(stage, Digest(KEY), {})
         return noted(project, "trainer")
 
