@@ -18,6 +18,11 @@ _COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR
 _GAP = 2
 """Columns between the columns of a table."""
 
+_WORD = re.compile(r"(?:\[[^\]\n]{1,40}\]|[^ \n])+")
+"""What stays in one line: a word, with an interval such as `[1.2, 1.3] ms` up to its bracket."""
+
+_LINE = re.compile(r".+")
+
 KEEP = "\u00a0"
 """A space at which no line breaks; printed as a plain one."""
 
@@ -76,8 +81,8 @@ def print_table(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]
     """
     cells = [[_parsed(cell) for cell in row] for row in rows if not isinstance(row, str)]
     columns = [[Text(head, style="dim"), *column] for head, column in zip(heads, _columns(cells), strict=False)]
-    least = [max(_longest(cell, r"\S+") for cell in column) for column in columns]
-    most = [max(_longest(cell, r".+") for cell in column) for column in columns]
+    least = [max(_longest(cell, _WORD) for cell in column) for column in columns]
+    most = [max(_longest(cell, _LINE) for cell in column) for column in columns]
     room = out.width - _GAP * (len(heads) - 1)
     if sum(least) > room:
         _print_records(out, heads, rows)
@@ -101,10 +106,9 @@ def _parsed(cell: str) -> Text:
     return Text.from_markup(cell, emoji=False)
 
 
-def _longest(cell: Text, pattern: str) -> int:
-    """Return the cells of the longest match; `KEEP` counts as part of a word."""
-    found = re.findall(pattern, cell.plain.replace(KEEP, "_"))
-    return max((Text(part).cell_len for part in found), default=0)
+def _longest(cell: Text, pattern: re.Pattern[str]) -> int:
+    """Return the columns that the longest match takes."""
+    return max((Text(part).cell_len for part in pattern.findall(cell.plain)), default=0)
 
 
 def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
@@ -146,7 +150,7 @@ def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
     for paragraph in text.split("\n", allow_blank=True):
         breaks: list[int] = []
         start = 0
-        for word in re.finditer(r"[^ ]+", paragraph.plain):
+        for word in _WORD.finditer(paragraph.plain):
             limit = first if first is not None and not lines and not breaks else width
             if word.start() > start and Text(paragraph.plain[start : word.end()]).cell_len > limit:
                 breaks.append(word.start())

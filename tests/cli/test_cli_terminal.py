@@ -60,3 +60,12 @@ def test_print_text_is_one_line_where_there_is_no_terminal() -> None:
     sink = io.StringIO()
     print_text(Console(file=sink, width=20), f"a text that is longer{KEEP}than twenty columns")
     assert sink.getvalue() == "a text that is longer than twenty columns\n"
+
+
+@pytest.mark.parametrize("width", range(24, 60, 5))
+def test_print_text_keeps_intervals_whole(width: int) -> None:
+    out, sink = terminal(width)
+    print_text(out, "1.349x \\[1.26, 1.445] the latency, of \\[0.02588 ms, 0.1 ms] at most, and \\[x] is no tag")
+    assert "[1.26, 1.445]" in sink.getvalue()
+    assert "[0.02588 ms, 0.1 ms]" in sink.getvalue()
+    assert "[x]" in sink.getvalue()
