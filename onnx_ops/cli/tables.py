@@ -278,7 +278,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
             out.print(f"Endpoint [bold]{escape(state.endpoint)}[/bold] serves {escape(told)}", soft_wrap=True)
             if state.roles.candidate is not None:
                 follow = f"onnx-ops reconcile --watch moves it on; onnx-ops rollout status {state.endpoint} shows it"
-                out.print(f"Rollout of {escape(state.roles.candidate.name)} has begun: {escape(follow)}")
+                print_text(out, f"Rollout of {escape(state.roles.candidate.name)} has begun: {escape(follow)}")
     out.print(f"Report: {escape(where_to_read(registration))}", soft_wrap=True)
     out.print(f"Evidence: {escape(registration.where)}", soft_wrap=True)
 
