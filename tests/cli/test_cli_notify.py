@@ -61,7 +61,7 @@ def test_with_nothing_to_tell(inbox: Inbox) -> None:
     ("arguments", "environ", "told"),
     [
         (["--test"], {"ONNX_OPS_NOTIFY": ""}, "no notifier is set"),
-        (["--test"], {"ONNX_OPS_NOTIFY": "webhok"}, "did you mean 'webhook'"),
+        (["--test"], {"ONNX_OPS_NOTIFY": "webhok"}, "Did you mean 'webhook'"),
         (["--test"], {"ONNX_OPS_NOTIFY": "github:acme"}, "names no repository"),
         (["digits", "--test"], {}, "about no endpoint"),
         (["nowhere"], {}, "no endpoint of that name"),
