@@ -63,11 +63,12 @@ class VariantRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """One pipeline run's set of versions."""
+    """One pipeline run's set of versions. `about` is Markdown that describes the registered model."""
 
     model: str
     lineage: Lineage
     variants: tuple[VariantRecord, ...]
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

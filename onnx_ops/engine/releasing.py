@@ -26,6 +26,7 @@ def release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
         {
             "model": section.model,
             "pipeline": pipeline.pipeline,
+            "about": pipeline.description,
             "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
             "targets": list(names),
             "policies": {name: codec.to_json(policy_of(pipeline, targets[name])) for name in names},

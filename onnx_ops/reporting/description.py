@@ -15,6 +15,17 @@ from onnx_ops.reporting.figures import format_figure, format_interval
 DESCRIPTION_LIMIT = 5000
 """Characters that a registry keeps of a version's description."""
 
+KEPT = "*Written by onnx-ops from the pipeline file. Change this text, and onnx-ops leaves it alone.*"
+"""What the description of a registered model ends with as long as no person has changed it."""
+
+_VERSIONS = (
+    "Each version is one variant of one release. Its description begins with the verdict on each target, and links the "
+    "report of the release."
+)
+_ALIASES = (
+    "Alias `champion-<target>` serves, `challenger-<target>` is on trial, `previous-<target>` is what a rollback gives "
+    "back. Setting `challenger-<target>` asks for a rollout."
+)
 _REASON_LIMIT = 240
 _TABLE_HEAD = ("| gate | target | limit | figure | verdict | reason |", "|---|---|---|---|---|---|")
 _ESCAPES = str.maketrans(
@@ -55,7 +66,9 @@ def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
 def version_description(
     variant: str, decisions: Mapping[str, Decision], lineage: Lineage, evidence_run_url: str | None = None
 ) -> str:
-    """Markdown for a registered version: the verdicts first, then the gate table, then where it comes from.
+    """Return Markdown for a registered version: verdicts, gate table, where it comes from.
+
+    The verdicts are plain text, because MLflow lists the first line of a description as it is.
 
     Never longer than `DESCRIPTION_LIMIT`: the worst results come first, and a line says how many were left out.
 
@@ -69,16 +82,36 @@ def version_description(
     tail = _origin(variant, lineage, evidence_run_url)
     room = DESCRIPTION_LIMIT - len(tail) - 2
     verdicts = [_verdict_line(decision) for decision in sorted(ordered, key=_worst_first)]
-    head = _fitted(verdicts or ["**INCONCLUSIVE**: nothing was judged"], room, "target", prefix=())
+    head = _fitted(verdicts or ["INCONCLUSIVE: nothing was judged"], room, "target", prefix=())
     rows = sorted(result_table(ordered), key=lambda row: (row.advisory, -row.verdict.rank))
     room -= len(head) + 2
     table = _fitted([_markdown_row(row) for row in rows], room, "result", prefix=_TABLE_HEAD) if rows else ""
     return "\n\n".join(part for part in (head, table, tail) if part)
 
 
+def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:
+    """Return Markdown for a registered model: what it is, and how to read its versions and aliases.
+
+    Args:
+        about: what the pipeline file says of itself; may be empty.
+        pipeline: its name.
+        variants: names of the variants, in the order of the file.
+        targets: names of the targets.
+    """
+    named = ", ".join(targets)
+    parts = [
+        markdown(about),
+        f"Pipeline {markdown(pipeline)}. Variants: {markdown(', '.join(variants))}. Targets: {markdown(named)}.",
+        _VERSIONS,
+        _ALIASES,
+        KEPT,
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
 def told_reason(description: str, target: str) -> str:
     """The reason that a description gives for its verdict about a target; empty if it gives none."""
-    told = re.search(rf"^\*\*[A-Z]+\*\* on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
+    told = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
     return html.unescape(_ESCAPED.sub(r"\1", told[1])) if told else ""
 
 
@@ -105,7 +138,7 @@ def _worst_first(decision: Decision) -> int:
 
 def _verdict_line(decision: Decision) -> str:
     verdict = decision.verdict.value.upper()
-    return f"**{verdict}** on {markdown(decision.target)}: {markdown(_cut(decision.reason))}  "
+    return f"{verdict} on {markdown(decision.target)}: {markdown(_cut(decision.reason))}  "
 
 
 def _markdown_row(row: ResultRow) -> str:

@@ -17,7 +17,7 @@ from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, 
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.standing import Policy
 from onnx_ops.ports import Ports
-from onnx_ops.reporting.description import version_description
+from onnx_ops.reporting.description import model_description, version_description
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.plain import plain_figures
 from onnx_ops.stages.example import request_example
@@ -52,7 +52,10 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         if entry["stage"] in inputs
     )
     registry = ports.registry()
-    versions = registry.publish(Publication(model=settings["model"], lineage=lineage, variants=records))
+    about = model_description(
+        settings["about"], lineage.pipeline, [entry["name"] for entry in settings["variants"]], settings["targets"]
+    )
+    versions = registry.publish(Publication(model=settings["model"], lineage=lineage, variants=records, about=about))
     registration = Registration(
         run=key,
         model=settings["model"],

@@ -100,7 +100,7 @@ def _record(folder: Path, lineage: Lineage, model: str, variant: str, target: st
         metrics={f"{target}/p50": 0.00125},
         decisions={target: judged},
         signed={target: signed},
-        description=f"**{verdict.value.upper()}** on {target}",
+        description=f"{verdict.value.upper()} on {target}",
         measured_on="test",
         example=b'{"inputs": {"x": [[1.0, 2.0]]}}',
     )

@@ -29,6 +29,7 @@ from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.ports.release import Registry
+from onnx_ops.reporting.description import model_description
 from onnx_ops.testing.fakes import FakeSigner
 from onnx_ops.testing.registries import RegistrySuite, publication
 from tests.support.mlflow_server import mlflow_server as started_server
@@ -124,6 +125,26 @@ class TestOnAServer(RegistrySuite):
         client = registry._mlflow._client
         description = client.get_model_version("reported", version).description
         assert f"[Report]({page.removeprefix(mlflow_server[0] + '/')})" in str(description)
+
+    def test_the_model_says_what_it_is_until_a_person_says_it(self, registry: MlflowRegistry, tmp_path: Path) -> None:
+        client = registry._mlflow._client
+
+        def published(about: str) -> str:
+            release = publication(tmp_path, model="described", seed="a")
+            about = model_description(about, "linear", ["fp32"], ["cpu-1t"])
+            registry.publish(dataclasses.replace(release, about=about))
+            return str(client.get_registered_model("described").description)
+
+        assert published("A line.").startswith("A line.\n\nPipeline linear. Variants: fp32.")
+        assert published("A straight line.").startswith("A straight line.")
+        client.update_registered_model("described", "Mine.")
+        assert published("A line.") == "Mine."
+
+    def test_people_see_few_tags_of_a_version_and_in_order(self, registry: MlflowRegistry, tmp_path: Path) -> None:
+        version = registry.publish(publication(tmp_path, model="labelled", seed="a"))["fp32"]
+        tags = registry._mlflow._client.get_model_version("labelled", version).tags
+        shown = [key for key in tags if not key.startswith("mlflow.")]
+        assert shown == ["variant", "gate.cpu-1t", "git.sha", "data.rev", "release"]
 
 
 class Killed(BaseException):
@@ -461,7 +482,10 @@ def test_malformed_decisions_are_left_out_and_kept_as_tags(registry: MlflowRegis
     release = publication(tmp_path, model="malformed", seed="a")
     version = registry.publish(release)["fp32"]
     good = codec.dumps(release.variants[0].signed["cpu-1t"].envelope).decode()
-    bad = {"decision.a": "{", "decision.b": "[" * 20_000, "decision.c": good, "decision.d": '{"key":1}'}
+    bad = {
+        f"{mlflow_tags.DECISION}{target}": text
+        for target, text in {"a": "{", "b": "[" * 20_000, "c": good, "d": '{"key":1}'}.items()
+    }
     registry.annotate("malformed", version, bad)
     read = registry.version("malformed", version)
     assert set(read.decisions) == {"cpu-1t"}

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops import codec
+from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys, read, sign
 from onnx_ops.domain.attestation import Envelope
@@ -76,7 +77,7 @@ def test_other_models_are_left_alone(plain: Guarded) -> None:
     plain.versions.put("1", {"stage": "x"}, model="faces", aliases=(CHAMPION,))
     plain.set_alias(CHAMPION, "1", model="faces")
     plain.guard.set_tag("", "faces", "1", "override.cpu-1t", "sure")
-    plain.guard.delete_tag("", "faces", "1", "decision.cpu-1t")
+    plain.guard.delete_tag("", "faces", "1", f"{DECISION}cpu-1t")
     plain.guard.delete_alias("", "faces", CHAMPION)
     plain.guard.delete_version("faces", "1")
     plain.guard.rename_model("faces")
@@ -137,7 +138,7 @@ def test_what_serves_may_become_previous_whatever_became_of_its_decision(plain: 
 
 
 class TestDecisionTags:
-    KEY = f"decision.{TARGET}"
+    KEY = f"{DECISION}{TARGET}"
 
     def test_a_later_decision_replaces_an_earlier_one(self, plain: Guarded) -> None:
         later = sign(decision_record("b", sequence=11), plain.signer)
@@ -163,8 +164,8 @@ class TestDecisionTags:
             plain.guard.delete_tag("", MODEL, "2", self.KEY)
 
     def test_a_spelling_of_the_same_tag_is_refused(self, plain: Guarded) -> None:
-        with pytest.raises(Refused, match=r"write it decision\.cpu-1t"):
-            plain.set_tag("2", "Decision.cpu-1t", "")
+        with pytest.raises(Refused, match=re.escape(f"write it {self.KEY}")):
+            plain.set_tag("2", self.KEY.replace("decision", "Decision"), "")
 
     def test_a_pass_may_be_deleted(self, plain: Guarded) -> None:
         plain.guard.delete_tag("", MODEL, "1", self.KEY)
@@ -173,7 +174,7 @@ class TestDecisionTags:
         plain.versions.change("2", **{self.KEY: "{}"})
         plain.set_tag("2", self.KEY, codec.dumps(sign(decision_record("b"), plain.signer).envelope).decode())
 
-    @pytest.mark.parametrize("key", ["digest", "release", "variant"])
+    @pytest.mark.parametrize("key", [DIGEST, RELEASE, VARIANT])
     def test_a_version_stays_what_it_is(self, plain: Guarded, key: str) -> None:
         plain.set_tag("1", key, plain.versions.kept[MODEL, "1"].tags[key])
         with pytest.raises(Refused, match="keeps what it was registered as"):

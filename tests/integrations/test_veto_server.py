@@ -17,6 +17,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST
 from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.release import VersionRecord
@@ -125,7 +126,7 @@ def test_a_forged_decision_does_not_pass(
     veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     passed, failed = versions
-    key = f"decision.{TARGET}"
+    key = f"{DECISION}{TARGET}"
     lie = replace(failed.decisions[TARGET].record, verdict=Verdict.PASS, sequence=99)
     forged = replace(failed.decisions[TARGET], record=lie)
     for value in (codec.dumps(forged).decode(), passed.tags[key], '{"record":NaN}'):
@@ -140,7 +141,7 @@ def test_a_copy_registered_by_hand_keeps_its_later_decision(
 ) -> None:
     _, failed = versions
     earlier = replace(failed.decisions[TARGET].record, verdict=Verdict.PASS, verdicts={}, sequence=1)
-    tags = {**failed.tags, f"decision.{TARGET}": codec.dumps(sign(earlier, veto_server.signer).envelope).decode()}
+    tags = {**failed.tags, f"{DECISION}{TARGET}": codec.dumps(sign(earlier, veto_server.signer).envelope).decode()}
     source = str(registry("alice")._version(failed.model, failed.version).source)
     asked = {
         "name": failed.model,
@@ -164,7 +165,7 @@ def test_the_ways_round_are_closed(veto_server: GuardedServer, versions: tuple[V
         ("DELETE", f"{number}/delete", {"name": passed.model, "version": passed.version}, f"it holds {CHAMPION}"),
         ("DELETE", f"{models}/delete", {"name": passed.model}, f"{CHAMPION} on version {passed.version}"),
         ("POST", f"{models}/rename", {"name": passed.model, "new_name": "other"}, "signed for this name"),
-        ("POST", SET_TAG, tag(passed, "digest", "sha256:" + "0" * 64), "keeps what it was registered as"),
+        ("POST", SET_TAG, tag(passed, DIGEST, "sha256:" + "0" * 64), "keeps what it was registered as"),
     ]
     for method, path, document, reason in ways:
         for prefix in ("/api", UI):

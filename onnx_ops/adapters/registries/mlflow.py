@@ -24,6 +24,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_file
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, UserError
+from onnx_ops.reporting.description import KEPT
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class MlflowRegistry:
                 experiment=self._experiment(client, model),
                 pages=f"{self._public_url}/" if self._public_url else "",
             )
-            self._ensure_model(client, model)
+            self._ensure_model(client, model, publication.about)
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
@@ -269,13 +270,17 @@ class MlflowRegistry:
             )
         return str(found.experiment_id)
 
-    def _ensure_model(self, client: MlflowClient, model: str) -> None:
+    def _ensure_model(self, client: MlflowClient, model: str, about: str) -> None:
+        """Create the model, or bring its description up to date unless a person has written it."""
         from mlflow.exceptions import MlflowException
 
-        if client.search_registered_models(f"name = '{model}'", max_results=1):
+        if found := client.search_registered_models(f"name = '{model}'", max_results=1):
+            there = found[0].description or ""
+            if about and there != about and (not there or there.endswith(KEPT)):
+                client.update_registered_model(model, about)
             return
         try:
-            client.create_registered_model(model)
+            client.create_registered_model(model, description=about)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

@@ -19,6 +19,7 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     DECISION,
     DIGEST,
     EVIDENCE_DIGEST,
+    GATE,
     GIT_SHA,
     MLMODEL_DIGEST,
     RELEASE,
@@ -61,10 +62,9 @@ class Publisher:
         self._pages = pages
         lineage = publication.lineage
         self._common = {
-            RELEASE: str(lineage.release),
-            "pipeline": lineage.pipeline,
             GIT_SHA: lineage.git_sha,
             DATA_REV: " ".join(f"{name}:{short(digest)}" for name, digest in sorted(lineage.data.items())),
+            RELEASE: str(lineage.release),
         }
         self._common = {key: value for key, value in self._common.items() if value}
 
@@ -98,7 +98,7 @@ class Publisher:
         found = sorted(
             self._client.search_model_versions(
                 f"name = '{name}' and tags.{RELEASE} = '{self._publication.lineage.release}' "
-                f"and tags.{VARIANT} = '{record.variant}' and tags.{DIGEST} = '{record.manifest.digest()}'"
+                f"and tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'"
             ),
             key=lambda version: int(version.version),
         )
@@ -123,6 +123,7 @@ class Publisher:
         model = self._finished_model(record) or self._log_model(record, parent_id)
         run_id = str(model.source_run_id)
         self._upload_evidence(run_id, record)
+        judged = judgement(record)
         with self._connection.as_default():
             created = self._client.create_model_version(
                 self._publication.model,
@@ -130,10 +131,12 @@ class Publisher:
                 run_id=run_id,
                 model_id=model.model_id,
                 tags={
+                    VARIANT: record.variant,
+                    **{key: value for key, value in judged.items() if key.startswith(GATE)},
                     **self._common,
                     **self._identity(record),
                     MLMODEL_DIGEST: str(model.tags[MLMODEL_DIGEST]),
-                    **judgement(record),
+                    **judged,
                 },
                 description=self._description(record, run_id),
             )
@@ -142,7 +145,7 @@ class Publisher:
 
     def _finished_model(self, record: VariantRecord) -> LoggedModel | None:
         """A model that was uploaded whole by an attempt that ended before its version was created."""
-        found = self._models(f"tags.{VARIANT} = '{record.variant}' and tags.{DIGEST} = '{record.manifest.digest()}'")
+        found = self._models(f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'")
         whole = (model for model in found if str(model.status) == "READY")
         return next((model for model in whole if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
 

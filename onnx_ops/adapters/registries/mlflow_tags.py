@@ -10,9 +10,15 @@ from onnx_ops.domain.gate import DecisionRecord, SignedDecision
 from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import StateCorrupt, UserError
 
-RELEASE, VARIANT, DIGEST, GIT_SHA, DATA_REV = "release", "variant", "digest", "git.sha", "data.rev"
-MLMODEL_DIGEST, EVIDENCE_DIGEST = "digest.mlmodel", "digest.evidence"
-GATE, DECISION = "gate.", "decision."
+VARIANT, GATE, GIT_SHA, DATA_REV, RELEASE = "variant", "gate.", "git.sha", "data.rev", "release"
+"""What people read. MLflow lists a version's tags as they were set, and its page sorts them by name."""
+
+_HIDDEN = "mlflow.onnx_ops."
+"""MLflow's pages leave out tags of this prefix, which its API serves like others: digests and signatures are read by
+programs. See `isUserFacingTag` of its UI."""
+
+DIGEST, MLMODEL_DIGEST, EVIDENCE_DIGEST = f"{_HIDDEN}digest", f"{_HIDDEN}mlmodel", f"{_HIDDEN}evidence"
+DECISION = f"{_HIDDEN}decision."
 
 TAG_LIMIT = 65_535
 """Bytes of a tag's value: MySQL's TEXT, the smallest of MLflow's databases."""

@@ -74,7 +74,7 @@ class ServerStore:
         return {} if found is None else {str(alias): str(version) for alias, version in found.aliases.items()}
 
     def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
-        query, token = f"tags.{DIGEST} = '{record.manifest}'", None
+        query, token = f"tags.`{DIGEST}` = '{record.manifest}'", None
         while True:
             page = _store().search_model_versions(query, max_results=100, page_token=token)
             for found in page:
