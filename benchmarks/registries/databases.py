@@ -98,8 +98,13 @@ def populate(uri: str, folder: Path, *, models: int, versions: int, alias: str) 
     each, now = versions // models, 1_700_000_000_000
     names = [f"model-{number:03d}" for number in range(models)]
     numbered = [(name, number) for name in names for number in range(1, each + 1)]
-    said = {"release": "sha256:" + "0" * 64, "variant": "fp32", "digest": "sha256:" + "1" * 64, "gate.cpu-1t": "pass"}
-    said["decision.cpu-1t"] = "x" * TAG_BYTES
+    said = {
+        "release": "sha256:" + "0" * 64,
+        "variant": "fp32",
+        "mlflow.onnx_ops.digest": "sha256:" + "1" * 64,
+        "gate.cpu-1t": "pass",
+    }
+    said["mlflow.onnx_ops.decision.cpu-1t"] = "x" * TAG_BYTES
     stamp = {"creation_time": now, "last_updated_time": now}
     with engine.begin() as connection:
         connection.execute(tables.tables["registered_models"].insert(), [{"name": name, **stamp} for name in names])

@@ -25,8 +25,8 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.stages.activations import measure_activations
 from onnx_ops.stages.labels import classes_of
+from onnx_ops.stages.pairs import paired
 from onnx_ops.stages.predictions import read
-from onnx_ops.stages.scoring import paired
 from onnx_ops.stages.weights import measure_weights
 
 TARGET = Target(name="truth")

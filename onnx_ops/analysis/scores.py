@@ -175,12 +175,16 @@ def _losses(
     if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
         why = "every row scores the same: no spread to estimate an interval from"
         return {CANDIDATE: refused(definition, len(label), undefined=why)}
-    alone = ratio_interval(mine, share, UNSEEN_ROWS)
+
+    def value(name: str) -> Interval:
+        alone = ratio_interval(sums[name], share, UNSEEN_ROWS)
+        return _mirrored(alone) if definition.name == "r2" else _rooted(definition, alone)
+
     entry = ScoreComparison(
         metric=definition.label,
         against=CANDIDATE,
         n=len(label),
-        candidate=_mirrored(alone) if definition.name == "r2" else _rooted(definition, alone),
+        candidate=value(CANDIDATE),
         confidence=CONFIDENCE,
         method="Student's t of the losses, with rows of the worst kind seen that may be missing",
         effective=few_heavy(mine)[0],
@@ -188,7 +192,11 @@ def _losses(
     )
     return {CANDIDATE: entry} | {
         name: _loss_change(
-            definition, replace(entry, against=name), (answers[CANDIDATE], answers[name]), (mine, sums[name]), share
+            definition,
+            replace(entry, against=name, reference=value(name)),
+            (answers[CANDIDATE], answers[name]),
+            (mine, sums[name]),
+            share,
         )
         for name in answers
         if name != CANDIDATE
@@ -306,7 +314,10 @@ def _against(
     ratio = None if better is True else _ratio(pair, replicates)
     if difference is None and ratio is None:
         return _no_change(definition, replace(mine, against=name))
-    return replace(mine, against=name, baseline=replicates[1].observed, difference=difference, ratio=ratio)
+    theirs = _alone(definition, pair[1], replicates[1]).candidate
+    return replace(
+        mine, against=name, baseline=replicates[1].observed, reference=theirs, difference=difference, ratio=ratio
+    )
 
 
 def _difference(pair: tuple[Side, Side], replicates: tuple[Replicates, Replicates]) -> Interval | None:

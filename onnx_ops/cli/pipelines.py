@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,15 @@ Abandon = Annotated[
         "--abandon",
         metavar="REASON",
         help="Leave endpoints behind that the file no longer names, or names elsewhere; the reason is recorded.",
+        show_default=False,
+    ),
+]
+Base = Annotated[
+    str,
+    typer.Option(
+        "--base",
+        metavar="REF",
+        help="Branch, tag or commit to compare with, by what a run there has recorded; in a pull request, its target.",
         show_default=False,
     ),
 ]
@@ -123,6 +133,7 @@ def run(
     jobs: Jobs = 1,
     abandon: Abandon = "",
     details: Annotated[bool, typer.Option("--details", help="Print every gate result.")] = False,
+    base: Base = "",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -136,7 +147,8 @@ def run(
 
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
-    from onnx_ops.cli.tables import summary_report
+    from onnx_ops.cli.tables import comparison_report, summary_report
+    from onnx_ops.reporting.comparison import Comparison, base_comparisons, champion_comparisons
     from onnx_ops.wiring import project as projects
 
     project = projects.open_project()
@@ -151,6 +163,7 @@ def run(
             until=until,
             fresh=fresh or (),
             abandon=abandon,
+            base=base,
             as_json=as_json,
             quiet=quiet,
         )
@@ -160,20 +173,29 @@ def run(
         for note in projects.model_notes(project, prepared.pipeline):
             say(note, err=True)
     observer = None if as_json or quiet else _progress(jobs)
-    result = projects.execute(project, prepared, fresh=fresh or (), observer=observer, abandon=abandon, jobs=jobs)
+    from onnx_ops.stages.pairs import compare_rows
+    from onnx_ops.wiring.history import find_base
     from onnx_ops.wiring.summary import evidence_of, summarise
 
-    summary = summarise(prepared.pipeline, result, project.ports)
-
-    def print_summary() -> None:
-        measured = {(one.variant, one.target): one for one in evidence_of(summary, project.ports.store).values()}
-        summary_report(summary, result.errors, project, measured, details=details)
-
-    answer(
-        lambda: {**codec.to_json(summary), "errors": _errors(result.errors)},
-        print_summary,
-        as_json=as_json,
+    name, store = prepared.pipeline.pipeline, project.ports.store
+    against = find_base(project.settings.root, store, name, base) if base else None
+    result = projects.execute(
+        project, prepared, fresh=fresh or (), observer=observer, abandon=abandon, jobs=jobs, base=against
     )
+    summary = summarise(prepared.pipeline, result, project.ports)
+    evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()
+    compared: tuple[Comparison, ...] = ()
+    if against is not None:
+        champions = champion_comparisons(summary.choices, evidence)
+        compared = (*champions, *base_comparisons(summary.choices, evidence, against, partial(compare_rows, store)))
+    with_base = {} if against is None else {"comparisons": codec.to_json(compared)}
+
+    def report() -> None:
+        measured = {(one.variant, one.target): one for one in evidence}
+        summary_report(summary, result.errors, project, measured, details=details)
+        comparison_report(compared)
+
+    answer(lambda: {**codec.to_json(summary), **with_base, "errors": _errors(result.errors)}, report, as_json=as_json)
     raise typer.Exit(summary.exit_code)
 
 

@@ -28,6 +28,7 @@ def run_several(
     until: StageKind | None,
     fresh: Collection[StageKind],
     abandon: str,
+    base: str,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -43,6 +44,7 @@ def run_several(
         until=until,
         fresh=fresh,
         abandon=abandon,
+        base=base,
         observe=talk or (lambda: None),
     ):
         codes.append(ended.exit_code)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice
     from onnx_ops.operations.explain import Explanation
+    from onnx_ops.reporting.comparison import Comparison
     from onnx_ops.wiring.project import Project
     from onnx_ops.wiring.summary import Summary
 
@@ -158,7 +159,8 @@ def _key_metrics(
     """Return heads and rows: the task metric, the median latency, the paired ratio and the size of each variant."""
     from onnx_ops.reporting.measured import headline, median_latency, task_metric
 
-    metric, against = headline(decisions), _baseline(decisions)
+    measured_here = [one for d in decisions if (one := evidence.get((d.variant, d.target))) is not None]
+    metric, against = headline(decisions, measured_here), _baseline(decisions)
     rows = []
     for decision in decisions:
         one = evidence.get((decision.variant, decision.target))
@@ -216,6 +218,20 @@ def _failures(decisions: Sequence[Decision]) -> list[tuple[Verdict, str, list[st
             reasons[_REASONS:] = [f"{more} more gate{'s do' if more > 1 else ' does'} not pass"]
         shared.setdefault((decision.verdict, tuple(reasons or [decision.reason])), []).append(decision.variant)
     return [(verdict, ", ".join(names), list(reasons)) for (verdict, reasons), names in shared.items()]
+
+
+def comparison_report(comparisons: Sequence[Comparison]) -> None:
+    """Print each metric of the release beside that of another model."""
+    out = console()
+    for one in comparisons:
+        if one.rows:
+            title = f"{one.target}: {one.ours} against {one.theirs}"
+            cells = [[escape(cell) for cell in (row.metric, row.change, row.ours, row.theirs)] for row in one.rows]
+            print_table(
+                out, ("metric", "change", "this release", "compared with"), [f"[bold]{escape(title)}[/bold]", *cells]
+            )
+    for note in dict.fromkeys(one.note for one in comparisons if one.note):
+        print_text(out, f"[dim]{escape(note)}[/dim]")
 
 
 def choice_lines(out: Console, summary: Summary, errors: Mapping[str, OnnxOpsError]) -> None:

@@ -123,7 +123,8 @@ class Interval:
 class ScoreComparison:
     """A metric that is no count of rows: the candidate's value, and how it differs from another model's on them.
 
-    `metric` is the label of its definition; `against` is as in `PairedCounts`. `difference` is candidate minus
+    `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the other model's value on
+    the same rows, `reference` the same with its interval. `difference` is candidate minus
     baseline, `ratio` candidate over baseline; an entry has those that make sense for its metric. Where there is no
     figure, `undefined` says why these rows give none, `failed` why it could not be measured, or `broken` what is wrong
     with the model's own answers (NaN, infinity), which is the model's failure.
@@ -147,6 +148,7 @@ class ScoreComparison:
     groups: int = field(default=0, metadata=LATER)
     effective: float | None = field(default=None, metadata=LATER)
     heavy: tuple[int, ...] = field(default=(), metadata=LATER)
+    reference: Interval | None = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +256,15 @@ class RuntimeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChampionFacts:
+    """The champion of the target when the variant was measured: its version, and its files' digest and bytes."""
+
+    version: str
+    manifest: Digest
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Everything measured about one variant on one target.
 
@@ -261,7 +272,8 @@ class Evidence:
     the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source, or else
     that of the target from that place. `recipe` tells in sentences how the variant was made, `advice` what slows it
     down on the target. `opsets` are the versions that the variant imports by domain, `operators` counts its nodes by
-    operator and version of its definition (`Gemm-13`). `grouped` says why the scored rows look as if some belonged
+    operator and version of its definition (`Gemm-13`). `champion` is what served then, also where its files are those
+    of the variant, and there is nothing to compare. `grouped` says why the scored rows look as if some belonged
     together, where no key names groups.
     """
 
@@ -279,6 +291,7 @@ class Evidence:
     conditions: Mapping[str, str] = field(default_factory=dict)
     runtime: RuntimeFacts | None = None
     baseline: str = ""
+    champion: ChampionFacts | None = field(default=None, metadata=LATER)
     parity: tuple[ParityMeasurement, ...] = ()
     export_parity: tuple[ParityMeasurement, ...] = ()
     batch_invariance: tuple[BatchInvariance, ...] = ()

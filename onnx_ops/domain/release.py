@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
+from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, SignedDecision, Verdict
 from onnx_ops.domain.quantities import LATER
 from onnx_ops.domain.standing import Preference
@@ -33,6 +34,34 @@ def flat_origins(lineage: Lineage) -> dict[str, str]:
         for name, told in sorted(lineage.origins.items())
         for fact, value in sorted(told.items())
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Who made a report when, from which commit; what is not known is empty.
+
+    `at` is a moment in UTC, to the minute. `changed` says that files differed from the commit.
+    """
+
+    at: str = ""
+    author: str = ""
+    commit: str = ""
+    branch: str = ""
+    changed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseRelease:
+    """What is recorded of the branch that a release is compared with: the choices and evidence of one of its commits.
+
+    Without a record, `why` says in one line why there is none.
+    """
+
+    branch: str
+    commit: str = ""
+    choices: tuple[Choice, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.standing import Policy
 from onnx_ops.domain.target import Target
 from onnx_ops.engine.parts import benchmark_id, data_id, gate_id, make_stage, plain, section_of, variant_id
+from onnx_ops.stages.register import ABOUT
 
 
 def release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
@@ -26,7 +27,6 @@ def release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
         {
             "model": section.model,
             "pipeline": pipeline.pipeline,
-            "about": pipeline.description,
             "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
             "targets": list(names),
             "policies": {name: codec.to_json(policy_of(pipeline, targets[name])) for name in names},
@@ -40,6 +40,7 @@ def release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
             *(benchmark_id(*pair) for pair in pairs),
             *(gate_id(*pair) for pair in pairs),
         ],
+        hints={ABOUT: pipeline.description},
     )
     promotes = [
         make_stage(

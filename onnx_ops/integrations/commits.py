@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Verdict, combine
 from onnx_ops.domain.pipeline import Pipeline, StageKind
+from onnx_ops.domain.release import BaseRelease, Provenance
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, UserError
+from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_lines
+from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, title
 from onnx_ops.settings import Settings
+from onnx_ops.stages.pairs import compare_rows
 from onnx_ops.wiring.affected import Affected, affected, changed_since
+from onnx_ops.wiring.history import base_branch, find_base, provenance_of, share_commit, take_commits
 from onnx_ops.wiring.project import Project, execute, open_project, prepare
 from onnx_ops.wiring.summary import Summary, evidence_of, summarise
 
@@ -23,7 +32,14 @@ _FAILURES = {UserError.exit_code, EnvironmentFailure.exit_code, Refused.exit_cod
 """A run that ends with one of these did not do what it should, whatever its gates say of the variants."""
 
 
-def judge_change(folder: Path, base: str, until: StageKind | None, *, hosted: bool | None = None) -> Iterator[str]:
+def judge_change(
+    folder: Path,
+    base: str,
+    until: StageKind | None,
+    *,
+    hosted: bool | None = None,
+    figures: Path | None = None,
+) -> Iterator[str]:
     """Run every pipeline that the change since `base` touches; yield lines that report the outcome.
 
     The results for the step that publishes them lie in `folder` afterwards, and a report of each pipeline.
@@ -33,11 +49,18 @@ def judge_change(folder: Path, base: str, until: StageKind | None, *, hosted: bo
         base: the commit before; empty where there is none, so that every file counts as changed.
         until: the last kind of stage.
         hosted: whether the machine is the service's own and ends with the job; None where this is no job.
+        figures: folder through which a job without the project's store knows what others have recorded of earlier
+            commits: one that stops early takes it from there, the others leave it there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     project = open_project()
-    touched = affected(project, changed_since(project.settings.root, base))
-    checked = [judged(project, one, until, folder, hosted=hosted) for one in touched]
+    root, store = project.settings.root, project.ports.store
+    if figures is not None and until is not None:
+        take_commits(root, store, figures)
+    touched = affected(project, changed_since(root, base))
+    checked = [judged(project, one, until, folder, base, hosted=hosted) for one in touched]
+    for name in {one.pipeline for one in checked if one.pipeline and figures is not None and until is None}:
+        share_commit(root, store, name, figures or folder)
     (folder / RESULTS).write_bytes(codec.dumps(checked))
     for one in checked:
         yield f"{one.verdict.value.upper()} {one.file}"
@@ -46,7 +69,13 @@ def judge_change(folder: Path, base: str, until: StageKind | None, *, hosted: bo
 
 
 def judged(
-    project: Project, one: Affected, until: StageKind | None, folder: Path, *, hosted: bool | None = None
+    project: Project,
+    one: Affected,
+    until: StageKind | None,
+    folder: Path,
+    since: str,
+    *,
+    hosted: bool | None = None,
 ) -> Checked:
     """Run one pipeline as far as the event and the runner allow; write its report beside the results."""
     if one.problem:
@@ -58,11 +87,16 @@ def judged(
             withheld = lost_with_job(project.settings, prepared.pipeline, hosted=hosted)
         if withheld:
             prepared = prepare(project, project.settings.root / one.file, until=StageKind.GATE)
-        result = execute(project, prepared)
+        root, name = project.settings.root, prepared.pipeline.pipeline
+        branch = base_branch(os.environ) or "the commit before"
+        base = find_base(root, project.ports.store, name, since, branch) if since else None
+        result = execute(project, prepared, base=base)
         summary = summarise(prepared.pipeline, result, project.ports)
     except OnnxOpsError as error:
         return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=str(error))
-    report = report_of(project, summary)
+    evidence, pairs = evidence_of(summary, project.ports.store), partial(compare_rows, project.ports.store)
+    made = provenance_of(root, project.ports.clock.now(), os.environ)
+    report = report_of(summary, evidence, made, base, pairs)
     (folder / f"{Path(one.file).stem}.html").write_text(report, encoding="utf-8")
     errors = [f"{stage}: {error}" for stage, error in result.errors.items()]
     verdicts = [choice.verdict for choice in summary.choices]
@@ -71,9 +105,16 @@ def judged(
     return Checked(
         file=one.file,
         because=one.because,
+        pipeline=summary.pipeline,
         verdict=combine(verdicts),
         choices=summary.choices,
         decisions=summary.decisions,
+        comparisons=(
+            *champion_comparisons(summary.choices, tuple(evidence.values())),
+            *(() if base is None else base_comparisons(summary.choices, tuple(evidence.values()), base, pairs)),
+        ),
+        variants=variant_lines(summary.decisions, tuple(evidence.values())),
+        made_by=made_by(made),
         error="\n".join(errors),
         withheld=withheld,
     )
@@ -125,12 +166,27 @@ def _local(place: str) -> Path | None:
             return None
 
 
-def report_of(project: Project, summary: Summary) -> str:
+def report_of(
+    summary: Summary,
+    evidence: Mapping[Digest, Evidence],
+    provenance: Provenance,
+    base: BaseRelease | None,
+    pairs: Pairs,
+) -> str:
     """The page about a release that is not registered yet, or never will be."""
-    evidence = evidence_of(summary, project.ports.store)
     digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
     versions = {} if summary.registration is None else summary.registration.versions
-    return release_report(summary.decisions, tuple(evidence.values()), summary.choices, None, versions, digests=digests)
+    return release_report(
+        summary.decisions,
+        tuple(evidence.values()),
+        summary.choices,
+        None,
+        versions,
+        digests=digests,
+        provenance=provenance,
+        base=base,
+        pairs=pairs,
+    )
 
 
 def results(folder: Path) -> tuple[Checked, ...]:

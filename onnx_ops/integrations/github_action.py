@@ -65,12 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("step", choices=("run", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
     parser.add_argument("--since", default="", help="the commit before; that of the event if left out")
+    parser.add_argument("--figures", type=Path, help="where figures of earlier commits are kept")
     parser.add_argument("--reports", default="", help="address of the uploaded reports")
     options = parser.parse_args(arguments)
     try:
         event = read_event(os.environ)
         if options.step == "run":
-            return run(event, options.folder, since=options.since)
+            return run(event, options.folder, since=options.since, figures=options.figures)
         return publish(event, options.folder, os.environ, reports=options.reports)
     except OnnxOpsError as error:
         _tell(f"::error title=onnx-ops::{_command_data(str(error))}")
@@ -99,12 +100,12 @@ def read_event(environ: Mapping[str, str]) -> Event:
     return Event(commit=_sha(commit), base="" if _NONE.fullmatch(before) else _sha(before), pull_request=None)
 
 
-def run(event: Event, folder: Path, *, since: str = "") -> int:
+def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = None) -> int:
     """Run every pipeline that the change touches; what came of each lies in `folder` afterwards."""
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
     base = since or next((name for name in (event.base, "HEAD~1") if name and knows_commit(root, name)), "")
-    for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ)):
+    for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ), figures=figures):
         _tell(line)
     return 0
 

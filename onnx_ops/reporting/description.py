@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.artifact import short
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
-from onnx_ops.domain.release import Lineage
-from onnx_ops.reporting.figures import format_figure, format_interval
+from onnx_ops.domain.release import Lineage, Provenance
+from onnx_ops.reporting.figures import result_figure, result_interval
 
 DESCRIPTION_LIMIT = 5000
 """Characters that a registry keeps of a version's description."""
@@ -58,15 +58,34 @@ class ResultRow:
         return f"{self.n} in {self.groups} groups" if self.groups else str(self.n or "")
 
 
+def made_by(provenance: Provenance) -> str:
+    """Return date, author and commit in one line; each is said to be unknown where it is."""
+    branch = f" ({provenance.branch})" if provenance.branch else ""
+    changed = ", with uncommitted changes" if provenance.changed else ""
+    return " · ".join(
+        (
+            provenance.at or "date unknown",
+            provenance.author or "author unknown",
+            f"commit {provenance.commit[:12]}{branch}{changed}" if provenance.commit else "commit unknown",
+        )
+    )
+
+
 def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
     """The rows of all decisions, in the order given."""
     return tuple(_row(decision, result) for decision in decisions for result in decision.results)
 
 
 def version_description(
-    variant: str, decisions: Mapping[str, Decision], lineage: Lineage, evidence_run_url: str | None = None
+    variant: str,
+    decisions: Mapping[str, Decision],
+    lineage: Lineage,
+    evidence_run_url: str | None = None,
+    *,
+    figures: Sequence[str] = (),
+    provenance: Provenance | None = None,
 ) -> str:
-    """Return Markdown for a registered version: verdicts, gate table, where it comes from.
+    """Return Markdown for a registered version: verdicts, figures, gate table, where it comes from.
 
     The verdicts are plain text, because MLflow lists the first line of a description as it is.
 
@@ -77,16 +96,20 @@ def version_description(
         decisions: by target.
         lineage: where the release comes from.
         evidence_run_url: page that shows the evidence.
+        figures: what was measured, in one sentence a target.
+        provenance: who made the release when.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
-    tail = _origin(variant, lineage, evidence_run_url)
+    tail = _origin(variant, lineage, evidence_run_url, provenance)
     room = DESCRIPTION_LIMIT - len(tail) - 2
     verdicts = [_verdict_line(decision) for decision in sorted(ordered, key=_worst_first)]
     head = _fitted(verdicts or ["INCONCLUSIVE: nothing was judged"], room, "target", prefix=())
     rows = sorted(result_table(ordered), key=lambda row: (row.advisory, -row.verdict.rank))
     room -= len(head) + 2
+    told = _fitted([f"- {markdown(text)}" for text in figures], room, "target", prefix=()) if figures else ""
+    room -= len(told) + 2
     table = _fitted([_markdown_row(row) for row in rows], room, "result", prefix=_TABLE_HEAD) if rows else ""
-    return "\n\n".join(part for part in (head, table, tail) if part)
+    return "\n\n".join(part for part in (head, told, table, tail) if part)
 
 
 def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:
@@ -122,8 +145,8 @@ def _row(decision: Decision, result: GateResult) -> ResultRow:
         gate=result.gate,
         metric=result.metric,
         limit=result.limit,
-        figure=format_figure(result.estimate, result.unit),
-        interval=format_interval(result.low, result.high, result.unit, near=result.estimate),
+        figure=result_figure(result),
+        interval=result_interval(result),
         n=result.n,
         groups=result.groups,
         verdict=result.verdict,
@@ -149,9 +172,11 @@ def _markdown_row(row: ResultRow) -> str:
     return "| " + " | ".join(markdown(cell) for cell in cells) + " |"
 
 
-def _origin(variant: str, lineage: Lineage, evidence_run_url: str | None) -> str:
+def _origin(variant: str, lineage: Lineage, evidence_run_url: str | None, provenance: Provenance | None) -> str:
     parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short(lineage.release)}"]
-    if lineage.git_sha:
+    if provenance is not None:
+        parts.append(made_by(provenance))
+    elif lineage.git_sha:
         parts.append(f"commit {lineage.git_sha[:12]}")
     parts += [f"{name} data {short(digest)}" for name, digest in sorted(lineage.data.items())]
     text = markdown(_cut(" · ".join(parts), 4 * _REASON_LIMIT))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from onnx_ops.domain.gate import GateResult
+
 NOTHING = "–"
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -66,6 +68,22 @@ def format_interval(low: float | None, high: float | None, unit: str, *, near: f
     if len(shown) == 2:
         return f"[{shown[0]}, {shown[1]}]{scale.suffix}"
     return f"{'≥' if high is None else '≤'} {shown[0]}{scale.suffix}"
+
+
+def result_figure(result: GateResult) -> str:
+    """Return the estimate of a gate's result; durations in milliseconds, as its limit and its reason have them."""
+    if result.unit == "s" and result.estimate is not None:
+        return format_figure(1e3 * result.estimate, "ms")
+    return format_figure(result.estimate, result.unit)
+
+
+def result_interval(result: GateResult) -> str:
+    """Return the interval of a gate's result, in the unit of its figure."""
+    bounds = (result.estimate, result.low, result.high)
+    if result.unit != "s":
+        return format_interval(result.low, result.high, result.unit, near=result.estimate)
+    near, low, high = (None if value is None else 1e3 * value for value in bounds)
+    return format_interval(low, high, "ms", near=near)
 
 
 def number(value: float) -> str:

@@ -9,7 +9,7 @@ from onnx_ops.analysis.latency import compare
 from onnx_ops.domain.artifact import Digest, short
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
-from onnx_ops.reporting.figures import NOTHING, format_figure, format_interval
+from onnx_ops.reporting.figures import NOTHING, format_figure, result_figure, result_interval
 
 _HEADS = ("gate", "metric", "verdict", "limit", "estimate", "interval", "n", "noise", "reason")
 """The verdict stands early: on a phone the first columns are what is seen."""
@@ -88,9 +88,8 @@ def _place(evidence: Evidence) -> str:
 
 def _cells(result: GateResult, evidence: Evidence | None) -> str:
     advisory = "<br><small>advisory</small>" if result.advisory else ""
-    interval = format_interval(result.low, result.high, result.unit, near=result.estimate)
     words = (result.gate, result.metric or NOTHING)
-    figures = (format_figure(result.estimate, result.unit), interval or NOTHING)
+    figures = (result_figure(result), result_interval(result) or NOTHING)
     return (
         "".join(f'<td class="words">{escape(text)}</td>' for text in words)
         + f"<td>{chip(result.verdict)}{advisory}</td>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from onnx_ops import codec
@@ -11,11 +11,13 @@ from onnx_ops.domain.artifact import Digest, digest_bytes, short
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, Verdict, combine
 from onnx_ops.domain.pipeline import EXPORT
-from onnx_ops.domain.release import Choice, Lineage, flat_origins
+from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flat_origins
 from onnx_ops.domain.search import SearchRecord
+from onnx_ops.reporting.comparison import CHAMPION, Comparison, Pairs, base_comparisons, champion_comparisons
+from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.figures import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
-from onnx_ops.reporting.measured import headline, median_latency, task_metric
+from onnx_ops.reporting.measured import Measured, champion_values, headline, median_latency, task_values
 from onnx_ops.reporting.plots import (
     SERIES,
     Figure,
@@ -47,8 +49,11 @@ def release_report(
     *,
     digests: Mapping[tuple[str, str], Digest] | None = None,
     searches: Sequence[SearchRecord] = (),
+    provenance: Provenance | None = None,
+    base: BaseRelease | None = None,
+    pairs: Pairs = lambda *_: (),
 ) -> str:
-    """The page: the choice of each target, every gate with its figures, the plots, how it was measured.
+    """The page: the choice of each target, what changes, every gate with its figures, the plots, how it was measured.
 
     The same arguments always give the same text. Nothing in it refers to a network.
 
@@ -60,6 +65,9 @@ def release_report(
         versions: registered version by variant; empty before registration.
         digests: of the stored evidence by variant and target; by default of its canonical text.
         searches: those that found some of the variants.
+        provenance: who made the report, when, from which commit.
+        base: what is recorded of the branch that the release is compared with; None where there is no such branch.
+        pairs: what the answers of two runs to the same rows say of each other.
     """
     known = {(e.variant, e.target): e for e in evidence}
     stored = dict(digests or {})
@@ -68,11 +76,13 @@ def release_report(
     release = lineage.release if lineage is not None else next((e.release for e in evidence), None)
     title = f"{name}, release {short(release)}" if release is not None else name
     body = [
-        f"<header><h1>{escape(title)}</h1>{_summary(choices)}</header>",
+        f"<header><h1>{escape(title)}</h1>{_made(provenance)}{_summary(choices)}</header>",
         "<main>",
         *(_card(choice, decisions, versions) for choice in choices),
         "<h2>Variants</h2>",
         _overview(decisions, known, choices, versions),
+        *_comparisons(champion_comparisons(choices, evidence)),
+        *_comparisons(() if base is None else base_comparisons(choices, evidence, base, pairs)),
         "<h2>Gates</h2>",
         gate_table(decisions, known, stored),
         _meaning(),
@@ -137,10 +147,46 @@ def _about(share: float) -> str:
     return "< 1%" if share < 0.01 else "> 99%" if share > 0.99 else f"{share:.0%}"
 
 
+def _made(provenance: Provenance | None) -> str:
+    """Date, author and commit; each is said to be unknown where it is."""
+    return "" if provenance is None else f'<p class="soft">{escape(made_by(provenance))}</p>'
+
+
 def _summary(choices: Sequence[Choice]) -> str:
-    served = sum(1 for c in choices if c.variant is not None)
-    verdict = combine(c.verdict for c in choices)
-    return f'<p class="soft">{chip(verdict)} {served} of {len(choices)} targets have a variant to serve.</p>'
+    served = [c.target for c in choices if c.variant is not None]
+    missing = [c.target for c in choices if c.variant is None]
+    told = [f"a variant to serve for {', '.join(served)}"] if served else []
+    told += [f"none for {', '.join(missing)}"] if missing else []
+    sentence = ", ".join(told) or "no target was judged"
+    return (
+        f'<p class="soft">{chip(combine(c.verdict for c in choices))} {escape(sentence[0].upper() + sentence[1:])}.</p>'
+    )
+
+
+def _comparisons(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """A table with a heading for each target; in words where there is nothing to compare."""
+    if not comparisons:
+        return
+    yield f"<h2>Against {escape(comparisons[0].against)}</h2>"
+    if rows := "".join(_compared(one) for one in comparisons if one.rows):
+        yield table(("metric", "this release", "compared with", "change"), rows)
+    for note in dict.fromkeys(one.note for one in comparisons if one.note):
+        yield f'<p class="soft"><small>{escape(note)}</small></p>'
+
+
+def _compared(one: Comparison) -> str:
+    heading = f"<span>{escape(one.target)}: {escape(one.ours)} <small>against {escape(one.theirs)}</small></span>"
+    rows = [f'<tr class="group"><th scope="rowgroup" colspan="4">{heading}</th></tr>']
+    for row in one.rows:
+        texts = (_breakable(text) for text in (row.ours, row.theirs, row.change))
+        cells = "".join(f'<td class="figure fold">{escape(text)}</td>' for text in texts)
+        rows.append(f'<tr><td class="words">{escape(row.metric)}</td>{cells}</tr>')
+    return "".join(rows)
+
+
+def _breakable(text: str) -> str:
+    """Return a figure that only breaks before its interval."""
+    return text.replace(" ", "\u00a0").replace("\u00a0[", " [")
 
 
 def _card(choice: Choice, decisions: Sequence[Decision], versions: Mapping[str, str]) -> str:
@@ -175,33 +221,49 @@ def _overview(
     versions: Mapping[str, str],
 ) -> str:
     chosen = {(c.variant, c.target) for c in choices}
-    metric = headline(decisions)
     rows = []
     for d in decisions:
         e = known.get((d.variant, d.target))
         mark = " · chosen" if (d.variant, d.target) in chosen else ""
         version = f"<br><small>version {escape(versions[d.variant])}</small>" if d.variant in versions else ""
-        cells = _plain_figures(e, metric) if e is not None else ["–"] * 4
+        cells = _plain_figures(e) if e is not None else ["–"] * 4
         rows.append(
             f'<tr><th scope="row">{escape(d.variant)}{version}</th><td>{escape(d.target)}</td>'
             f'<td class="figure {d.verdict.value}">{chip(d.verdict)}{mark}</td>'
             + "".join(f'<td class="figure">{cell}</td>' for cell in cells)
             + "</tr>"
         )
-    heads = ("variant", "target", "verdict", "size", "median latency", "latency ratio", metric)
+    rows += _champion_lines(known.values())
+    heads = ("variant", "target", "verdict", "task metrics", "size", "median latency", "latency ratio")
     return table(heads, "".join(rows))
 
 
-def _plain_figures(e: Evidence, metric: str) -> list[str]:
-    """Size, latency, ratio and task metric, each with its interval and n."""
+def _champion_lines(evidence: Iterable[Evidence]) -> Iterator[str]:
+    """The champion of each target as it answered the same rows."""
+    told = {e.target: e for e in reversed(list(evidence)) if e.baseline == CHAMPION}
+    for target, e in sorted(told.items()):
+        version = f"<br><small>version {escape(e.champion.version)}</small>" if e.champion is not None else ""
+        size = format_figure(float(e.champion.size_bytes), "B") if e.champion is not None else "–"
+        cells = (escape(target), "serves now", _metrics(champion_values(e)), escape(size), "–", "–")
+        figures = "".join(f'<td class="figure">{cell}</td>' for cell in cells[1:])
+        yield f'<tr><th scope="row">champion{version}</th><td>{cells[0]}</td>{figures}</tr>'
+
+
+def _metrics(values: Mapping[str, Measured]) -> str:
+    """Every task metric with its interval and n."""
+    return "<br>".join(f"{escape(name)} {_cell(value.text())}" for name, value in values.items()) or "not measured"
+
+
+def _plain_figures(e: Evidence) -> list[str]:
+    """Task metrics, size, latency and ratio, each with its interval and n."""
     ratios = [(c.against, measured_ratio(c)) for c in e.comparisons]
     told = [f"{_cell(r.text())}<br><small>against {escape(against)}</small>" for against, r in ratios if r]
-    middle, value = median_latency(e.latency), task_metric(e, metric)
+    middle = median_latency(e.latency)
     return [
+        _metrics(task_values(e)),
         escape(format_figure(float(e.size_bytes), "B") if e.size_bytes > 0 else "not measured"),
         _cell(middle.text()) if middle else "not measured",
         "<br>".join(told) or "–",
-        _cell(value.text()) if value else "not measured",
     ]
 
 
@@ -226,7 +288,7 @@ def _plots(decisions: Sequence[Decision], evidence: Sequence[Evidence], choices:
         here = [e for e in evidence if e.target == target]
         verdicts = {d.variant: d.verdict for d in decisions if d.target == target}
         figures = [
-            pareto_figure(target, here, verdicts, chosen.get(target), headline(decisions)),
+            pareto_figure(target, here, verdicts, chosen.get(target), headline(decisions, here)),
             latency_figure(target, here),
             *(ratio_figure(e, c, judged.get((e.variant, target))) for e in here for c in e.comparisons),
             *(ratio_figure(e, r, judged.get((e.variant, target))) for e in here for r in e.ratios),
@@ -267,7 +329,7 @@ def variants_picture(
     """Size and latency of a target's variants as an SVG file of its own; None if nothing was measured there."""
     here = [e for e in evidence if e.target == target]
     verdicts = {d.variant: d.verdict for d in decisions if d.target == target}
-    figure = pareto_figure(target, here, verdicts, chosen, headline(decisions))
+    figure = pareto_figure(target, here, verdicts, chosen, headline(decisions, here))
     if figure is None:
         return None
     return figure.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(

@@ -12,7 +12,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.structure import Advice
 from onnx_ops.reporting.description import markdown
-from onnx_ops.reporting.figures import NOTHING, format_figure, format_interval
+from onnx_ops.reporting.figures import NOTHING, format_figure, result_figure, result_interval
 from onnx_ops.reporting.gate_table import chip, gate_table
 from onnx_ops.reporting.html import figure_markup, page
 from onnx_ops.reporting.pull_request import SIGNS
@@ -99,9 +99,8 @@ def _row(target: str, result: GateResult) -> Row:
 
 def _figure(result: GateResult) -> str:
     """With its interval; a change with its sign."""
-    interval = format_interval(result.low, result.high, result.unit, near=result.estimate)
     sign = "+" if result.gate == "task" and (result.estimate or 0) > 0 else ""
-    return f"{sign}{format_figure(result.estimate, result.unit)} {interval}".strip()
+    return f"{sign}{result_figure(result)} {result_interval(result)}".strip()
 
 
 def _name(result: GateResult) -> str:

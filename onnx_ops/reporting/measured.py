@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from onnx_ops.analysis.agreement import value_interval
 from onnx_ops.analysis.latency import quantile_gate
-from onnx_ops.domain.evidence import Evidence, LatencySamples
+from onnx_ops.analysis.rules.metric import INDEPENDENCE
+from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.metric import ACCURACY, METRICS
 from onnx_ops.reporting.figures import format_figure, format_interval
@@ -39,10 +40,41 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
     return Measured(estimate=found.quantile, low=found.low, high=found.high, unit="s", n=found.runs, of="runs")
 
 
-def headline(decisions: Sequence[Decision]) -> str:
-    """The task metric that stands for the release: the first that a gate judged, else accuracy."""
-    judged = (r.metric.split(" vs ")[0] for d in decisions for r in d.results if r.gate == "metric" and r.metric)
-    return next(judged, ACCURACY.label)
+def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
+    """The task metric that stands for the release: the first that a gate judged, else the first that was measured."""
+    results = [r for d in decisions for r in d.results if r.gate == "metric" and r.metric != INDEPENDENCE]
+    named = [r.metric.split(" vs ")[0] for r in results if r.metric]
+    return [*named, *(label for e in evidence for label in task_values(e)), ACCURACY.label][0]
+
+
+def task_values(evidence: Evidence) -> Mapping[str, Measured]:
+    """Every task metric of the variant that has a value, by the label of its definition."""
+    labels = dict.fromkeys([*(c.metric for c in evidence.metrics), *(s.metric for s in evidence.scores)])
+    found = {label: task_metric(evidence, label) for label in labels}
+    return {label: value for label, value in found.items() if value is not None}
+
+
+def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
+    """Every task metric of the champion that the variant was compared with, on the same rows."""
+    swapped = [
+        replace(
+            one,
+            against="",
+            only_baseline=one.only_candidate,
+            only_candidate=one.only_baseline,
+        )
+        for one in evidence.metrics
+        if one.against == "champion"
+    ]
+    counted = task_values(replace(evidence, metrics=tuple(swapped), scores=()))
+    scored = {}
+    for one in evidence.scores:
+        if one.against == "champion" and one.baseline is not None:
+            own = one.reference or Interval(estimate=one.baseline, low=-math.inf, high=math.inf)
+            scored[one.metric] = Measured(
+                estimate=own.estimate, low=own.low, high=own.high, unit=unit_of(one.metric), n=one.n, of="rows"
+            )
+    return {**counted, **scored}
 
 
 def task_metric(evidence: Evidence, name: str) -> Measured | None:

@@ -11,7 +11,7 @@ from onnx_ops.domain.evidence import Evidence, ParityMeasurement
 from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.reporting.figures import format_figure, number, scale_for
 from onnx_ops.reporting.measured import median_latency, task_metric
-from onnx_ops.reporting.svg import Axis, Chart, axis_around
+from onnx_ops.reporting.svg import Axis, Chart, axis_around, room_for
 
 SERIES = 6
 """Colours that the page has for variants; more variants use them again, told apart by their dashes."""
@@ -88,16 +88,14 @@ def parity_figure(
     positive = [m.ratio for m in shown if 0 < m.ratio < _CLIPPED]
     low = max(1e-3, min([0.1, *positive]) / 1.5)
     high = 2 * max([1.0, limit or 0.0, *positive])
-    chart = _rows_chart(
-        len(shown), Axis(low=low, high=high, label="error / noise of the source (×, log scale)", log=True)
-    )
+    names = [f"{m.group} · {m.output}" for m in shown]
+    chart = _rows_chart(names, Axis(low=low, high=high, label="error / noise of the source (×, log scale)", log=True))
     if limit is not None:
         chart.upright(limit, "line limit")
-    for place, m in enumerate(shown):
+    for place, (name, m) in enumerate(zip(names, shown, strict=True)):
         y = len(shown) - place
         bad = bool(m.mismatch) or (limit is not None and m.ratio > limit)
         told = "mismatch" if m.mismatch else (number(m.ratio) if m.ratio < _CLIPPED else ">1e6") + "×"
-        name = f"{m.group} · {m.output}"
         chart.dot(
             high if m.mismatch else m.ratio,
             y,
@@ -124,7 +122,10 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
     shown = known[:_ROWS]
     limit = limit_of(decision, "parity", "weights")
     largest = max([limit or 0.0, 0.1, *(min(w.steps, _CLIPPED) for w in shown)])
-    chart = _rows_chart(len(shown), Axis(low=0, high=1.15 * largest, label="largest error (quantization steps)"))
+    chart = _rows_chart(
+        [weight.tensor for weight in shown],
+        Axis(low=0, high=1.15 * largest, label="largest error (quantization steps)"),
+    )
     if limit is not None:
         chart.upright(limit, "line limit")
     for place, weight in enumerate(shown):
@@ -188,9 +189,10 @@ def pareto_figure(
     )
 
 
-def _rows_chart(count: int, axis: Axis) -> Chart:
-    rows = Axis(low=0.3, high=count + 0.7, label="")
-    return Chart(x=axis, y=rows, height=20.0 * count + 62, left=168, right=66, y_ticks=False)
+def _rows_chart(names: Sequence[str], axis: Axis) -> Chart:
+    left, height = room_for(names)
+    rows = Axis(low=0.3, high=len(names) + 0.7, label="")
+    return Chart(x=axis, y=rows, height=height * len(names) + 62, left=left, right=66, y_ticks=False)
 
 
 def _steps(values: Sequence[float]) -> list[tuple[float, float]]:

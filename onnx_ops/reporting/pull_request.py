@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.gate import Decision, Verdict, combine
 from onnx_ops.domain.release import Choice
+from onnx_ops.reporting.comparison import Comparison, VariantLine
 from onnx_ops.reporting.description import markdown, result_table
 
 LIMIT = 60_000
@@ -14,6 +15,8 @@ LIMIT = 60_000
 
 SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
 _CHOICES = ("| target | chosen | verdict | why |", "|---|---|---|---|")
+_COMPARED = ("| target | metric | this change | compared with | change |", "|---|---|---|---|---|")
+_VARIANTS = ("| variant | target | verdict | task metrics | median latency | size |", "|---|---|---|---|---|---|")
 _GATES = ("| variant | target | gate | limit | figure | verdict | reason |", "|---|---|---|---|---|---|---|")
 
 
@@ -22,14 +25,18 @@ class Checked:
     """One pipeline and what its gates said. `error` says why there is nothing to say, or what else went wrong.
 
     `because` are the changed paths it was run for; `verdict` that of the whole pipeline; `withheld` why what passed was
-    not released.
+    not released. `comparisons` are with the champion and with the base branch; `made_by` says who made the change when.
     """
 
     file: str
     because: tuple[str, ...]
     verdict: Verdict
+    pipeline: str = ""
     choices: tuple[Choice, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    variants: tuple[VariantLine, ...] = ()
+    made_by: str = ""
     error: str = ""
     withheld: str = ""
 
@@ -61,9 +68,10 @@ def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
         commit: what was judged.
         reports: address of the whole reports; empty if there is none.
     """
-    head = f"## onnx-ops: {title(checked)}\n\nCommit {markdown(commit[:12])}."
+    made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")
+    head = f"## onnx-ops: {title(checked)}\n\n{markdown(made)}"
     if reports:
-        head += f" [Whole reports, with plots]({reports})."
+        head += f" · [whole reports, with plots]({reports})"
     parts, room = [head], LIMIT - len(head) - 200
     for one in sorted(checked, key=lambda one: -one.verdict.rank):
         part = _part(one)
@@ -84,6 +92,13 @@ def _part(one: Checked) -> str:
     if one.choices:
         rows = [(c.target, c.variant or "none", c.verdict.value, c.reason) for c in one.choices]
         lines.append("\n".join([*_CHOICES, *map(_row, rows)]))
+    lines += _compared(one.comparisons)
+    if one.variants:
+        variants = [
+            _row((v.variant, v.target, v.verdict, "; ".join(map(" ".join, v.metrics)) or "–", v.latency, v.size))
+            for v in one.variants
+        ]
+        lines.append("\n".join(["**Variants**\n", *_VARIANTS, *variants]))
     if one.decisions:
         results = sorted(result_table(one.decisions), key=lambda row: (row.advisory, -row.verdict.rank))
         table = [
@@ -105,6 +120,19 @@ def _part(one: Checked) -> str:
     why = ", ".join(markdown(path) for path in one.because[:10])
     lines.append(f"Run because of {why}{' and more' if len(one.because) > 10 else ''}." if why else "")
     return "\n\n".join(line for line in lines if line)
+
+
+def _compared(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """A table for each model that the release is compared with; in words where there is nothing to compare."""
+    for against in dict.fromkeys(one.against for one in comparisons):
+        here = [one for one in comparisons if one.against == against]
+        rows = [_row((one.target, r.metric, r.ours, r.theirs, r.change)) for one in here for r in one.rows]
+        notes = [f"{one.target}: {one.ours} against {one.theirs}." for one in here if one.rows]
+        notes += dict.fromkeys(one.note for one in here if one.note)
+        yield f"**Against {markdown(against)}**"
+        if rows:
+            yield "\n".join([*_COMPARED, *rows])
+        yield f"<sub>{markdown(' '.join(notes))}</sub>"
 
 
 def _row(cells: Sequence[str]) -> str:

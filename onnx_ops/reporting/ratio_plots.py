@@ -36,7 +36,7 @@ def ratio_figure(
     if found is None:
         return None
     limit = limit_of(decision, *_place(comparison))
-    of, noun = _of(comparison), _pair(comparison)
+    of, noun = name_of(comparison), _pair(comparison)
     pairs = [[_exp(x) for x in pair] for pair in comparison.log_ratios if pair]
     selves = [[_exp(x) for x in pair if math.isfinite(x)] for pair in comparison.self_log_ratios]
     bounds = [v for v in (found.low, found.high, limit) if v is not None and 0 < v < math.inf]
@@ -73,7 +73,8 @@ def _place(comparison: LatencyComparison | PairedRatios) -> tuple[str, str]:
     return gate_of(comparison.figure), f"{comparison.figure} vs {comparison.against}"
 
 
-def _of(comparison: LatencyComparison | PairedRatios) -> str:
+def name_of(comparison: LatencyComparison | PairedRatios) -> str:
+    """Return what a ratio is of, in words."""
     if isinstance(comparison, LatencyComparison):
         return "latency"
     return _OF.get(comparison.figure, f"time per request at {comparison.figure}")

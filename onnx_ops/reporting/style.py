@@ -44,6 +44,6 @@ svg text{fill:var(--fg);font:12.5px system-ui,sans-serif;paint-order:stroke;stro
 .full{fill:var(--c);stroke:var(--c);stroke-width:2}.open{fill:var(--bg);stroke:var(--c);stroke-width:2}
 .dash{stroke-dasharray:7 3}
 .s0{--c:var(--s0)}.s1{--c:var(--s1)}.s2{--c:var(--s2)}.s3{--c:var(--s3)}.s4{--c:var(--s4)}.s5{--c:var(--s5)}
-@media (max-width:40rem){svg text{font-size:14px}
+@media (max-width:40rem){td.fold{white-space:normal}svg text{font-size:14px}
 dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}body{padding:1rem .75rem 2rem}}
 """

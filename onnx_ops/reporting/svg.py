@@ -13,6 +13,8 @@ WIDTH = 480.0
 _NEAR = 1e-9
 _MANTISSAS: tuple[tuple[int, ...], ...] = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 6, 7, 8, 9))
 _FEWEST = 3
+LINE = 15.0
+"""Height of a line of text."""
 _CHARACTER = 7.2
 """Mean width of a character at the plots' font size."""
 
@@ -175,11 +177,18 @@ class Chart:
         self._text(left + (8 if room else -8), top + (-6 if above else 14), text, "start" if room else "end")
 
     def row(self, y: float, name: str, value: str) -> None:
-        """Name and value of a horizontal row, left and right of the drawing; long names are cut."""
-        most = int((self.left - 8) / _CHARACTER)
-        shown = name if len(name) <= most else name[: most - 1] + "…"
-        self._text(self.left - 6, self._top_of(y) + 4, shown, "end", title=name)
-        self._text(WIDTH - self.right + 6, self._top_of(y) + 4, value, "start")
+        """Write name and value of a horizontal row, left and right of the drawing.
+
+        A name that the left margin does not hold stands above the row, on as many lines as it takes.
+        """
+        top = self._top_of(y)
+        if 8 + len(name) * _CHARACTER <= self.left:
+            self._text(self.left - 6, top + 4, name, "end")
+        else:
+            lines = wrapped(name)
+            for number, line in enumerate(lines):
+                self._text(self.left, top - 8 - LINE * (len(lines) - 1 - number), line, "start")
+        self._text(WIDTH - self.right + 6, top + 4, value, "start")
 
     def render(self, title: str) -> str:
         """The plot; `title` is what a screen reader says."""
@@ -217,6 +226,23 @@ class Chart:
 
     def _text(self, left: float, top: float, text: str, anchor: str, title: str = "") -> None:
         self._marks.append(_label(left, top, text, anchor, title=title))
+
+
+def room_for(names: Sequence[str]) -> tuple[float, float]:
+    """Return the left margin and the height that rows with these names take.
+
+    The margin holds all names, or none of them where the longest would leave too little of the drawing.
+    """
+    margin = 8 + _CHARACTER * max(map(len, names), default=0)
+    if margin <= WIDTH / 2:
+        return margin, 20.0
+    return 12.0, 24.0 + LINE * max(len(wrapped(name)) for name in names)
+
+
+def wrapped(text: str) -> tuple[str, ...]:
+    """Return the text in pieces of which each fits a line."""
+    most = int(0.8 * WIDTH / _CHARACTER)
+    return tuple(text[start : start + most] for start in range(0, len(text), most))
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:

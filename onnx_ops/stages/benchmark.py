@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.analysis.scores import CANDIDATE
 from onnx_ops.domain.artifact import CUSTOM_OPS, MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.evidence import ChampionFacts, Divergence, Evidence, ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.measuring import Asked
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.metric import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits, TreeStructure
@@ -29,7 +29,9 @@ from onnx_ops.stages.files import MODEL, PACKAGE, checkout, get_dataset, pack, p
 from onnx_ops.stages.hardware import departure
 from onnx_ops.stages.invariance import measure_invariance
 from onnx_ops.stages.machine import fitting
+from onnx_ops.stages.pairs import identity
 from onnx_ops.stages.parity import measure_parity
+from onnx_ops.stages.predictions import flat
 from onnx_ops.stages.reference import get_reference
 from onnx_ops.stages.scoring import Scorer, TaskMetrics, measure_metrics
 from onnx_ops.stages.speed import Contest, measure_speed
@@ -94,6 +96,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             conditions=dict(ports.conditions()),
             runtime=bench.runtime.facts(bench.candidate, target),
             baseline="champion" if bench.champion else ("" if is_export else EXPORT),
+            champion=None if champion is None else _facts(champion),
             parity=parity,
             export_parity=_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
             batch_invariance=measure_invariance(bench.runtime, bench.candidate, target, data.inputs, reference),
@@ -115,7 +118,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             throughput=speed.throughput,
             starts=speed.starts,
             ratios=speed.ratios,
-            raw=store.put_bytes(pack(speed.raw)),
+            raw=store.put_bytes(pack({**speed.raw, **metrics.rows, **identity(data)})),
         )
     found = {"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")}
     return Manifest(files={**package, **found})
@@ -134,6 +137,13 @@ def _package(bench: Bench, folder: Path, ports: Ports) -> dict[str, Digest]:
     folder.mkdir()
     bench.runtime.package(bench.candidate, bench.target, folder)
     return put_folder(ports.store, folder, PACKAGE)
+
+
+def _facts(champion: Champion) -> ChampionFacts:
+    folder = Path(champion.location)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] != CUSTOM_OPS]
+    size = sum(path.stat().st_size for path in files)
+    return ChampionFacts(version=champion.version, manifest=champion.manifest, size_bytes=size)
 
 
 def _size(files: Mapping[str, Digest], ports: Ports) -> int:
@@ -165,6 +175,7 @@ def _examined(ports: Ports, bench: Bench, variant: Manifest) -> Examined:
 def _metrics(bench: Bench, is_export: bool, settings: Mapping[str, Any], ports: Ports) -> TaskMetrics:
     """The task metrics of the variant, alone and on the same rows as what it is compared with."""
     definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
+    definitions, default = with_default(definitions, bench.dataset)
     models = {CANDIDATE: bench.candidate}
     if not is_export:
         models[EXPORT] = bench.export
@@ -180,7 +191,24 @@ def _metrics(bench: Bench, is_export: bool, settings: Mapping[str, Any], ports: 
             seed=bench.seed,
             functions=functions,
         )
-        return measure_metrics(scorer, definitions)
+        found = measure_metrics(scorer, definitions)
+    if default is not None and any(counts.metric == ACCURACY.label for counts in found.counts):
+        return replace(found, scores=tuple(one for one in found.scores if one.metric != default.label))
+    return found
+
+
+def with_default(
+    asked: tuple[MetricDefinition, ...], dataset: Dataset
+) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
+    """Add rmse where labels are numbers and no gate asks for an error of numbers.
+
+    Whether a model gives classes or numbers is known once it has answered: then either accuracy or rmse is told.
+    """
+    numbers = dataset.label is not None and dataset.label.dtype.kind in "fiu" and flat(dataset.label).ndim == 1
+    if not numbers or any(definition.name in ("mae", "rmse", "r2") for definition in asked):
+        return asked, None
+    default = MetricDefinition(name="rmse")
+    return (*asked, default), default
 
 
 def _contest(bench: Bench, is_export: bool, batch: int) -> Contest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,38 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
+from onnx_ops.domain.release import (
+    BaseRelease,
+    Choice,
+    Lineage,
+    Provenance,
+    Publication,
+    Registration,
+    VariantRecord,
+)
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.standing import Policy
 from onnx_ops.ports import Ports
+from onnx_ops.reporting.comparison import figures_of
 from onnx_ops.reporting.description import model_description, version_description
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.plain import plain_figures
 from onnx_ops.stages.example import request_example
 from onnx_ops.stages.files import MODEL, PACKAGE, put_document
+from onnx_ops.stages.pairs import compare_rows
 
 REPORT = "report.html"
 """Path of the release's report among the evidence of each version."""
 
 
+ABOUT, PROVENANCE, BASE = "about", "provenance", "base"
+"""Hints, no part of the stage's key: what the pipeline file says of itself, who made the release when, and what is
+recorded of its base branch."""
+
+
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     settings: Mapping[str, Any] = stage.settings
+    hints: Mapping[str, Any] = stage.hints
     lineage = codec.loads(ports.store.read(inputs["export"]["lineage.json"]), Lineage)
     lineage = replace(
         lineage,
@@ -38,13 +55,17 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     )
     policies = {name: codec.from_json(one, Policy) for name, one in settings["policies"].items()}
     chosen = choices(policies, decisions(inputs, ports))
-    shared = {REPORT: ports.store.path(_report(inputs, ports, lineage, chosen))}
+    provenance = codec.from_json(hints[PROVENANCE], Provenance) if PROVENANCE in hints else Provenance()
+    base = codec.from_json(hints[BASE], BaseRelease) if BASE in hints else None
+    shared = {REPORT: ports.store.path(_report(inputs, ports, lineage, chosen, provenance, base))}
     for choice in chosen:
         shared[f"evidence/{choice.target}.choice.json"] = ports.store.path(put_document(ports.store, choice))
     example = request_example(inputs["export"], ports.store)
     records = tuple(
         replace(
-            _variant(entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, shared),
+            _variant(
+                entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, shared, provenance
+            ),
             measured_on=settings["measured_on"],
             example=example,
         )
@@ -53,7 +74,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     )
     registry = ports.registry()
     about = model_description(
-        settings["about"], lineage.pipeline, [entry["name"] for entry in settings["variants"]], settings["targets"]
+        hints.get(ABOUT, ""), lineage.pipeline, [entry["name"] for entry in settings["variants"]], settings["targets"]
     )
     versions = registry.publish(Publication(model=settings["model"], lineage=lineage, variants=records, about=about))
     registration = Registration(
@@ -93,7 +114,14 @@ def choices(policies: Mapping[str, Policy], judged: tuple[Decision, ...]) -> tup
     return tuple(found)
 
 
-def _report(inputs: Mapping[str, Manifest], ports: Ports, lineage: Lineage, chosen: tuple[Choice, ...]) -> Digest:
+def _report(
+    inputs: Mapping[str, Manifest],
+    ports: Ports,
+    lineage: Lineage,
+    chosen: tuple[Choice, ...],
+    provenance: Provenance,
+    base: BaseRelease | None,
+) -> Digest:
     """One page about the whole release, the same for each of its versions; their numbers are not known yet."""
     stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
     evidence = {digest: codec.loads(ports.store.read(digest), Evidence) for digest in stored}
@@ -107,6 +135,9 @@ def _report(inputs: Mapping[str, Manifest], ports: Ports, lineage: Lineage, chos
         versions={},
         digests=digests,
         searches=tuple(codec.loads(ports.store.read(digest), SearchRecord) for digest in found),
+        provenance=provenance,
+        base=base,
+        pairs=partial(compare_rows, ports.store),
     )
     return ports.store.put_bytes(page.encode("utf-8"))
 
@@ -119,6 +150,7 @@ def _variant(
     ports: Ports,
     lineage: Lineage,
     shared: Mapping[str, Path],
+    provenance: Provenance,
 ) -> VariantRecord:
     model = manifest.subset(MODEL)
     store = ports.store
@@ -128,6 +160,7 @@ def _variant(
     judged: dict[str, Decision] = {}
     signed: dict[str, SignedDecision] = {}
     metrics: dict[str, float] = {}
+    figures: list[str] = []
     for target in targets:
         gate = inputs.get(f"gate/{name}@{target}")
         benchmark = inputs.get(f"benchmark/{name}@{target}")
@@ -142,7 +175,9 @@ def _variant(
         evidence[f"evidence/{target}.npz"] = store.path(benchmark["raw.npz"])
         for file, digest in benchmark.subset(PACKAGE).files.items():
             evidence[f"packages/{target}/{file}"] = store.path(digest)
-        metrics |= plain_figures(target, codec.loads(store.read(benchmark["evidence.json"]), Evidence))
+        measured = codec.loads(store.read(benchmark["evidence.json"]), Evidence)
+        metrics |= plain_figures(target, measured)
+        figures.append(figures_of(measured))
     return VariantRecord(
         variant=name,
         files={file: store.path(digest) for file, digest in model.files.items()},
@@ -151,5 +186,5 @@ def _variant(
         metrics=metrics,
         decisions=judged,
         signed=signed,
-        description=version_description(name, judged, lineage),
+        description=version_description(name, judged, lineage, figures=figures, provenance=provenance),
     )

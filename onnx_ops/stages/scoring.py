@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from onnx_ops.analysis.grouping import design_effect, grouping_signs
+from onnx_ops.analysis.grouping import grouping_signs
 from onnx_ops.analysis.metrics import Array, OwnMetric, top_k_rows
 from onnx_ops.analysis.scores import CANDIDATE, refused, score
 from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
@@ -26,6 +25,7 @@ from onnx_ops.stages.labels import (
     positive_of,
     positive_scores,
 )
+from onnx_ops.stages.pairs import paired, rows_of
 from onnx_ops.stages.predictions import Reading, joined, read
 
 Readings = Mapping[str, Reading | OnnxOpsError]
@@ -50,9 +50,12 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMetrics:
+    """`rows` is what `stages.pairs` reads: the candidate's answers row by row."""
+
     counts: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
     grouped: tuple[str, ...] = ()
+    rows: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
     counts: list[PairedCounts] = []
     scores: list[ScoreComparison] = []
     signals: list[Array] = []
+    rows: dict[str, Array] = {}
     group = scorer.dataset.group
     for definition in asked:
         found = {name: read_of[definition.label] for name, read_of in readings.items()}
@@ -100,11 +104,12 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
                 definition, answers.label, answers.by_model, seed=scorer.seed, function=function, group=group
             )
         signals += _signals(definition, answers)
+        rows |= rows_of(definition, answers.label, answers.by_model[CANDIDATE])
     grouped: tuple[str, ...] = ()
     if group is None and signals:
         data = scorer.dataset
         grouped = grouping_signs(data.inputs, data.columns, signals, data.label, scorer.seed)
-    return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped)
+    return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
 
 
 def _signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
@@ -226,23 +231,3 @@ def _coded(definition: MetricDefinition, terms: _Terms, answers: Mapping[str, Ar
     known = np.unique(np.concatenate([label, *answers.values()]))
     by_model = {name: np.searchsorted(known, said) for name, said in answers.items()}
     return _Answers(label=np.searchsorted(known, label), by_model=by_model)
-
-
-def paired(metric: str, against: str, baseline: Array, candidate: Array, group: Array | None = None) -> PairedCounts:
-    """Counts of rows right in both, in one, in neither. Both arrays are boolean of shape (rows,)."""
-    grouped: dict[str, Any] = {}
-    if group is not None:
-        grouped = {
-            "groups": len(np.unique(group)),
-            "change_effect": design_effect(candidate.astype(np.float64) - baseline, group),
-            "value_effect": design_effect(candidate.astype(np.float64), group),
-        }
-    return PairedCounts(
-        metric=metric,
-        against=against,
-        n=len(candidate),
-        both=int((baseline & candidate).sum()),
-        only_baseline=int((baseline & ~candidate).sum()),
-        only_candidate=int((~baseline & candidate).sum()),
-        **grouped,
-    )

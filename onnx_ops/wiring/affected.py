@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,13 @@ from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from onnx_ops.domain.search import AUTO
 from onnx_ops.engine import referred_modules, user_code
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, UserError
+from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.ports import ConfiguredOptimizer, TracedSource
 from onnx_ops.settings import FILE
 from onnx_ops.spec.parameters import FILE as PARAMETERS
 from onnx_ops.spec.targets import FOLDER
 from onnx_ops.stages.data import source_of
+from onnx_ops.wiring.history import ask_git
 from onnx_ops.wiring.project import Project, check
 
 PIPELINES = Path("configs") / "pipelines"
@@ -66,10 +66,10 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
         UserError: there is no repository, or no such commit.
         EnvironmentFailure: git failed.
     """
-    if not _git(root, "rev-parse", "--git-dir", may_fail=True):
+    if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")
     if not base:
-        listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+        listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
         return frozenset(name for name in listed.split("\0") if name)
     if not knows_commit(root, base):
         raise UserError(
@@ -78,15 +78,17 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
             remedy="Name a branch, tag or commit. A shallow clone has no history: fetch it, in GitHub's checkout with "
             "`fetch-depth: 0`.",
         )
-    fork = _git(root, "merge-base", "--end-of-options", base, "HEAD", may_fail=True).strip() or base
-    listed = _git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", fork, "--")
-    loose = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    fork = ask_git(root, "merge-base", "--end-of-options", base, "HEAD", may_fail=True).strip() or base
+    listed = ask_git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", fork, "--")
+    loose = ask_git(root, "ls-files", "--others", "--exclude-standard", "-z")
     return frozenset(name for name in (listed + loose).split("\0") if name)
 
 
 def knows_commit(root: Path, name: str) -> bool:
     """Whether the repository around `root` has this commit."""
-    return bool(_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", may_fail=True))
+    return bool(
+        ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", may_fail=True)
+    )
 
 
 def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
@@ -135,16 +137,3 @@ def _inside(path: str, root: Path) -> str:
 
 def _touches(changed: str, rests_on: frozenset[str]) -> bool:
     return changed in rests_on or any(parent.as_posix() in rests_on for parent in Path(changed).parents)
-
-
-def _git(root: Path, *arguments: str, may_fail: bool = False) -> str:
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False
-        )
-    except FileNotFoundError as error:
-        raise EnvironmentFailure("git is not installed", where=str(root)) from error
-    if done.returncode and not may_fail:
-        lines = done.stderr.strip().splitlines()
-        raise UserError("git does not answer", where=str(root), why=lines[-1] if lines else "it said nothing")
-    return done.stdout if done.returncode == 0 else ""

@@ -10,6 +10,7 @@ from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.engine import in_order
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import Observer
+from onnx_ops.wiring.history import find_base
 from onnx_ops.wiring.project import Project, execute, prepare
 from onnx_ops.wiring.summary import Summary, summarise
 
@@ -45,6 +46,7 @@ def run_files(
     abandon: str = "",
     observe: Callable[[], Observer | None] = lambda: None,
     actor: str = "",
+    base: str = "",
 ) -> Iterator[Ended]:
     """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
 
@@ -60,12 +62,17 @@ def run_files(
         abandon: why endpoints may be left behind that a file names no longer, or elsewhere.
         observe: a new observer for each pipeline.
         actor: who is answerable for what they release.
+        base: branch, tag or commit that their reports compare with.
     """
+    root = project.settings.root
 
     def led(file: Path) -> Ended:
         try:
             prepared = prepare(project, file, overrides=overrides, until=until)
-            result = execute(project, prepared, fresh=fresh, observer=observe(), actor=actor, abandon=abandon)
+            against = find_base(root, project.ports.store, prepared.pipeline.pipeline, base) if base else None
+            result = execute(
+                project, prepared, fresh=fresh, observer=observe(), actor=actor, abandon=abandon, base=against
+            )
             summary = summarise(prepared.pipeline, result, project.ports)
         except OnnxOpsError as error:
             return Ended(file=file, refused=error)

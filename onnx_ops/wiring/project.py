@@ -23,6 +23,7 @@ from onnx_ops.wiring.turns import Quiet
 
 if TYPE_CHECKING:
     from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind, StageOutcome
+    from onnx_ops.domain.release import BaseRelease
     from onnx_ops.domain.target import Target
     from onnx_ops.engine import RunResult
     from onnx_ops.spec import TargetFiles
@@ -64,11 +65,12 @@ class Project:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked pipeline, its targets and its plan."""
+    """A checked pipeline, its targets and its plan. `overridden` says that values differ from the file's."""
 
     pipeline: Pipeline
     targets: Mapping[str, Target]
     plan: Plan
+    overridden: bool = False
 
 
 def open_project(start: Path | None = None) -> Project:
@@ -176,7 +178,7 @@ def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), unti
     files = project.targets
     targets = {name: files.load(name) for name in pipeline.benchmark.targets}
     planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
-    return Prepared(pipeline=pipeline, targets=targets, plan=planned)
+    return Prepared(pipeline=pipeline, targets=targets, plan=planned, overridden=bool(overrides))
 
 
 def foresee(
@@ -235,9 +237,11 @@ def execute(
     actor: str = "",
     abandon: str = "",
     jobs: int = 1,
+    base: BaseRelease | None = None,
 ) -> RunResult:
     """Run a plan, `jobs` stages at once; `actor` is answerable for what it releases, by default whoever runs this
-    process.
+    process. The report compares the release with `base`, by default the
+    branch that a pull request goes to. What a commit as it is came to is recorded under it.
 
     Raises:
         MissingPackage: a package that a stage needs is not installed; nothing was done.
@@ -248,6 +252,8 @@ def execute(
     from onnx_ops.engine import InlineExecutor, Silent, run
     from onnx_ops.operations.abandon import leave_dropped, refuse_orphans
     from onnx_ops.wiring.handler import binding
+    from onnx_ops.wiring.history import base_branch, find_base, record_commit
+    from onnx_ops.wiring.summary import summarise
 
     require_packages(project, prepared.plan)
     name, stages = prepared.plan.pipeline, prepared.plan.stages
@@ -256,8 +262,10 @@ def execute(
     configs = [binding(stage)[0] for stage in deploys]
     if releases:
         refuse_orphans(project.ports, name, configs, abandon=abandon)
+    if base is None and (branch := base_branch(os.environ)):
+        base = find_base(project.settings.root, project.ports.store, name, branch)
     result = run(
-        prepared.plan,
+        _with_hints(project, prepared.plan, base),
         handler=project.handler(actor, observer, abandon),
         executor=executor or InlineExecutor(),
         observer=observer or Silent(),
@@ -265,7 +273,27 @@ def execute(
         fresh=fresh,
         jobs=jobs,
     )
+    if not prepared.overridden:
+        record_commit(project.settings.root, project.ports.store, summarise(prepared.pipeline, result, project.ports))
     served = (StageStatus.DONE, StageStatus.CACHED)
     if releases and abandon and all(result.outcomes[stage.id].status in served for stage in deploys):
         leave_dropped(project.ports, name, configs, reason=abandon, actor=actor)
     return result
+
+
+def _with_hints(project: Project, plan: Plan, base: BaseRelease | None) -> Plan:
+    """Return the plan whose registration knows who made the release, and what it is compared with."""
+    from onnx_ops import codec
+    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.stages.register import BASE, PROVENANCE
+    from onnx_ops.wiring.history import provenance_of
+
+    if not any(stage.kind is StageKind.REGISTER for stage in plan.stages):
+        return plan
+    made = provenance_of(project.settings.root, project.ports.clock.now(), os.environ)
+    hints = {PROVENANCE: codec.to_json(made), **({} if base is None else {BASE: codec.to_json(base)})}
+    stages = (
+        replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))

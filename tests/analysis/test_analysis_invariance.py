@@ -145,3 +145,10 @@ def test_an_output_of_one_column_has_no_classes_that_could_change() -> None:
     rows = np.linspace(0, 1, 6, dtype=np.float32).reshape(6, 1)
     (found,) = batch_invariance({"y": rows}, [{"y": row[None] + np.float32(0.1)} for row in rows])
     assert found.changed is None
+
+
+def test_numbers_that_are_no_classes_say_nothing_of_classes() -> None:
+    (found,) = batch_invariance({"y": SCORES[:, 0]}, [{"y": row[None]} for row in SCORES[:, 0]])
+    assert found.changed is None
+    (result,) = judge_invariance(ParityGate(), replace(EVIDENCE, batch_invariance=(found,)))
+    assert "classes" not in result.reason

@@ -283,3 +283,16 @@ class TestOwn:
 
         (entry,) = score(OWN, self.LABEL, {CANDIDATE: self.SAID}, seed=0, function=picky, resamples=100)
         assert "not defined" in entry.undefined
+
+
+@pytest.mark.parametrize(("definition", "world"), [(F1, classes), (RMSE, numbers), (R2, numbers)])
+def test_the_other_model_has_the_interval_that_it_would_have_as_the_candidate(
+    definition: MetricDefinition, world: Callable[[int, np.random.Generator], Rows]
+) -> None:
+    label, base, candidate = world(300, np.random.default_rng(3))
+    _, compared = score(definition, label, {CANDIDATE: candidate, "champion": base}, seed=0, resamples=300)
+    (own,) = score(definition, label, {CANDIDATE: base}, seed=0, resamples=300)
+    assert compared.reference is not None
+    assert own.candidate is not None
+    assert compared.reference.estimate == pytest.approx(own.candidate.estimate)
+    assert compared.reference.low == pytest.approx(own.candidate.low, abs=0.02 * abs(own.candidate.estimate))

@@ -56,7 +56,7 @@ def test_every_action_and_module_that_a_workflow_names_exists(project: Path) -> 
     own = [name for name in uses if name.startswith(".")]
     assert own
     assert all((project / name / "action.yml").is_file() for name in own)
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in set(uses) - set(own))
+    assert all(re.fullmatch(r"[\w-]+(/[\w-]+)+@[0-9a-f]{40}", name) for name in set(uses) - set(own))
     modules = {match for text in scripts(project) for match in re.findall(r"python -m (onnx_ops[\w.]*)", text)}
     assert modules
     assert all(importlib.util.find_spec(module) for module in modules)

@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import yaml
 
-FOREIGN = {"actions/checkout", "actions/setup-python"}
-"""Actions whose work is done before a job begins: the checkout lies there, and `python` is on the path."""
+FOREIGN = {"actions/checkout", "actions/setup-python", "actions/cache/restore", "actions/cache/save"}
+"""Actions whose work is done before a job begins, or makes no difference here: the checkout lies there, `python` is on
+the path, and the first job of a repository finds an empty cache."""
 UPLOAD = "actions/upload-artifact"
 _TOKEN = re.compile(r"'[^']*'|[a-z]+(?:\.[\w-]+)+|&&|\|\||[=!]=|\s+")
 _PYTHON = {"&&": "and", "||": "or", "==": "==", "!=": "!="}

@@ -43,7 +43,7 @@ def test_a_release_that_fails_is_an_error(error: OnnxOpsError, tmp_path: Path) -
         project = replace(project, ports=replace(project.ports, registry=registry))
         (file,) = (project.settings.root / "configs" / "pipelines").glob("*.yaml")
         affected = Affected(file=str(file.relative_to(project.settings.root)), because=("synthetic_job.py",))
-        checked = judged(project, affected, None, tmp_path)
+        checked = judged(project, affected, None, tmp_path, "main")
     assert [choice.verdict for choice in checked.choices] == [Verdict.PASS]
     assert checked.verdict is Verdict.ERROR
     assert error.what in checked.error

@@ -314,7 +314,8 @@ def test_the_action_calls_this_script(runner: Runner, tmp_path: Path) -> None:
     steps = [step["run"] for step in action["runs"]["steps"] if "run" in step]
     runner.event({"before": "0" * 40})
     runner.commit("second")
-    environ = {**os.environ, "FOLDER": str(tmp_path / "out"), "SINCE": "", "REPORTS": ""}
+    folders = {"FOLDER": str(tmp_path / "out"), "FIGURES": str(tmp_path / "figures")}
+    environ = {**os.environ, **folders, "SINCE": "", "REPORTS": ""}
     path = f"{Path(sys.executable).parent}:{environ['PATH']}"
     for step in steps:
         done = subprocess.run(["bash", "-ec", step], env={**environ, "PATH": path}, check=False)

@@ -19,8 +19,9 @@ CLOSE = Interval(estimate=0.9, low=0.8, high=1.0)
 def test_the_metric_that_is_gated_stands_for_the_release() -> None:
     scored = replace(evidence_of(), scores=(ScoreComparison(metric="mae", against="", n=900, candidate=ERROR),))
     gates: tuple[Gate, ...] = (SizeGate(max=10**9), MetricGate(name="mae", max=3.0))
-    assert headline([judge(gates, scored)]) == "mae"
-    assert headline([judge(gates[:1], scored)]) == headline([]) == "accuracy"
+    assert headline([judge(gates, scored)], [scored]) == "mae"
+    assert headline([judge(gates[:1], scored)], [scored]) == headline([], []) == "accuracy"
+    assert headline([judge(gates[:1], scored)], [replace(scored, metrics=())]) == "mae"
     page = page_of([scored], gates)
     assert "latency and mae" in page
     assert "2.5 [2.25, 2.75]" in page

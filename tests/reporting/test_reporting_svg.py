@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from onnx_ops.reporting.svg import Axis, Chart, axis_around, linear_ticks, log_ticks, tick_texts
+from onnx_ops.reporting.svg import Axis, Chart, axis_around, linear_ticks, log_ticks, room_for, tick_texts
 
 values = st.floats(min_value=-1e9, max_value=1e9)
 positive = st.floats(min_value=1e-9, max_value=1e12)
@@ -109,4 +109,16 @@ def test_a_chart_is_well_formed_escaped_and_inside_its_box() -> None:
             x, y = (float(part) for part in point.split(","))
             assert 0 <= x <= width
             assert 0 <= y <= height
-    assert "a name that is much too long to fit" in [e.text for e in root.iter("title")]
+    assert "a name that is much too long to fit" in [e.text for e in root.iter("text")]
+
+
+def test_every_name_of_a_row_is_whole_and_inside_the_plot() -> None:
+    for name in ("short", "batches:257 · probabilities", "model.layers.11.self_attention.projection.weight" * 3):
+        left, height = room_for([name])
+        chart = Chart(
+            x=Axis(low=0, high=1, label="x"), y=Axis(low=0.3, high=1.7, label=""), left=left, height=height + 62
+        )
+        chart.row(1, name, "±")
+        found = [e for e in ET.fromstring(chart.render("t")).iter("text") if (e.text or "x") in name]  # noqa: S314
+        assert "".join(e.text or "" for e in found) == name
+        assert all(0 < float(e.get("y", "0")) < height + 62 for e in found)

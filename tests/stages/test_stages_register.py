@@ -98,7 +98,6 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
             "model": "m",
             "targets": ["cpu-1t"],
             "policies": {"cpu-1t": {"prefer": "latency"}},
-            "about": "",
             "parameters": {},
             "measured_on": "test",
             "variants": [{"name": "fp32", "stage": "export"}, {"name": "int8-static", "stage": "quantize/int8-static"}],

@@ -169,9 +169,10 @@ class MlflowRegistry:
         if source is None:
             raise NotFound("the files of this version were not put there by onnx-ops", where=where)
         with self._mlflow.session(where) as client, Scratch() as aside:
-            download = Download(self._mlflow, client.get_logged_model(source[1]).artifact_location, where)
+            logged = client.get_logged_model(source[1])
+            download = Download(self._mlflow, logged.artifact_location, where)
             mlmodel = download.file(mlflow_folder.MLMODEL, aside)
-            download.expect(mlmodel, Digest(record.tags.get(MLMODEL_DIGEST, "")))
+            download.expect(mlmodel, Digest(logged.tags.get(MLMODEL_DIGEST, "")))
             manifest = download.file(mlflow_folder.MANIFEST, aside)
             download.expect(manifest, record.manifest)
             names = codec.loads(manifest.read_bytes(), dict[str, str], where=where)

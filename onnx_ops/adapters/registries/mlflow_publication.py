@@ -135,7 +135,6 @@ class Publisher:
                     **{key: value for key, value in judged.items() if key.startswith(GATE)},
                     **self._common,
                     **self._identity(record),
-                    MLMODEL_DIGEST: str(model.tags[MLMODEL_DIGEST]),
                     **judged,
                 },
                 description=self._description(record, run_id),

@@ -11,14 +11,16 @@ from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import StateCorrupt, UserError
 
 VARIANT, GATE, GIT_SHA, DATA_REV, RELEASE = "variant", "gate.", "git.sha", "data.rev", "release"
-"""What people read. MLflow lists a version's tags as they were set, and its page sorts them by name."""
+"""What people read. MLflow's list of versions has a version's tags in the order in which they were set."""
 
 _HIDDEN = "mlflow.onnx_ops."
-"""MLflow's pages leave out tags of this prefix, which its API serves like others: digests and signatures are read by
-programs. See `isUserFacingTag` of its UI."""
+"""MLflow's page of a version leaves out tags that begin with `mlflow.` (`isUserFacingTag` of its UI): digests and
+signatures are neither in the way there, nor deleted by a slip. Its API serves them like others."""
 
-DIGEST, MLMODEL_DIGEST, EVIDENCE_DIGEST = f"{_HIDDEN}digest", f"{_HIDDEN}mlmodel", f"{_HIDDEN}evidence"
-DECISION = f"{_HIDDEN}decision."
+DIGEST, EVIDENCE_DIGEST, DECISION = f"{_HIDDEN}digest", f"{_HIDDEN}evidence", f"{_HIDDEN}decision."
+
+MLMODEL_DIGEST = f"{_HIDDEN}mlmodel"
+"""Of the LoggedModel."""
 
 TAG_LIMIT = 65_535
 """Bytes of a tag's value: MySQL's TEXT, the smallest of MLflow's databases."""
