@@ -11,7 +11,6 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.standing import Policy
 from onnx_ops.domain.target import Target
 from onnx_ops.engine.parts import benchmark_id, data_id, gate_id, make_stage, plain, section_of, variant_id
-from onnx_ops.stages.register import ABOUT
 
 
 def release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
@@ -40,7 +39,7 @@ def release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
             *(benchmark_id(*pair) for pair in pairs),
             *(gate_id(*pair) for pair in pairs),
         ],
-        hints={ABOUT: pipeline.description},
+        hints={"about": pipeline.description},
     )
     promotes = [
         make_stage(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onnx_ops.analysis.agreement import value_interval
+from onnx_ops.analysis.latency import quantile_gate
 from onnx_ops.analysis.rules.metric import INDEPENDENCE
 from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples
 from onnx_ops.domain.gate import Decision
@@ -32,8 +33,6 @@ class Measured:
 
 def median_latency(samples: LatencySamples | None) -> Measured | None:
     """Median of the single runs that were not preempted, with 90 % order-statistic bounds."""
-    from onnx_ops.analysis.latency import quantile_gate  # loads numpy
-
     usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
     if not usable:
         return None

@@ -38,7 +38,7 @@ REPORT = "report.html"
 """Path of the release's report among the evidence of each version."""
 
 
-ABOUT, PROVENANCE, BASE = "about", "provenance", "base"
+PROVENANCE, BASE = "provenance", "base"
 """Hints, no part of the stage's key: what the pipeline file says of itself, who made the release when, and what is
 recorded of its base branch."""
 
@@ -74,7 +74,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     )
     registry = ports.registry()
     about = model_description(
-        hints.get(ABOUT, ""), lineage.pipeline, [entry["name"] for entry in settings["variants"]], settings["targets"]
+        hints.get("about", ""), lineage.pipeline, [entry["name"] for entry in settings["variants"]], settings["targets"]
     )
     versions = registry.publish(Publication(model=settings["model"], lineage=lineage, variants=records, about=about))
     registration = Registration(
