@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from onnx_ops.ports.data import Dataset, DataSource, HousedSource, ModelSource, Tensors, TracedSource
+from onnx_ops.ports.data import (
+    Dataset,
+    DataSource,
+    HousedSource,
+    ModelSource,
+    Sample,
+    SampledSource,
+    Tensors,
+    TracedSource,
+)
 from onnx_ops.ports.export import (
     Exporter,
     Exporters,
@@ -79,6 +88,8 @@ __all__ = [
     "RewritingRuntime",
     "RunSamples",
     "Runtime",
+    "Sample",
+    "SampledSource",
     "SessionExporter",
     "Signer",
     "StartSamples",

@@ -99,6 +99,23 @@ class DataSource(Protocol):
 
 
 @runtime_checkable
+class SampledSource(DataSource, Protocol):
+    """A data source that shows its first rows in a moment, without network."""
+
+    def sample(self, section: DataSection, root: Path) -> Sample | None:
+        """Return the first rows; None if they are not at hand. Raises as `load` does, as far as these rows show it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The first rows of all arrays of a data set; `whole` if there are no others."""
+
+    arrays: Tensors
+    whole: bool
+
+
+@runtime_checkable
 class TracedSource(DataSource, Protocol):
     """A data source whose data has a history."""
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,6 +156,7 @@ def test_a_fingerprint_names_everything_that_shapes_the_set_and_imports_nothing(
     code = """
 import json, sys
 from pathlib import Path
+from typing import Any
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.domain.pipeline import SklearnData
 SklearnSource().fingerprint(SklearnData(sklearn="digits"), Path())
@@ -162,3 +164,14 @@ print(json.dumps(sorted(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert not {"sklearn", "numpy", "scipy"} & set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("name", ["digits", "iris", "wine", "breast_cancer", "diabetes"])
+def test_sample_of_a_data_set_of_scikit_learn_has_its_types_and_widths(tmp_path: Path, name: Any) -> None:
+    section = SklearnData(sklearn=name)
+    sample, whole = SklearnSource().sample(section, tmp_path).arrays, SklearnSource().load(section, tmp_path)
+    assert {key: (array.dtype, array.shape[1:]) for key, array in sample.items()} == {
+        key: (array.dtype, array.shape[1:]) for key, array in whole.items()
+    }
+    if whole["target"].dtype.kind == "i":
+        assert np.array_equal(np.unique(sample["target"]), np.unique(whole["target"]))

@@ -56,7 +56,7 @@ def test_load_parquet_gives_the_same_as_csv(tmp_path: Path) -> None:
         ("a,a\n1,2\n", "repeats the column 'a'"),
         ("a,\n1,2\n", "column 2 of the table has no name"),
         ("a,b\n", "no rows"),
-        ("", "Empty CSV file"),
+        ("", "the file is empty"),
     ],
 )
 def test_load_broken_csv_is_refused_with_its_place(tmp_path: Path, text: str, part: str) -> None:
@@ -77,3 +77,28 @@ def test_load_csv_without_its_reader_names_the_extra(tmp_path: Path, monkeypatch
         FileSource().load(FileData(file="rows.csv"), tmp_path)
 
     assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"
+
+
+@pytest.mark.parametrize("name", ["rows.npz", "rows.csv", "rows.parquet"])
+def test_sample_of_a_large_file_is_its_first_rows(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 50_000
+    arrays: dict[str, Any] = {"x": np.arange(rows, dtype=np.float32), "y": np.arange(rows) % 3}
+    path = tmp_path / name
+    if name.endswith(".npz"):
+        np.savez_compressed(path, **arrays)
+    elif name.endswith(".csv"):
+        path.write_text("x,y\n" + "".join(f"{x},{y}\n" for x, y in zip(arrays["x"], arrays["y"], strict=True)))
+    else:
+        pq.write_table(pa.table(arrays), path)
+    section = FileData(file=name)
+    whole = FileSource().sample(section, tmp_path)
+    monkeypatch.setattr("onnx_ops.adapters.data.file._SMALL_BYTES", 0)
+    monkeypatch.setattr("onnx_ops.adapters.data.file._HEAD_BYTES", 1 << 16)
+    part = FileSource().sample(section, tmp_path)
+    assert (whole.whole, part.whole) == (True, False)
+    for key, array in FileSource().load(section, tmp_path).items():
+        head = part.arrays[key]
+        assert 0 < len(head) < rows
+        assert head.dtype == array.dtype
+        assert np.array_equal(head, array[: len(head)])
+        assert np.array_equal(whole.arrays[key], array)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Any
 
 from onnx_ops.adapters.data.table import SUFFIXES, read_table
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
 from onnx_ops.errors import NotFound, Refused, UserError
-from onnx_ops.ports.data import Array
+from onnx_ops.ports.data import Array, Sample
+
+_SMALL_BYTES = 16 << 20
+"""Files up to this size are read whole where their first rows are asked for."""
+
+_HEAD_BYTES = 8 << 20
+
+_POINTER = b"version https://git-lfs"
+"""What stands in place of a file that Git LFS keeps elsewhere."""
 
 
 class FileSource:
@@ -23,22 +34,34 @@ class FileSource:
         path = _path(section, root)
         return read_arrays(path, where=str(path))
 
+    def sample(self, section: DataSection, root: Path) -> Sample:
+        path = _path(section, root)
+        return sample_arrays(path, where=str(path))
 
-def read_arrays(path: Path, *, where: str, name: str = "") -> Mapping[str, Array]:
+
+def sample_arrays(path: Path, *, where: str) -> Sample:
+    """The first rows of a file, all of them if it is small; raises as `read_arrays` does."""
+    whole = path.stat().st_size <= _SMALL_BYTES
+    return Sample(arrays=read_arrays(path, where=where, most_bytes=None if whole else _HEAD_BYTES), whole=whole)
+
+
+def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | None = None) -> Mapping[str, Array]:
     """All arrays of a `.npz` file or columns of a table, of equal length along axis 0; nothing is unpickled.
 
     Args:
         path: of the file.
         where: its place in messages.
         name: what the file is called where its content came from; else the path tells its kind.
+        most_bytes: read so much only, the first rows of each array.
 
     Raises:
         UserError: it is no such file.
         MissingPackage: what reads tables is not installed.
     """
     suffix = Path(name or path).suffix.lower()
+    _check_content(path, where)
     if suffix in SUFFIXES:
-        return read_table(path, suffix, where=where)
+        return read_table(path, suffix, where=where, most_bytes=most_bytes)
     import numpy as np
 
     try:
@@ -46,7 +69,7 @@ def read_arrays(path: Path, *, where: str, name: str = "") -> Mapping[str, Array
             archive = np.load(stream, allow_pickle=False)
             if isinstance(archive, np.ndarray):
                 raise ValueError("it is a single array")
-            arrays = {name: archive[name] for name in archive.files}
+            shapes, arrays = _read_whole(archive) if most_bytes is None else _read_head(archive, most_bytes)
             if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{strange[0]} in it is no array")
     except Exception as error:  # a damaged archive makes the libraries below raise almost anything
@@ -56,10 +79,60 @@ def read_arrays(path: Path, *, where: str, name: str = "") -> Mapping[str, Array
             why=f"{type(error).__name__}: {str(error)[:300]}",
             remedy="Write it with numpy.savez, without arrays of objects; a table must be called .csv or .parquet.",
         ) from error
-    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise UserError(f"its arrays must have the same number of rows, at least one: {lengths}", where=where)
     return arrays
+
+
+def _check_content(path: Path, where: str) -> None:
+    """Raises UserError for a file that stands for another one, or for none."""
+    with path.open("rb") as stream:
+        head = stream.read(len(_POINTER))
+    if head == _POINTER:
+        remedy = "Fetch the file: git lfs pull"
+        raise UserError("the file is a pointer of Git LFS, not the data", where=where, remedy=remedy)
+    if not head:
+        raise UserError("the file is empty", where=where, remedy="Write the data again, or fetch the file again.")
+
+
+def _read_whole(archive: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    arrays = {name: archive[name] for name in archive.files}
+    return {name: getattr(array, "shape", ()) for name, array in arrays.items()}, arrays
+
+
+def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Return the shapes of all arrays, and their first rows: as many as fit into so many bytes, at least one."""
+    import numpy as np
+    from numpy.lib import format as npy
+
+    headers: dict[str, tuple[tuple[int, ...], bool, Any]] = {}
+    for name in archive.files:
+        with archive.zip.open(f"{name}.npy") as stream:
+            headers[name] = _header(npy, stream)
+    row_bytes = sum(int(np.prod(shape[1:], dtype=object)) * dtype.itemsize for shape, _, dtype in headers.values())
+    rows = max(1, most_bytes // max(1, row_bytes))
+    arrays: dict[str, Any] = {}
+    for name, (shape, by_column, dtype) in headers.items():
+        first = (min(rows, shape[0]), *shape[1:]) if shape else ()
+        if by_column and len(shape) > 1:  # its first rows lie all over the file
+            arrays[name] = np.zeros(first, dtype)
+            continue
+        with archive.zip.open(f"{name}.npy") as stream:
+            _header(npy, stream)
+            wanted = int(np.prod(first, dtype=object)) * dtype.itemsize
+            arrays[name] = np.frombuffer(stream.read(wanted), dtype).reshape(first)
+    return {name: shape for name, (shape, _, _) in headers.items()}, arrays
+
+
+def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
+    """Read shape, order of columns first, and type of an array up to where its values begin."""
+    version = npy.read_magic(stream)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, by_column, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError("Object arrays cannot be loaded")
+    return shape, by_column, dtype
 
 
 def _path(section: DataSection, root: Path) -> Path:
@@ -71,6 +144,19 @@ def _path(section: DataSection, root: Path) -> Path:
         raise NotFound("no such file", where=section.file, why=str(error)) from error
     if not path.is_relative_to(root.resolve()):
         raise Refused("data must lie below the project's root", where=section.file)
+    if os.path.isdir(path):
+        raise NotFound("a folder, not a file", where=str(path), remedy="Name one .npz, .csv or .parquet file.")
     if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
-        raise NotFound("no such file", where=str(path), remedy="`file:` is relative to the project's root.")
+        raise NotFound("no such file", where=str(path), remedy=_remedy(path))
     return path
+
+
+def _remedy(path: Path) -> str:
+    """What to do where there is no file of this path."""
+    if os.path.isfile(f"{path}.dvc"):
+        return f"Fetch it: dvc pull {path.name}.dvc; or read it from DVC: `use: dvc`."
+    with contextlib.suppress(OSError):
+        close = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1, cutoff=0.75)
+        if close:
+            return f"Did you mean {close[0]!r}?"
+    return "`file:` is relative to the project's root."

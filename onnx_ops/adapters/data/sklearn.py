@@ -9,10 +9,14 @@ from typing import Any
 from onnx_ops.domain.pipeline import DataSection, SklearnData
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import require, version
-from onnx_ops.ports.data import Array
+from onnx_ops.ports.data import Array, Sample
 
 DIGIT_LEVELS = 16.0
 """Grey levels of a pixel of the digits; images are scaled to [0, 1]."""
+
+
+_SHAPES = {"digits": (64, 10), "iris": (4, 3), "wine": (13, 3), "breast_cancer": (30, 2), "diabetes": (10, 0)}
+"""Features and classes of each data set; a quantity has no classes."""
 
 
 class SklearnSource:
@@ -29,6 +33,19 @@ class SklearnSource:
         wanted = _section(section)
         brought = f"scikit-learn {version('scikit-learn')}"
         return f"{brought}: {wanted.sklearn} {wanted.split} {wanted.test_size!r} seed {wanted.seed}"
+
+    def sample(self, section: DataSection, root: Path) -> Sample:
+        """One row of each class, of zeros: their shapes are known without importing scikit-learn."""
+        del root
+        import numpy as np
+
+        wanted = _section(section)
+        features, classes = _SHAPES[wanted.sklearn]
+        target = np.arange(classes, dtype=np.int64) if classes else np.zeros(1, np.float32)
+        arrays: dict[str, Any] = {"data": np.zeros((len(target), features), np.float32), "target": target}
+        if wanted.sklearn == "digits":
+            arrays["images"] = np.zeros((len(target), 1, 8, 8), np.float32)
+        return Sample(arrays=arrays, whole=False)
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         del root

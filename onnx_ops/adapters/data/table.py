@@ -20,8 +20,8 @@ _MOST_COLUMNS = 4096
 _TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]
 
 
-def read_table(path: Path, suffix: str, *, where: str) -> Mapping[str, Array]:
-    """All columns of a table, by name.
+def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = None) -> Mapping[str, Array]:
+    """All columns of a table, by name; with `most_bytes` so much of its first rows.
 
     Whole numbers are int64, fractions float32, truth values bool, everything else text; categories are text. A missing
     value is NaN, which makes a column of numbers or truth values float32; in a column of text it is the empty text.
@@ -33,7 +33,7 @@ def read_table(path: Path, suffix: str, *, where: str) -> Mapping[str, Array]:
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")
     try:
-        table = _read_csv(arrow, path) if suffix == ".csv" else _read_parquet(path)
+        table = _read_csv(arrow, path, most_bytes) if suffix == ".csv" else _read_parquet(arrow, path, most_bytes)
     except (arrow.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"not a table in {suffix.removeprefix('.').upper()}",
@@ -53,7 +53,7 @@ def read_table(path: Path, suffix: str, *, where: str) -> Mapping[str, Array]:
     return {name: _array(arrow, table.column(name), f"{where}: column {name!r}") for name in names}
 
 
-def _read_csv(arrow: Any, path: Path) -> Any:
+def _read_csv(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     csv = importlib.import_module("pyarrow.csv")
     size = path.stat().st_size
     if size > _MOST_BYTES:
@@ -64,26 +64,38 @@ def _read_csv(arrow: Any, path: Path) -> Any:
         raise ValueError(f"its first line names {names + 1} columns; a table may have {_MOST_COLUMNS}")
 
     def read(texts: list[str]) -> Any:
-        return csv.read_csv(
+        call = csv.read_csv if most_bytes is None else csv.open_csv
+        found = call(
             path,
-            read_options=csv.ReadOptions(block_size=max(size + 1, 1 << 16), use_threads=False),
+            read_options=csv.ReadOptions(
+                block_size=max(min(size + 1, most_bytes or size + 1), 1 << 16), use_threads=False
+            ),
             parse_options=csv.ParseOptions(newlines_in_values=True),
             convert_options=csv.ConvertOptions(
                 true_values=_TRUE, false_values=_FALSE, column_types={name: arrow.string() for name in texts}
             ),
         )
+        if most_bytes is None:
+            return found
+        with found:
+            return arrow.Table.from_batches([found.read_next_batch()])
 
     table = read([])
     dates = [f.name for f in table.schema if arrow.types.is_temporal(f.type)]
     return read(dates) if dates else table  # a date stays the text that callers send
 
 
-def _read_parquet(path: Path) -> Any:
+def _read_parquet(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     parquet = importlib.import_module("pyarrow.parquet")
     with parquet.ParquetFile(path) as file:
         if len(file.schema_arrow.names) > _MOST_COLUMNS:
             raise ValueError(f"it has {len(file.schema_arrow.names)} columns; a table may have {_MOST_COLUMNS}")
-        table = file.read()
+        if most_bytes is None or not file.metadata.num_rows:
+            table = file.read()
+        else:
+            row_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            rows = max(1, most_bytes * file.metadata.num_rows // max(1, row_bytes))
+            table = arrow.Table.from_batches([next(file.iter_batches(batch_size=rows))])
     return table.drop_columns([name for name in table.column_names if name.startswith("__index_level_")])
 
 

@@ -14,13 +14,13 @@ from onnx_ops.adapters.data.dvc.git import Commit, find_commit, refresh_mirror, 
 from onnx_ops.adapters.data.dvc.objects import Objects
 from onnx_ops.adapters.data.dvc.pointers import LOCK, SUFFIX, Pointer, find_pointer, working_pointer
 from onnx_ops.adapters.data.dvc.settings import DvcSettings, settings_of
-from onnx_ops.adapters.data.file import read_arrays
+from onnx_ops.adapters.data.file import read_arrays, sample_arrays
 from onnx_ops.adapters.isolation.environments import Environments, find_uv
 from onnx_ops.adapters.isolation.places import locked
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.errors import DigestMismatch, NotFound
-from onnx_ops.ports.data import Array
+from onnx_ops.ports.data import Array, Sample
 from onnx_ops.scratch import Scratch
 
 _FOLDER = ".dvc"
@@ -79,6 +79,15 @@ class DvcSource:
             yield f"{path}{SUFFIX}"
             path = posixpath.dirname(path)
             yield posixpath.join(path, LOCK)
+
+    def sample(self, section: DataSection, root: Path) -> Sample | None:
+        """Of the copy in the checkout, whose digest is left to `load`."""
+        settings = settings_of(section)
+        if settings.is_url:
+            return None
+        self._find(section, root)
+        copy = root / settings.repo / settings.path
+        return None if settings.rev or not copy.is_file() else sample_arrays(copy, where=settings.path)
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         found = self._find(section, root)
