@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure, UserError, quoted
 from onnx_ops.plugins import imported, missing_package
+from onnx_ops.spec.text import shown_path
 
 
 @contextmanager
@@ -35,72 +37,61 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     Raises:
         MissingPackage: a package that it imports is not installed.
         NotFound: the module cannot be imported, or has no such function.
+        UserError: its module raises an error of its own.
     """
     module_name, _, function_name = reference.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         why = f"{reference} cannot be imported: there is no module {error.name}"
         raise missing_package(imported(error), where=where, why=why) from error
     except Exception as error:  # a module's own code runs when it is imported
-        why = f"{type(error).__name__}: {error}"
-        raise NotFound(f"cannot import {reference}", where=where, why=why) from error
+        raise _failed(f"{module_name} cannot be imported", error) from error
+    found: Callable[..., Any] | None = getattr(module, function_name, None)
+    if found is None:
+        raise NotFound(f"{module_name} has no function {function_name}", where=where)
     return found
 
 
 def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]) -> object:
-    """Return the model that the training function returns.
+    """The model that the training function returns.
 
     Raises:
-        UserError: it does not take the parameters, or fails.
-        StageFailure: it fails with an error of the operating system.
+        UserError: the function cannot be called like that, or raises an error.
+        EnvironmentFailure: it raises an error of the machine or of a service, as OSError.
     """
     function = load_function(reference, "train.run")
-    _check_parameters(function, reference, data, parameters)
+    try:
+        inspect.signature(function).bind(data, **parameters)
+    except TypeError as error:
+        remedy = "Give its parameters in `train.with`."
+        raise UserError(f"{reference} cannot be called: {error}", where="train.with", remedy=remedy) from error
+    except ValueError:  # a function in C has no signature
+        pass
     try:
         return function(data, **parameters)
     except (OnnxOpsError, MemoryError):  # who runs it knows its limit
         raise
     except Exception as error:
-        kind = StageFailure if isinstance(error, OSError) else UserError  # a network or a disk may work the next time
-        raise kind(
-            f"{reference} raised {type(error).__name__}: {quoted(error)}",
-            where=_place(error, function),
-            remedy="The training function is the project's own; mend it and run again.",
-        ) from error
+        raise _failed(f"{reference} failed", error) from error
 
 
-def _check_parameters(
-    function: Callable[..., Any], reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]
-) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a callable that does not tell it
-        return
-    try:
-        signature.bind(data, **parameters)
-    except TypeError as error:
-        raise UserError(
-            f"{reference} does not take these parameters: {error}",
-            where="train.with",
-            why=f"beside the data it takes {', '.join(list(signature.parameters)[1:]) or 'none'}",
-            remedy="Change `train.with`, or the function.",
-        ) from error
-
-
-def _place(error: Exception, function: Callable[..., Any]) -> str:
-    """Return file and line of the deepest frame that is the project's own, which a person can mend."""
+def _failed(what: str, error: Exception) -> OnnxOpsError:
+    """The error of the project's own code, at its own line: those of libraries below it are not the user's to mend."""
     frames = traceback.extract_tb(error.__traceback__)
-    file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", "")
-    own = [frame for frame in frames if _is_own(frame.filename) or frame.filename == file]
-    return f"{_shown(own[-1].filename)}:{own[-1].lineno}" if own else "train.run"
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{shown_path(Path(error.filename))}:{error.lineno}"
+    else:
+        own = [frame for frame in frames if _is_own(frame.filename)] or frames[-1:]
+        place = f"{shown_path(Path(own[-1].filename))}:{own[-1].lineno}"
+    kind = StageFailure if isinstance(error, OSError) else UserError
+    why = f"{type(error).__name__}: {quoted(error)}"
+    return kind(what, where=place, why=why, remedy="Mend the code there, or the data that it gets, and run again.")
 
 
-def _is_own(file: str) -> bool:
-    path = Path(file)
-    return "site-packages" not in path.parts and path.is_relative_to(Path.cwd())
-
-
-def _shown(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+def _is_own(filename: str) -> bool:
+    """Whether a file is neither of an installed package, nor of Python, nor of onnx-ops."""
+    path = Path(filename)
+    installed = {"site-packages", "dist-packages"}.intersection(path.parts)
+    library = [Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]]
+    return not filename.startswith("<") and not installed and not any(path.is_relative_to(one) for one in library)

@@ -30,12 +30,15 @@ def train(root: Path, body: str, function: str = "train") -> None:
     ("body", "kind", "told"),
     [
         ("import nowhere_at_all\n", MissingPackage, "pip install nowhere_at_all"),
-        ("undefined\n", NotFound, "NameError"),
-        ("1 / 0\n", NotFound, "ZeroDivisionError"),
+        ("undefined\n", UserError, "NameError"),
+        ("1 / 0\n", UserError, "py:1: .* cannot be imported .ZeroDivisionError"),
+        ("import json\ndef f(:\n", UserError, "py:2: .* cannot be imported .SyntaxError"),
         ("other = 1\n", NotFound, "train"),
-        ("def train(data, seed):\n    raise KeyError('no such column')\n", UserError, "no such column"),
-        ("def train(data, seed):\n    raise ConnectionError('no route')\n", StageFailure, "no route"),
-        ("def train(data):\n    return 1\n", UserError, "train.with: .*unexpected keyword argument 'seed'"),
+        ("def train(data, seed):\n    raise KeyError('no such column')\n", UserError, "py:2: .* 'no such column'"),
+        ("import json\ndef train(data, seed):\n    json.loads('{')\n", UserError, "py:3: .*JSONDecodeError"),
+        ("def train(data, seed):\n    raise ConnectionError('no answer')\n", StageFailure, "py:2: .* no answer"),
+        ("def train(data):\n    return 1\n", UserError, "train.with: .* 'seed'"),
+        ("def train(data, seed, depth):\n    return 1\n", UserError, "train.with: .* 'depth'"),
     ],
 )
 def test_a_fault_in_user_code_is_told_in_its_own_words(
