@@ -3,6 +3,7 @@
     OnnxOpsError                     what / where / why / remedy, and an exit code
     ├── UserError (2)                the user's input is wrong
     │   ├── SpecError                a pipeline or target file has problems, each with its position
+    │   │   └── NotReady (4)         the file is right, and this machine lacks what it needs
     │   ├── NotFound                 a name that leads nowhere: a file, a function, a version, an endpoint
     │   └── TooLarge                 more than a limit allows; the limit protects memory
     ├── MissingPackage (4)           an optional package that is needed here is not installed
@@ -75,13 +76,17 @@ class UserError(OnnxOpsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Problem:
-    """One problem of one file. `line` and `column` count from 1; 0 means the position is not known."""
+    """One problem of one file. `line` and `column` count from 1; 0 means the position is not known.
+
+    `environment` marks a problem of this machine: the file is right, and a package or a credential is missing.
+    """
 
     file: str
     line: int
     column: int
     path: str
     message: str
+    environment: bool = False
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}: " if self.line else f"{self.file}: "
@@ -102,10 +107,26 @@ class SpecError(UserError):
     def as_document(self) -> dict[str, object]:
         document = super().as_document()
         document["problems"] = [
-            {"file": p.file, "line": p.line, "column": p.column, "path": p.path, "message": p.message}
+            {
+                "file": p.file,
+                "line": p.line,
+                "column": p.column,
+                "path": p.path,
+                "message": p.message,
+                "environment": p.environment,
+            }
             for p in self.problems
         ]
         return document
+
+
+class NotReady(SpecError):
+    exit_code = 4
+
+
+def spec_error(problems: tuple[Problem, ...]) -> SpecError:
+    """Return the error of these problems: they are the machine's only if all of them are."""
+    return (NotReady if all(problem.environment for problem in problems) else SpecError)(problems)
 
 
 class NotFound(UserError):
@@ -214,7 +235,7 @@ def quoted(error: object) -> str:
 def from_document(document: dict[str, object]) -> OnnxOpsError:
     """The error that `as_document` described, of the same type where it is one of these."""
     kind = globals().get(str(document.get("error")))
-    if kind is SpecError:
+    if kind in (SpecError, NotReady):
         return _spec_error(document)
     if not (isinstance(kind, type) and issubclass(kind, OnnxOpsError)):
         kind = OnnxOpsError
@@ -225,6 +246,6 @@ def from_document(document: dict[str, object]) -> OnnxOpsError:
 def _spec_error(document: dict[str, object]) -> OnnxOpsError:
     problems: Any = document.get("problems")
     try:
-        return SpecError(tuple(Problem(**problem) for problem in problems))
+        return spec_error(tuple(Problem(**problem) for problem in problems))
     except TypeError:
         return UserError(str(document.get("what", "")), where=str(document.get("where", "")))

@@ -130,6 +130,11 @@ def bringing(package: str) -> Mapping[str, str]:
     return {name: version(name) for name in sorted(set(_packages().get(package, ())))}
 
 
+def packages() -> frozenset[str]:
+    """Names of the packages that can be imported from installed distributions."""
+    return frozenset(_packages())
+
+
 @functools.cache
 def _packages() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()

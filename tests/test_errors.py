@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from onnx_ops import errors
-from onnx_ops.errors import OnnxOpsError, Problem, SpecError, from_document, quoted
+from onnx_ops.errors import OnnxOpsError, Problem, SpecError, from_document, quoted, spec_error
 
 KINDS = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, OnnxOpsError) and kind is not SpecError
+    if isinstance(kind, type) and issubclass(kind, OnnxOpsError) and not issubclass(kind, SpecError)
 ]
 
 
@@ -50,6 +52,13 @@ def test_problems_of_a_file_are_told_in_order_and_survive() -> None:
     assert isinstance(again, SpecError)
     assert again.problems == error.problems
     assert again.exit_code == 2
+
+
+def test_problems_of_the_machine_alone_are_no_mistake_in_the_file() -> None:
+    missing = replace(PROBLEMS[0], environment=True)
+    for problems, code in (((missing,), 4), ((missing, PROBLEMS[1]), 2)):
+        error = spec_error(problems)
+        assert (error.exit_code, from_document(error.as_document()).exit_code) == (code, code)
 
 
 @pytest.mark.parametrize(

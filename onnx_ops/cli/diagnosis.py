@@ -59,7 +59,9 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
     Raises:
         UserError: there is no such provider, or a file is wrong.
     """
-    deploys = [entry for file in files for entry in check(project, file).deploy if entry.provider == name]
+    deploys = [
+        entry for file in files for entry in check(project, file, static=True).pipeline.deploy if entry.provider == name
+    ]
     settings = {entry.endpoint: entry.settings for entry in deploys}
     for endpoint in bound_endpoints(project.ports):
         config = readable(project.ports, endpoint).config
@@ -247,7 +249,7 @@ def _without_file(project: Project) -> Iterator[Finding]:
     states = [readable(project.ports, name) for name in bound_endpoints(project.ports)]
     bound = [state.config for state in states if state.config is not None]
     files = (project.settings.root / PIPELINES).glob("*.yaml") if bound else ()
-    described = {check(project, path).pipeline for path in files}
+    described = {check(project, path, static=True).pipeline.pipeline for path in files}
     for config in bound:
         if config.pipeline not in described:
             found = f"{config.pipeline} is in no file of {PIPELINES}; not needed? onnx-ops delete {config.endpoint}"

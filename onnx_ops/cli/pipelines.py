@@ -13,7 +13,7 @@ from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, SetValue, answer, print_json, reported
 from onnx_ops.cli.terminal import say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
-from onnx_ops.errors import OnnxOpsError, Problem, SpecError
+from onnx_ops.errors import OnnxOpsError, Problem, SpecError, spec_error
 from onnx_ops.ports import Observer
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
@@ -58,9 +58,17 @@ Jobs = Annotated[
 def check(
     files: Annotated[list[Path], typer.Argument(help="Pipeline files.")],
     overrides: SetValue = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Read files and source code only: no data, models, packages, credentials.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Validate pipeline files without running them; every problem with line and column.
+    """Validate pipeline files without running anything.
+
+    Opens data and ready models, reads the training function's signature, and looks for the packages and credentials
+    that a run needs. Reports all problems at once, each with line and column.
+
+    Exit code: 0 no problems, 2 a file is wrong, 4 only this machine lacks something.
 
     Example: onnx-ops check configs/pipelines/*.yaml
     """
@@ -71,12 +79,12 @@ def check(
     notes: list[str] = []
     for file in files:
         try:
-            pipeline = projects.check(project, file, overrides or ())
-            notes += [*projects.model_notes(project, pipeline), *projects.rollout_notes(project, pipeline)]
+            checked = projects.check(project, file, overrides or (), static=static, machine=not static)
+            notes += [*checked.notes, *projects.rollout_notes(project, checked.pipeline)]
         except SpecError as error:
             problems.extend(error.problems)
     if problems:
-        raise SpecError(tuple(problems))
+        raise spec_error(tuple(problems))
     told = f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems"
     answer(
         lambda: {"files": [str(file) for file in files], "problems": [], "notes": notes},
@@ -170,7 +178,7 @@ def run(
         raise typer.Exit(code)
     prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
     if not (as_json or quiet):
-        for note in projects.model_notes(project, prepared.pipeline):
+        for note in prepared.notes:
             say(note, err=True)
     observer = None if as_json or quiet else _progress(jobs)
     from onnx_ops.stages.pairs import compare_rows

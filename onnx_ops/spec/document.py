@@ -36,13 +36,14 @@ class Finding:
     """Something wrong at a location.
 
     `on_key` blames the key itself (or its absence), not the value under it. `place` is given where the document
-    cannot know it from the location, as for the second of two equal keys.
+    cannot know it from the location, as for the second of two equal keys. `environment` is that of `Problem`.
     """
 
     loc: Loc
     message: str
     on_key: bool = False
     place: Place | None = None
+    environment: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +97,7 @@ class Document:
             column=place.column,
             path=path_text(shown),
             message=finding.message,
+            environment=finding.environment,
         )
 
     def replace(self, loc: Loc, value: Any, places: Mapping[Loc, Place], keys: Mapping[Loc, Place]) -> None:

@@ -28,6 +28,7 @@ class Draft:
     data: Mapping[str, DataSection]
     inputs: Mapping[str, InputValues]
     train: Train | None
+    model: str | None
     export: Export | None
     validate: Validate | None
     quantize: tuple[tuple[Loc, Quantize], ...]
@@ -67,6 +68,7 @@ def draft_of(document: Document, bound: Bound) -> Draft:
         data=named("data"),
         inputs=named("inputs"),
         train=section("train"),
+        model=root["model"] if isinstance(root.get("model"), str) else None,
         export=section("export"),
         validate=section("validate") if "validate" in root else Validate(),
         quantize=entries("quantize"),

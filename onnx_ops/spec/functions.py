@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import sys
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from onnx_ops.spec.text import MAX_BYTES, shown_path
-from onnx_ops.spec.words import did_you_mean, shorten
+from onnx_ops.spec.words import did_you_mean, listing, shorten
 
 _REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
 _PARSING = threading.Lock()
@@ -42,8 +43,7 @@ def function_problem(reference: str, root: Path) -> str | None:
         hint = did_you_mean(module, _siblings(module, root))
         return f"no module '{module}' in the project or on sys.path{hint}"
     try:
-        with path.open("rb") as stream:
-            tree = parse_python(stream.read(MAX_BYTES))
+        tree = _parsed(path)
     except SyntaxError as error:
         return f"{shown_path(path)}, line {error.lineno}, is not valid Python: {error.msg}"
     except (OSError, ValueError, RecursionError) as error:
@@ -52,6 +52,124 @@ def function_problem(reference: str, root: Path) -> str | None:
     if function in known or "*" in known:
         return None
     return f"no function '{function}' in {shown_path(path)}{did_you_mean(function, known)}"
+
+
+def argument_problems(reference: str, given: Iterable[str], root: Path) -> list[tuple[str, str]]:
+    """Return why the function cannot be called with its data and the given parameters.
+
+    Decorators may change what a function takes: of one that has some, nothing is known.
+
+    Returns:
+        Each problem's parameter, which is empty for one that is missing, and its message.
+    """
+    found = _definition(reference, root)
+    if found is None or found[1].decorator_list:
+        return []
+    path, function = found
+    takes = function.args
+    positional = [*takes.posonlyargs, *takes.args]
+    place = f"{function.name}() in {shown_path(path)}, line {function.lineno},"
+    if not positional and takes.vararg is None:
+        return [("", f"{place} takes no data: its first parameter receives the data sets")]
+    known = [one.arg for one in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]]
+    problems = []
+    for name in given:
+        if name not in known and takes.kwarg is None:
+            hint = did_you_mean(name, known) or f"; it takes {listing(known) or 'none'}"
+            problems.append((name, f"{place} takes no parameter '{name}'{hint}"))
+    bound = positional[1:]
+    optional = {one.arg for one in bound[len(bound) - min(len(bound), len(takes.defaults)) :]}
+    optional |= {one.arg for one, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is not None}
+    needed = [one.arg for one in [*bound, *takes.kwonlyargs] if one.arg not in optional]
+    if missing := [name for name in needed if name not in set(given)]:
+        problems.append(("", f"{place} needs {listing(missing)}, which 'with' does not give"))
+    return problems
+
+
+def import_problems(reference: str, root: Path) -> list[tuple[str, str]]:
+    """Return what the module of a function, and the project's modules that it imports, cannot import.
+
+    Only statements at the top level of a module count: others may never run.
+
+    Returns:
+        Each package that is not there, and where it is imported.
+    """
+    problems: dict[str, str] = {}
+    waiting, seen = [reference.partition(":")[0]], set[Path]()
+    while waiting:
+        path = _source(waiting.pop(), root)
+        if path is None or path in seen or not path.is_relative_to(root):
+            continue
+        seen.add(path)
+        try:
+            tree = _parsed(path)
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue
+        for line, module in _imported_modules(tree.body, path.parent, root):
+            if _is_importable(module, root):
+                waiting.append(module)
+            else:
+                problems.setdefault(module, f"{shown_path(path)}, line {line}, imports '{module}'")
+    return list(problems.items())
+
+
+def _imported_modules(body: Iterable[ast.stmt], folder: Path, root: Path) -> Iterator[tuple[int, str]]:
+    for statement in body:
+        match statement:
+            case ast.Import(names=names):
+                yield from ((statement.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield statement.lineno, module
+            case ast.ImportFrom(module=module, level=level) if level:
+                above = folder.relative_to(root).parts
+                package = above[: len(above) - level + 1]
+                yield statement.lineno, ".".join([*package, *([module] if module else [])])
+            case _:
+                pass
+
+
+def _is_importable(module: str, root: Path) -> bool:
+    """Whether a module is the project's, or the package that it begins with is installed. Nothing is imported."""
+    first = module.partition(".")[0]
+    if (root / first).is_dir() and not (root / f"{first}.py").is_file() and any((root / first).glob("*.py")):
+        relative = root.joinpath(*module.split("."))
+        return relative.is_dir() or relative.with_suffix(".py").is_file()
+    if _source(first, root) is not None or first in sys.builtin_module_names or first in sys.stdlib_module_names:
+        return True
+    try:
+        return first in sys.modules or importlib.util.find_spec(first) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _definition(
+    reference: str, root: Path, deep: int = 8
+) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef] | None:
+    """Return where a function is defined, in the module named or in one that it is imported from."""
+    module, _, function = reference.partition(":")
+    path = _source(module, root)
+    if path is None or not deep:
+        return None
+    try:
+        tree = _parsed(path)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    for statement in reversed(tree.body):
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name == function:
+                return path, statement
+            case ast.ImportFrom(module=str(source), level=0, names=names):
+                for alias in names:
+                    if (alias.asname or alias.name) == function:
+                        return _definition(f"{source}:{alias.name}", root, deep - 1)
+            case _ if function in _names([statement]):
+                return None
+    return None
+
+
+def _parsed(path: Path) -> ast.Module:
+    with path.open("rb") as stream:
+        return parse_python(stream.read(MAX_BYTES))
 
 
 def _source(module: str, root: Path) -> Path | None:

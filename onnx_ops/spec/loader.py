@@ -9,18 +9,18 @@ from pathlib import Path
 
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Pipeline
-from onnx_ops.errors import SpecError
+from onnx_ops.errors import spec_error
 from onnx_ops.spec.document import Document, Finding, Loc
 from onnx_ops.spec.draft import draft_of
 from onnx_ops.spec.parameters import substitute_parameters
 from onnx_ops.spec.project import (
-    BroughtCheck,
+    Preflight,
     SettingsCheck,
     benchmarked_targets,
     endpoint_findings,
     metrics_findings,
     no_check,
-    nothing_brought,
+    no_preflight,
     plugin_findings,
     project_findings,
     setting_findings,
@@ -68,19 +68,19 @@ def check_pipeline(
     metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
     unservable: Unservable = serves_all,
-    brought: BroughtCheck = nothing_brought,
+    preflight: Preflight = no_preflight,
     shared: Path | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Pipeline:
     """`load_pipeline`, and also: every plugin is installed, its endpoints know their settings and can keep the policies
-    of their rollouts, and no other pipeline file claims an endpoint.
+    of their rollouts, no other pipeline file claims an endpoint, and `preflight` finds nothing.
 
     Args:
         plugins: installed names by kind (`onnx_ops.plugins.GROUPS`); a kind that is left out is not checked.
         settings: raises UserError for settings that an installed endpoint plugin does not take.
         metrics: raises UserError for settings that an installed source of metrics does not take.
-        brought: what speaks against the model that the pipeline brings.
+        preflight: what a run would meet in data, models and code, and on this machine.
         shared: folder of targets that several projects share.
         unservable: why an installed endpoint plugin cannot run models as they were measured on a target.
         capabilities: of an entry whose endpoint plugin is installed; without it policies are not held against it.
@@ -99,7 +99,7 @@ def check_pipeline(
         metrics=metrics,
         capabilities=capabilities,
         unservable=unservable,
-        brought=brought,
+        preflight=preflight,
         overrides=overrides,
         environ=environ,
     )
@@ -116,7 +116,7 @@ def _load(
     metrics: SettingsCheck = no_check,
     capabilities: Capabilities | None = None,
     unservable: Unservable = serves_all,
-    brought: BroughtCheck = nothing_brought,
+    preflight: Preflight = no_preflight,
     overrides: Sequence[str],
     environ: Mapping[str, str] | None,
 ) -> Pipeline:
@@ -136,13 +136,12 @@ def _load(
         *unservable_findings(draft, targets, plugins.get("endpoints", ()), unservable),
         *(endpoint_findings(draft, path, root) if elsewhere else ()),
     ]
-    problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems
     pipeline: Pipeline | None = bound.result
-    if pipeline is not None and not problems:
-        wrong = (Finding(loc=("model",), message=message) for message in brought(pipeline, targets))
-        problems = [document.problem(finding) for finding in wrong]
+    whole = pipeline if not problems and not target_problems and not findings else None
+    findings += preflight(draft, targets, whole)
+    problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems
     if pipeline is None or problems:
-        raise SpecError(tuple(problems))
+        raise spec_error(tuple(problems))
     shielded = any(isinstance(gate, ParityGate) for gate in pipeline.gates)
     gates = pipeline.gates if shielded else (ParityGate(), *pipeline.gates)
     return replace(pipeline, gates=gates, parameters=parameters)

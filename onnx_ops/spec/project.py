@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFound, Problem, SpecError, UserError
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.draft import Draft
-from onnx_ops.spec.functions import function_problem
+from onnx_ops.spec.functions import argument_problems, function_problem
 from onnx_ops.spec.metrics import function_findings
 from onnx_ops.spec.places import device_findings, pool_findings
 from onnx_ops.spec.searches import price_findings
@@ -24,8 +24,9 @@ from onnx_ops.spec.words import did_you_mean, listing
 SettingsCheck = Callable[[str, Mapping[str, str | int | float | bool]], None]
 """Raises UserError if the endpoint plugin of that name cannot use the settings."""
 
-BroughtCheck = Callable[[Pipeline, Mapping[str, Target]], Sequence[str]]
-"""What speaks against the model that a pipeline without other problems brings to these targets."""
+Preflight = Callable[[Draft, Mapping[str, Target], Pipeline | None], Iterable[Finding]]
+"""What a run would meet: in the data, the models and the code that the sections name, and on this machine. The pipeline
+is None if the file does not make one."""
 
 PIPELINES = Path("configs") / "pipelines"
 
@@ -34,8 +35,8 @@ def no_check(_: str, __: Mapping[str, str | int | float | bool]) -> None:
     """The check of a file that is read where plugins are not at hand."""
 
 
-def nothing_brought(_: Pipeline, __: Mapping[str, Target]) -> Sequence[str]:
-    """The check where models are not looked at."""
+def no_preflight(_: Draft, __: Mapping[str, Target], ___: Pipeline | None) -> Iterable[Finding]:
+    """The check of a file alone."""
     return ()
 
 
@@ -63,8 +64,12 @@ def project_findings(draft: Draft, files: TargetFiles, targets: Mapping[str, Tar
         *device_findings(draft, targets),
         *function_findings(draft, files.root),
     ]
-    if draft.train and (problem := function_problem(draft.train.run, files.root)):
-        findings.append(Finding(loc=("train", "run"), message=problem))
+    if draft.train:
+        if problem := function_problem(draft.train.run, files.root):
+            findings.append(Finding(loc=("train", "run"), message=problem))
+        for name, problem in argument_problems(draft.train.run, draft.train.with_, files.root):
+            loc: Loc = ("train", "with", name) if name else ("train", "run")
+            findings.append(Finding(loc=loc, message=problem, on_key=bool(name)))
     table = draft.export.translations if draft.export else ""
     if table and (problem := function_problem(table, files.root)):
         findings.append(Finding(loc=("export", "options", TRANSLATIONS), message=problem))

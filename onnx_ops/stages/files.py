@@ -74,22 +74,31 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
     arrays = unpack(store, manifest["dataset.npz"])
     inputs = _below("input/", arrays)
     if export is not None:
-        taken = {spec.name: spec.dtype for spec in codec.loads(store.read(export["info.json"]), ModelInfo).inputs}
-        whole = [n for n, array in inputs.items() if is_fraction(array) and taken.get(n) in ("int64", "bool")]
-        if whole:
-            raise UserError(
-                f"column {whole[0]!r} has missing cells or fractions, and the model takes {taken[whole[0]]}",
-                where="data",
-                why="the rows that the model was trained and exported with have none",
-                remedy="Fill the missing cells, or train with rows that have some.",
-            )
-        inputs = widen(inputs, {name for name, dtype in taken.items() if dtype == "float32"})
+        inputs = as_taken(inputs, codec.loads(store.read(export["info.json"]), ModelInfo))
     return Dataset(
         inputs=inputs,
         label=arrays.get("label"),
         group=arrays.get("group"),
         columns=_below("column/", arrays),
     )
+
+
+def as_taken(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
+    """Inputs of a data set as a model takes them: whole numbers of a table as float32 where it takes that.
+
+    Raises:
+        UserError: a column has missing cells, and the model takes whole numbers.
+    """
+    taken = {spec.name: spec.dtype for spec in model.inputs}
+    whole = [name for name, array in inputs.items() if is_fraction(array) and taken.get(name) in ("int64", "bool")]
+    if whole:
+        raise UserError(
+            f"column {whole[0]!r} has missing cells or fractions, and the model takes {taken[whole[0]]}",
+            where="data",
+            why="the rows that the model was trained and exported with have none",
+            remedy="Fill the missing cells, or train with rows that have some.",
+        )
+    return widen(inputs, {name for name, dtype in taken.items() if dtype == "float32"})
 
 
 def is_fraction(array: Any) -> bool:

@@ -207,6 +207,46 @@ def brought(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, where: s
     return Samples(rows=rows, fixed={}, batch=_fixed_batch(inputs, {}))
 
 
+def input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield why a model cannot take these arrays as its inputs, each with the input's name.
+
+    Unlike `brought`, nothing is converted: a pipeline passes on what its data set holds.
+    """
+    for spec in inputs:
+        if spec.name not in arrays:
+            yield spec.name, f"the model takes an input {spec.name!r}, and the data set has {', '.join(arrays)}"
+            continue
+        array = arrays[spec.name]
+        if not _has_shape(spec, array):
+            yield spec.name, f"{spec.name!r} is of shape {_shape_text(array.shape)}, the model takes {_shown(spec)}"
+        elif not _is_type(spec, array):
+            text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
+            numbers = array.dtype.kind in "biuf" and spec.dtype != "string"
+            yield spec.name, f"{text}. Save it as that: array.astype({spec.dtype!r})" if numbers else text
+    known = [spec.name for spec in inputs]
+    for name in arrays:
+        if name not in known:
+            yield name, f"the model takes no input {name!r}; it takes {', '.join(known)}"
+
+
+def _has_shape(spec: TensorSpec, array: Any) -> bool:
+    declared = spec.shape
+    return not declared or (len(declared) == array.ndim and all(map(_fits, declared[1:], array.shape[1:])))
+
+
+def _is_type(spec: TensorSpec, array: Any) -> bool:
+    kind = _dtype(spec)
+    return bool(array.dtype.kind in "US" if kind.kind == "U" else array.dtype == kind)
+
+
+def _shown(spec: TensorSpec) -> str:
+    return " × ".join(str(size) for size in spec.shape)
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return " × ".join(["rows", *map(str, shape[1:])])
+
+
 def groups_of(
     samples: Samples,
     *,
@@ -345,10 +385,8 @@ def _fits(declared: int | str, size: int) -> bool:
 
 def _as_declared(spec: TensorSpec, array: Any, where: str) -> Any:
     kind = _dtype(spec)
-    declared = spec.shape
-    if declared and not (len(declared) == array.ndim and all(map(_fits, declared[1:], array.shape[1:]))):
-        shape = " × ".join(str(size) for size in declared)
-        raise UserError(f"array {spec.name!r} has shape {array.shape}, the model takes {shape}", where=where)
+    if not _has_shape(spec, array):
+        raise UserError(f"array {spec.name!r} has shape {array.shape}, the model takes {_shown(spec)}", where=where)
     if kind.kind == "U" and array.dtype.kind in "US":
         return array.astype(np.str_)
     if kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):

@@ -112,6 +112,23 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
     return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
 
 
+def label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
+    """Return why a metric cannot be computed with these labels and with such outputs of a model; empty if it can.
+
+    Args:
+        definition: of the metric.
+        label: of the data set.
+        outputs: as many rows, of the shapes and types that the model answers with; None if these are not known.
+    """
+    try:
+        terms = _terms(definition, label)
+        if outputs is not None:
+            _in_terms(definition, terms, read(definition, outputs), None)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def _signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
     """What rows that belong together would have in common: right or wrong, the rank of the error, and its change."""
     mine = answers.by_model[CANDIDATE]

@@ -48,7 +48,7 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
     for path in sorted((root / PIPELINES).glob("*.yaml")):
         name, problem = path.relative_to(root).as_posix(), ""
         try:
-            rests_on = frozenset(_rests_on(project, name, check(project, path)))
+            rests_on = frozenset(_rests_on(project, name, check(project, path, static=True).pipeline))
         except OnnxOpsError as error:
             rests_on, problem = frozenset((name, *changed)), str(error)
         because = tuple(sorted(one for one in changed if _touches(one, rests_on)))

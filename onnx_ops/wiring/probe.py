@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from onnx_ops import plugins
-from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import DataSection, Quantize
@@ -74,6 +74,30 @@ class ProjectProbe:
     def signer(self) -> Digest | None:
         signer = self.ports.signer()
         return None if signer is None else signer.key
+
+
+@dataclass(frozen=True)
+class OutlineProbe(ProjectProbe):
+    """As `ProjectProbe`, for a plan that says which stages there are and what they need, and is never run.
+
+    No data and no model is read or asked for, and no key is made.
+    """
+
+    signing: str = "off"
+
+    def data(self, section: DataSection) -> str:
+        return ""
+
+    def origin(self, section: DataSection) -> Mapping[str, str]:
+        return {}
+
+    def model(self, path: str) -> Digest:
+        return digest_json(path)
+
+    def signer(self) -> Digest | None:
+        if self.signing in ("off", "auto"):
+            return None if self.signing == "off" else digest_json(self.signing)
+        return super().signer()
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:

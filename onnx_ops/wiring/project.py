@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import plugins
-from onnx_ops.errors import UserError
+from onnx_ops.errors import MissingPackage, OnnxOpsError, UserError
 from onnx_ops.ports import Executor, Observer, Ports
 from onnx_ops.settings import Settings, load_settings
 from onnx_ops.wiring import connect
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from onnx_ops.domain.target import Target
     from onnx_ops.engine import RunResult
     from onnx_ops.spec import TargetFiles
+    from onnx_ops.spec.document import Finding
+    from onnx_ops.spec.draft import Draft
     from onnx_ops.wiring.handler import StageHandler
 
 
@@ -70,6 +72,7 @@ class Prepared:
     pipeline: Pipeline
     targets: Mapping[str, Target]
     plan: Plan
+    notes: tuple[str, ...] = ()
     overridden: bool = False
 
 
@@ -79,12 +82,47 @@ def open_project(start: Path | None = None) -> Project:
     return Project(settings=settings, ports=connect(settings))
 
 
-def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeline:
-    """The pipeline in a file; raises SpecError with all of its problems."""
+@dataclass(frozen=True)
+class CheckedFile:
+    """A pipeline that could run, and what is worth knowing before it does."""
+
+    pipeline: Pipeline
+    notes: tuple[str, ...]
+
+
+def check(
+    project: Project, file: Path, overrides: Sequence[str] = (), *, static: bool = False, machine: bool = False
+) -> CheckedFile:
+    """Check a pipeline file.
+
+    Args:
+        project: that the file belongs to.
+        file: path of the file.
+        overrides: `path=value`.
+        static: look at the file and the project's source code only, not at data and models.
+        machine: look also for the packages and credentials that a whole run needs here.
+
+    Raises:
+        SpecError: the file has problems; the error holds all of them.
+        NotReady: the file has none, and a package or a credential is missing.
+    """
     from onnx_ops.spec import check_pipeline
+    from onnx_ops.spec.project import no_preflight
 
     known = {kind: plugins.names(kind) for kind in plugins.KINDS}
-    return check_pipeline(
+    notes: list[str] = []
+
+    def preflight(draft: Draft, targets: Mapping[str, Target], pipeline: Pipeline | None) -> list[Finding]:
+        from onnx_ops.wiring.preflight import Preflight
+
+        look = Preflight(project.ports, draft, targets)
+        findings = look.findings()
+        notes.extend(look.notes)
+        if machine and pipeline is not None and not findings:
+            findings += machine_findings(project, pipeline, targets)
+        return findings
+
+    pipeline = check_pipeline(
         file,
         root=project.settings.root,
         plugins=known,
@@ -92,42 +130,61 @@ def check(project: Project, file: Path, overrides: Sequence[str] = ()) -> Pipeli
         metrics=_check_source,
         capabilities=lambda entry: abilities(project, entry),
         unservable=lambda entry, target: project.ports.provider(entry.provider).unservable(target),
-        brought=lambda pipeline, targets: _brought(project, pipeline, targets),
+        preflight=no_preflight if static else preflight,
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),
         environ=os.environ,
     )
+    return CheckedFile(pipeline=pipeline, notes=tuple(notes))
 
 
-def _brought(project: Project, pipeline: Pipeline, targets: Mapping[str, Target]) -> Sequence[str]:
-    """What a ready ONNX file of the project is refused for; one from elsewhere is looked at once it is fetched."""
-    if (place := _ready_file(project, pipeline)) is None:
-        return ()
-    from onnx_ops.graph.brought import brought_problems
+def machine_findings(project: Project, pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Finding]:
+    """Packages that a run of the whole pipeline needs here and that are missing, and a missing key."""
+    from onnx_ops.engine import plan
+    from onnx_ops.spec.document import Finding
+    from onnx_ops.wiring.probe import OutlineProbe
 
+    probe = OutlineProbe(project.ports, signing=project.settings.signing)
     try:
-        return brought_problems(place, pipeline.export, targets.values())
-    except UserError as error:
-        return [str(error)]
+        planned = plan(pipeline, {name: targets[name] for name in pipeline.benchmark.targets}, probe)
+    except OnnxOpsError as error:
+        return [Finding(loc=(), message=str(error), environment=isinstance(error, MissingPackage))]
+    return [
+        Finding(
+            loc=_location(pipeline, stage),
+            message=f"needs {', '.join(names)}, not installed. {plugins.install_hint(*names)}",
+            environment=True,
+        )
+        for stage, names in _missing_packages(project, planned)
+    ]
 
 
-def _ready_file(project: Project, pipeline: Pipeline) -> Path | None:
-    """Return the path of the project's ready ONNX file; None for a model from elsewhere, or of a framework."""
-    if pipeline.model is None or pipeline.export.framework != "onnx":
-        return None
-    place = project.settings.root / pipeline.model
-    if "://" in pipeline.model or pipeline.model.startswith("models:/") or not place.exists():
-        return None
-    return place
+def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
+    """Where a pipeline file asks for a stage."""
+    from onnx_ops.domain.pipeline import StageKind
+
+    match stage.kind:
+        case StageKind.DATA:
+            return ("data", stage.id.partition("/")[2])
+        case StageKind.TRAIN | StageKind.EXPORT | StageKind.VALIDATE:
+            return ("export", "framework")
+        case StageKind.SEARCH | StageKind.QUANTIZE:
+            entries = (
+                i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variants())
+            )
+            return ("quantize", next(entries, 0), "method")
+        case StageKind.BENCHMARK | StageKind.GATE:
+            return ("benchmark", "targets", pipeline.benchmark.targets.index(stage.target or ""))
+        case StageKind.DEPLOY:
+            return ("deploy", [entry.endpoint for entry in pipeline.deploy].index(_endpoint(stage)), "provider")
+        case _:
+            return ("register",)
 
 
-def model_notes(project: Project, pipeline: Pipeline) -> list[str]:
-    """List what the pipeline does with a ready file that its owner may not expect."""
-    if (place := _ready_file(project, pipeline)) is None:
-        return []
-    from onnx_ops.graph.brought import brought_notes
+def _endpoint(stage: Stage) -> str:
+    from onnx_ops.wiring.handler import binding
 
-    return [f"{pipeline.model}: {note}" for note in brought_notes(place)]
+    return binding(stage)[0].endpoint
 
 
 def abilities(project: Project, entry: Deploy) -> frozenset[str]:
@@ -174,11 +231,14 @@ def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), unti
     from onnx_ops.engine import plan
     from onnx_ops.wiring.probe import ProjectProbe
 
-    pipeline = check(project, file, overrides)
+    checked = check(project, file, overrides)
+    pipeline = checked.pipeline
     files = project.targets
     targets = {name: files.load(name) for name in pipeline.benchmark.targets}
     planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
-    return Prepared(pipeline=pipeline, targets=targets, plan=planned, overridden=bool(overrides))
+    return Prepared(
+        pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides)
+    )
 
 
 def foresee(
@@ -196,14 +256,20 @@ def require_packages(project: Project, plan: Plan) -> None:
     Raises:
         MissingPackage: names all of them, the first stage that needs each, and the extras that bring them.
     """
-    missing: list[str] = []
-    reasons: list[str] = []
+    if found := _missing_packages(project, plan):
+        missing = [name for _, names in found for name in names]
+        why = "; ".join(f"{stage.id} needs {', '.join(names)}" for stage, names in found)
+        raise plugins.missing_package(*missing, where=f"pipeline {plan.pipeline}", why=why)
+
+
+def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[str]]]:
+    """Packages that are not installed, each with the first stage that needs it."""
+    missing: dict[str, Stage] = {}
     for stage in plan.stages:
-        if new := [name for name in plugins.absent(_packages(project, stage)) if name not in missing]:
-            missing += new
-            reasons.append(f"{stage.id} needs {', '.join(new)}")
-    if missing:
-        raise plugins.missing_package(*missing, where=f"pipeline {plan.pipeline}", why="; ".join(reasons))
+        for name in plugins.absent(_packages(project, stage)):
+            missing.setdefault(name, stage)
+    stages = dict.fromkeys(stage.id for stage in missing.values())
+    return [(plan[stage], [name for name, first in missing.items() if first.id == stage]) for stage in stages]
 
 
 def _packages(project: Project, stage: Stage) -> Iterator[str]:

@@ -41,7 +41,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
     (tmp_path / "configs/targets/old.yaml").write_text("name: old\nmax_opset: 15\nmax_ir_version: 9\n")
-    (tmp_path / "models/toy.py").write_text("import nowhere\n\ndef train(data, epochs=1):\n    raise SystemExit\n")
+    (tmp_path / "models/toy.py").write_text(
+        "import nowhere\n\ndef train(data, epochs=1, **others):\n    raise SystemExit\n"
+    )
     (tmp_path / "toy.yaml").write_text(PIPELINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.spec.functions import function_problem, parse_python
+from onnx_ops.spec.functions import argument_problems, function_problem, import_problems, parse_python
 
 SOURCE = """\
 import json
@@ -115,3 +115,55 @@ def test_a_table_of_translations_that_is_not_there_is_a_problem(
     (problem,) = problems(pipeline_text.replace("framework: sklearn", export))
     assert "export.options.translations" in problem
     assert message in problem
+
+
+CALLS = """\
+from code.calls import borrowed as lent
+import functools
+def train(data, epochs, rate=0.1, *, seed, name=None): ...
+def loose(data, **others): ...
+def nothing(): ...
+def packed(*data): ...
+@functools.cache
+def wrapped(): ...
+class Callable: ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "problems"),
+    [
+        ("train", {"epochs", "seed"}, []),
+        ("train", {"epochs", "seed", "rate", "name"}, []),
+        ("train", {"epoch", "seed"}, [("epoch", "did you mean 'epochs'?"), ("", "needs 'epochs'")]),
+        ("train", {"epochs", "seed", "data"}, [("data", "takes no parameter 'data'")]),
+        ("train", {"epochs"}, [("", "needs 'seed'")]),
+        ("loose", {"anything"}, []),
+        ("nothing", set(), [("", "takes no data")]),
+        ("packed", {"a"}, [("a", "takes no parameter 'a'; it takes none")]),
+        ("wrapped", {"a"}, []),
+        ("Callable", {"a"}, []),
+        ("lent", {"a"}, [("a", "takes no parameter 'a'; it takes 'b'")]),
+        ("absent", {"a"}, []),
+    ],
+)
+def test_arguments_are_held_against_the_signature_without_running_the_module(
+    root: Path, function: str, given: set[str], problems: list[tuple[str, str]]
+) -> None:
+    (root / "code/more.py").write_text(CALLS)
+    (root / "code/calls.py").write_text("def borrowed(data, b=1): ...\n")
+    found = argument_problems(f"code.more:{function}", sorted(given), root)
+    assert [name for name, _ in found] == [name for name, _ in problems]
+    assert all(part in text for (_, text), (_, part) in zip(found, problems, strict=True)), found
+
+
+def test_imports_that_lead_nowhere_are_found_in_all_modules_that_are_imported(root: Path) -> None:
+    (root / "code/top.py").write_text(
+        "import json, nowhere.at.all\nfrom code.below import x\nfrom . import many\nfrom .absent import y\n"
+        "try:\n    import optional\nexcept ImportError:\n    optional = None\n"
+    )
+    (root / "code/below.py").write_text("import numpy\nimport elsewhere\nimport code.top\n")
+    found = dict(import_problems("code.top:f", root))
+    assert found.keys() == {"nowhere.at.all", "code.absent", "elsewhere"}
+    assert "code/top.py, line 1," in found["nowhere.at.all"]
+    assert "code/below.py, line 2," in found["elsewhere"]
