@@ -56,7 +56,8 @@ class OnnxOpsError(Exception):
         text = f"{self.where}: {self.what}" if self.where else self.what
         if self.why:
             text += f" ({self.why})"
-        return f"{text}. {self.remedy}" if self.remedy else text
+        end = "" if text.endswith((".", "?", "!")) else "."
+        return f"{text}{end} {self.remedy}" if self.remedy else text
 
     def as_document(self) -> dict[str, object]:
         """The same content for `--json`."""

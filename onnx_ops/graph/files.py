@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _OTHERS = {
     b"\x1f\x8b": "compressed: unpack it with gunzip",
     b"PK\x03\x04": "a zip archive, as torch.save and Keras write them: export the model to ONNX, or unpack it",
-    b"\x80": "a Python pickle, as joblib and torch write them: name it as `model:` of a pipeline, which exports it",
+    b"\x80": "a Python pickle, as joblib and torch write them: export it with the `export.framework` that made it",
     b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
     b"version ": "a pointer of Git LFS: fetch the file with git lfs pull",
 }
@@ -125,6 +125,8 @@ def _kind_of(path: Path) -> str:
     """What to do with a file by what it begins with."""
     with path.open("rb") as file:
         head = file.read(8)
+    if not head:
+        return "The file is empty: export the model again, or fetch the file again."
     for begins, what in _OTHERS.items():
         if head.startswith(begins):
             return f"It is {what}."

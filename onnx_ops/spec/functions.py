@@ -40,7 +40,7 @@ def function_problem(reference: str, root: Path) -> str | None:
     module, function = match.groups()
     path = _source(module, root)
     if path is None:
-        hint = did_you_mean(module, _siblings(module, root))
+        hint = did_you_mean(module, siblings(module, root))
         return f"no module '{module}' in the project or on sys.path{hint}"
     try:
         tree = _parsed(path)
@@ -181,7 +181,8 @@ def _source(module: str, root: Path) -> Path | None:
     return None
 
 
-def _siblings(module: str, root: Path) -> list[str]:
+def siblings(module: str, root: Path) -> list[str]:
+    """Return the project's modules beside the place where a module would be."""
     package = module.rpartition(".")[0]
     folder = root.joinpath(*package.split(".")) if package else root
     stems = [path.stem for path in folder.glob("*.py")] if folder.is_dir() else []

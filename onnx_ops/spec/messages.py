@@ -107,9 +107,19 @@ def _advice(kind: str, written: Any) -> str:
     if kind == "string_type" and isinstance(written, bool | int | float):
         text = str(written).lower() if isinstance(written, bool) else written
         return f"; put it in quotes: '{text}'"
+    if kind in ("int_type", "float_type") and isinstance(written, str) and _is_number(written):
+        return "; leave out the quotes"
     if kind == "bool_type" and isinstance(written, str) and (word := _YAML_1_1.get(written.lower())):
         return f"; write {word}"
     return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _limit(limit: float, written: Any) -> str:

@@ -41,5 +41,6 @@ def read_document(path: Path, *, overrides: Sequence[str] = (), environ: Mapping
 def bind_document(document: Document, kind: type) -> tuple[Bound, list[Problem]]:
     """Bind it to a dataclass; the problems are those of its overrides, its values and its types."""
     bound = bind(document.value, kind)
-    document.findings += explain(bound, document)
+    known = {finding.loc for finding in document.findings if not finding.on_key}
+    document.findings += [finding for finding in explain(bound, document) if finding.on_key or finding.loc not in known]
     return bound, [*document.refused, *(document.problem(finding) for finding in document.findings)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from onnx_ops.domain.pipeline import EXPORT
@@ -12,11 +13,11 @@ from onnx_ops.spec.gates import gate_findings
 from onnx_ops.spec.metrics import label_findings, metric_findings
 from onnx_ops.spec.rollouts import rollout_findings, staging_findings
 from onnx_ops.spec.searches import preference_findings, search_findings
-from onnx_ops.spec.words import did_you_mean, listing
+from onnx_ops.spec.words import did_you_mean, listing, shorten
 
 Rule = Callable[[Draft], Iterator[Finding]]
 
-_NOT_IN_MODEL_NAMES = "/:"
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def file_findings(draft: Draft) -> list[Finding]:
@@ -108,10 +109,12 @@ def _gates(draft: Draft) -> Iterator[Finding]:
 def _registration(draft: Draft) -> Iterator[Finding]:
     if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
         yield Finding(loc=("deploy",), message="only registered versions are deployed; add a 'register' section")
-    if draft.register and (
-        not draft.register.model.strip() or any(char in draft.register.model for char in _NOT_IN_MODEL_NAMES)
-    ):
-        yield Finding(loc=("register", "model"), message="a registered model's name is not blank and has no '/' or ':'")
+    if draft.register and not _MODEL_NAME.fullmatch(draft.register.model):
+        message = f"'{shorten(draft.register.model)}' is no name of a registered model, which stands in addresses"
+        hint = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
+        remedy = f": write '{hint}'" if hint else ""
+        allowed = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        yield Finding(loc=("register", "model"), message=f"{message}; {allowed}{remedy}")
 
 
 def _endpoints(draft: Draft) -> Iterator[Finding]:

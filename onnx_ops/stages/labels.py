@@ -40,17 +40,22 @@ _KINDS: Mapping[str, str] = {"cosine": "f", "token_agreement": "iu"}
 def _class_label(definition: MetricDefinition, label: Array | None) -> Array:
     found = None if label is None else texts(flat(label))
     if found is None or found.ndim != 1:
-        raise _unfit(definition, label, "one class a row")
+        wide = found is not None and found.ndim == 2
+        remedy = "Of one column a class, take its number: labels.argmax(axis=1)." if wide else ""
+        raise _unfit(definition, label, "one class a row", remedy)
     if found.dtype.kind != "f":
         return found
-    if not np.isfinite(found).all() or (found % 1).any():
+    if missing := int((~np.isfinite(found)).sum()):
+        text = f"{missing} of {len(found)} labels are NaN or infinite"
+        raise UserError(text, where=definition.label, remedy="Leave out rows without a label.")
+    if (found % 1).any():
         raise _unfit(definition, label, "classes, not fractions")
     return found.astype(np.int64)
 
 
-def _unfit(definition: MetricDefinition, label: Array | None, needed: str) -> UserError:
+def _unfit(definition: MetricDefinition, label: Array | None, needed: str, remedy: str = "") -> UserError:
     has = "there is none" if label is None else f"it is {label.dtype} {tuple(label.shape)}"
-    return UserError(f"the label must be {needed}; {has}", where=definition.label)
+    return UserError(f"the label must be {needed}; {has}", where=definition.label, remedy=remedy)
 
 
 def column_labels(label: Array, count: int, where: str) -> Array:

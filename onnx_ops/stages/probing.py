@@ -208,14 +208,15 @@ def brought(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, where: s
 
 
 def input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield why a model cannot take these arrays as its inputs, each with the input's name.
+    """Yield why a model cannot take these arrays as its inputs, each with the input's name, if it is about one.
 
     Unlike `brought`, nothing is converted: a pipeline passes on what its data set holds.
     """
+    if missing := [spec.name for spec in inputs if spec.name not in arrays]:
+        names = ", ".join(map(repr, missing))
+        yield "", f"the model takes {names}, and the data set gives it {', '.join(map(repr, arrays))}"
+        return
     for spec in inputs:
-        if spec.name not in arrays:
-            yield spec.name, f"the model takes an input {spec.name!r}, and the data set has {', '.join(arrays)}"
-            continue
         array = arrays[spec.name]
         if not _has_shape(spec, array):
             yield spec.name, f"{spec.name!r} is of shape {_shape_text(array.shape)}, the model takes {_shown(spec)}"

@@ -17,7 +17,7 @@ from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.errors import MissingPackage, OnnxOpsError
 from onnx_ops.ports import Dataset, Ports, Sample, SampledSource
 from onnx_ops.spec.document import Finding, Loc
-from onnx_ops.spec.functions import import_problems
+from onnx_ops.spec.functions import import_problems, siblings
 from onnx_ops.spec.words import did_you_mean
 from onnx_ops.stages.data import build_dataset, data_problems, source_of
 
@@ -39,12 +39,16 @@ class _Set:
 
 @dataclass(slots=True)
 class Preflight:
-    """The look at one pipeline. `notes` hold what may be meant, and is worth knowing."""
+    """The look at one pipeline.
+
+    `notes` hold what may be meant, and is worth knowing; `absent` the distributions of extras that training imports.
+    """
 
     ports: Ports
     draft: Draft
     targets: Mapping[str, Target]
     notes: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
 
     def findings(self) -> list[Finding]:
         """Everything that is wrong with what the sections name."""
@@ -65,6 +69,8 @@ class Preflight:
     def _open(self, name: str, sets: dict[str, _Set]) -> Iterator[Finding]:
         section = self.draft.data[name]
         loc: Loc = ("data", name)
+        if source_of(section) not in plugins.names("data"):
+            return  # a finding about the plugin
         try:
             source = self.ports.source(source_of(section))
             sample = source.sample(section, self.ports.root) if isinstance(source, SampledSource) else None
@@ -112,10 +118,13 @@ class Preflight:
         for module, text in import_problems(train.run, self.ports.root):
             first = module.partition(".")[0]
             if plugins.has_extra(first):
+                self.absent.append(plugins.distribution_of(first))
                 message = f"{text}, which is not installed. {plugins.install_hint(first)}"
                 yield Finding(loc=("train", "run"), message=message, environment=True)
             else:
-                hint = did_you_mean(first, {*plugins.packages(), *_modules(self.ports.root)})
+                own = (self.ports.root / first).is_dir()
+                hint = did_you_mean(module, siblings(module, self.ports.root))
+                hint = hint if own else hint or did_you_mean(first, plugins.packages())
                 message = f"{text}, which is neither in the project nor installed{hint}"
                 yield Finding(loc=("train", "run"), message=message)
 
@@ -157,8 +166,8 @@ class Preflight:
                 yield Finding(loc=loc, message=_message(error))
                 continue
             for key, message in input_problems(model.inputs, inputs):
-                named = key in found.section.inputs
-                yield Finding(loc=(*loc, "inputs", key) if named else loc, message=message)
+                below = ("inputs", key) if key in found.section.inputs else ("inputs",) if found.section.inputs else ()
+                yield Finding(loc=(*loc, *below), message=message)
 
     def _run_on(self) -> list[str]:
         """Names of the sets that are scored, calibrated or tuned with."""
@@ -260,7 +269,3 @@ def _source_message(error: OnnxOpsError, section: DataSection, root: Path) -> st
 def _message(error: OnnxOpsError) -> str:
     """The error without its place, which is that of the finding."""
     return str(type(error)(error.what, why=error.why, remedy=error.remedy))
-
-
-def _modules(root: Path) -> list[str]:
-    return [path.stem for path in root.glob("*.py")] + [path.parent.name for path in root.glob("*/*.py")]

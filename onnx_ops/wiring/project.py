@@ -118,8 +118,10 @@ def check(
         look = Preflight(project.ports, draft, targets)
         findings = look.findings()
         notes.extend(look.notes)
-        if machine and pipeline is not None and not findings:
-            findings += machine_findings(project, pipeline, targets)
+        if not machine:
+            return [finding for finding in findings if not finding.environment]
+        if pipeline is not None and all(finding.environment for finding in findings):
+            findings += _machine_findings(project, pipeline, targets, look.absent)
         return findings
 
     pipeline = check_pipeline(
@@ -138,8 +140,10 @@ def check(
     return CheckedFile(pipeline=pipeline, notes=tuple(notes))
 
 
-def machine_findings(project: Project, pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Finding]:
-    """Packages that a run of the whole pipeline needs here and that are missing, and a missing key."""
+def _machine_findings(
+    project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
+) -> list[Finding]:
+    """Packages that a run of the whole pipeline needs here and that are missing, but for those reported already."""
     from onnx_ops.engine import plan
     from onnx_ops.spec.document import Finding
     from onnx_ops.wiring.probe import OutlineProbe
@@ -149,14 +153,12 @@ def machine_findings(project: Project, pipeline: Pipeline, targets: Mapping[str,
         planned = plan(pipeline, {name: targets[name] for name in pipeline.benchmark.targets}, probe)
     except OnnxOpsError as error:
         return [Finding(loc=(), message=str(error), environment=isinstance(error, MissingPackage))]
-    return [
-        Finding(
-            loc=_location(pipeline, stage),
-            message=f"needs {', '.join(names)}, not installed. {plugins.install_hint(*names)}",
-            environment=True,
-        )
-        for stage, names in _missing_packages(project, planned)
-    ]
+    findings = []
+    for stage, names in _missing_packages(project, planned):
+        if new := [name for name in names if name not in reported]:
+            text = f"needs {', '.join(new)}, not installed. {plugins.install_hint(*new)}"
+            findings.append(Finding(loc=_location(pipeline, stage), message=text, environment=True))
+    return findings
 
 
 def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:

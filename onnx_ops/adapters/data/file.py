@@ -20,6 +20,9 @@ _SMALL_BYTES = 16 << 20
 
 _HEAD_BYTES = 8 << 20
 
+_ARCHIVE = b"PK"
+"""What a zip archive begins with; `numpy.savez` writes one."""
+
 _POINTER = b"version https://git-lfs"
 """What stands in place of a file that Git LFS keeps elsewhere."""
 
@@ -66,9 +69,9 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
 
     try:
         with path.open("rb") as stream:
+            if stream.peek(2)[:2] != _ARCHIVE:
+                raise ValueError(f"it is no archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)
-            if isinstance(archive, np.ndarray):
-                raise ValueError("it is a single array")
             shapes, arrays = _read_whole(archive) if most_bytes is None else _read_head(archive, most_bytes)
             if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{strange[0]} in it is no array")
@@ -76,7 +79,9 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
         raise UserError(
             "not an .npz file of plain arrays",
             where=where,
-            why=f"{type(error).__name__}: {str(error)[:300]}",
+            why="an array of objects, which only a pickle can hold"
+            if "allow_pickle" in str(error)
+            else f"{type(error).__name__}: {str(error)[:300]}",
             remedy="Write it with numpy.savez, without arrays of objects; a table must be called .csv or .parquet.",
         ) from error
     lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
@@ -131,7 +136,7 @@ def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, by_column, dtype = read(stream)
     if dtype.hasobject:
-        raise ValueError("Object arrays cannot be loaded")
+        raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
     return shape, by_column, dtype
 
 

@@ -1,0 +1,69 @@
+"""Every mistake of the list is one message, at its place, with the right exit code."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.spec import functions
+from tests.cli.mistakes import FILES, READY, SHOP, Mistake, write_project
+from tests.support.command import run_command
+from tests.support.extras import hide
+from tests.support.golden import Golden
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project without a mistake; each test changes a copy of it."""
+    root = tmp_path_factory.mktemp("mistakes") / "shop"
+    write_project(root)
+    return root
+
+
+def make(mistake: Mistake, project: Path, root: Path) -> None:
+    shutil.copytree(project, root, dirs_exist_ok=True)
+    if mistake.old:
+        text = (root / mistake.file).read_text()
+        assert text.count(mistake.old) == 1
+        (root / mistake.file).write_text(text.replace(mistake.old, mistake.new))
+    mistake.change(root)
+
+
+def line_of(mistake: Mistake, root: Path) -> int:
+    """Number of the line that is blamed."""
+    if mistake.line is not None:
+        return mistake.line
+    return (root / mistake.file).read_text().partition(mistake.new)[0].count("\n") + 1
+
+
+def test_project_without_a_mistake_has_no_problem(project: Path) -> None:
+    document = run_command("check", SHOP, READY, "--json", cwd=project).parsed()
+    assert (document["problems"], document["notes"]) == ([], [])
+
+
+@pytest.mark.parametrize("mistake", FILES, ids=lambda mistake: mistake.name)
+def test_check_finds_a_mistake_once_with_its_place(
+    mistake: Mistake, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
+    make(mistake, project, tmp_path)
+    is_importable = functions._is_importable
+    hide(monkeypatch, *mistake.hidden)
+    monkeypatch.setattr(
+        functions, "_is_importable", lambda name, root: name not in mistake.hidden and is_importable(name, root)
+    )
+    done = run_command("check", mistake.file, "--json", cwd=tmp_path)
+    (problem,) = done.document()["problems"]
+    assert (done.code, problem["path"], problem["line"]) == (mistake.code, mistake.path, line_of(mistake, tmp_path))
+    assert problem["column"] > 0
+    assert problem["environment"] == (mistake.code == 4)
+    golden("mistakes", f"{problem['line']}:{problem['column']}: {problem['path']}: {problem['message']}")
+
+
+@pytest.mark.parametrize("name", ["a data file that is missing", "an unknown parameter of training"])
+def test_run_refuses_what_check_finds_in_the_same_words(name: str, project: Path, tmp_path: Path) -> None:
+    mistake = next(one for one in FILES if one.name == name)
+    make(mistake, project, tmp_path)
+    checked, ran = (run_command(command, mistake.file, cwd=tmp_path) for command in ("check", "run"))
+    assert (ran.code, ran.stderr, ran.stdout) == (checked.code, checked.stderr, "")
