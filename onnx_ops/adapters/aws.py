@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from onnx_ops.adapters.host import machine_vendor
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, ServiceUnavailable, UserError
-from onnx_ops.plugins import require
+from onnx_ops.plugins import absent, require
 
 Scalar = str | int | float | bool
 Clients = Callable[[str], Any]
@@ -92,6 +94,45 @@ def clients(settings: Mapping[str, Scalar], *, where: str = "") -> Clients:
         return made[service]
 
     return client
+
+
+_IDENTITY_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_IDENTITY_SETTINGS = (
+    "aws_access_key_id",
+    "credential_process",
+    "login_session",
+    "role_arn",
+    "sso_session",
+    "sso_start_url",
+    "web_identity_token_file",
+)
+
+
+def missing_credentials(settings: Mapping[str, Scalar], *, where: str = "") -> OnnxOpsError | None:
+    """Return what keeps boto3 from knowing who we are and where; None if it may know. Nothing is asked or verified.
+
+    A machine of Amazon's may have a role, which only the network tells.
+    """
+    if absent(("boto3",)):
+        return None  # a problem of its own
+    import botocore.session
+
+    core = botocore.session.Session(profile=str(settings["profile"]) if settings.get("profile") else None)
+    try:
+        with translated(where):
+            if not settings.get("region") and core.get_config_variable("region") is None:
+                return _no_region(where)
+            known = core.full_config.get("profiles", {}).get(core.profile or "default", {})
+    except OnnxOpsError as error:
+        return error
+    if any(os.environ.get(name) for name in _IDENTITY_VARIABLES) or any(known.get(name) for name in _IDENTITY_SETTINGS):
+        return None
+    return None if machine_vendor().startswith("Amazon") else _no_credentials(where)
 
 
 @cache
@@ -190,6 +231,11 @@ def _of_service(error: Any, where: str) -> OnnxOpsError:
     return EnvironmentFailure(f"AWS refused {operation}", where=where, why=why)
 
 
+def _no_credentials(where: str, why: str = "") -> UserError:
+    remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where a role is given."
+    return UserError("there are no AWS credentials", where=where, why=why, remedy=remedy)
+
+
 def _no_region(where: str) -> UserError:
     remedy = "Set `region` in the endpoint's settings, or AWS_DEFAULT_REGION."
     return UserError("no AWS region is chosen", where=where, remedy=remedy)
@@ -199,8 +245,7 @@ def _of_client(error: Any, where: str) -> OnnxOpsError:
     from botocore import exceptions as of
 
     if isinstance(error, of.NoCredentialsError | of.PartialCredentialsError):
-        remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where a role is given."
-        return UserError("there are no AWS credentials", where=where, why=str(error), remedy=remedy)
+        return _no_credentials(where, str(error))
     if isinstance(error, of.NoRegionError):
         return _no_region(where)
     if isinstance(error, of.ProfileNotFound | of.ParamValidationError | of.InvalidRegionError):

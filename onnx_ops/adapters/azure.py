@@ -11,11 +11,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from onnx_ops.adapters.exchange import exchange, host_of
-from onnx_ops.errors import EnvironmentFailure, Refused, ServiceUnavailable, UserError, quoted
+from onnx_ops.adapters.host import machine_vendor
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, ServiceUnavailable, UserError, quoted
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
@@ -124,6 +126,24 @@ def credential(answer_s: float = ANSWER_S) -> TokenCredential:
     return DefaultAzureCredential(
         **timeouts(answer_s), retry_total=_TOKEN_TRIES - 1, retry_backoff_max=_LONGEST_PAUSE_S
     )
+
+
+_IDENTITY_VARIABLES = ("AZURE_CLIENT_ID", "AZURE_USERNAME", "IDENTITY_ENDPOINT", "MSI_ENDPOINT")
+_IDENTITY_FILES = ("azureProfile.json", "msal_token_cache.json", "msal_token_cache.bin", "AzureRmContext.json")
+
+
+def missing_credentials(*, where: str = "") -> OnnxOpsError | None:
+    """Return that nothing here says who we are; None if something may. Nothing is asked or verified.
+
+    A machine of Azure's may have an identity, which only the network tells.
+    """
+    home = Path.home()
+    folders = [Path(os.environ.get("AZURE_CONFIG_DIR", home / ".azure")), home / ".Azure", home / ".azd" / "auth"]
+    files = [folder / name for folder in folders for name in _IDENTITY_FILES]
+    known = any(os.environ.get(name) for name in _IDENTITY_VARIABLES) or any(file.is_file() for file in files)
+    if known or folders[-1].is_dir() or machine_vendor().startswith("Microsoft"):
+        return None
+    return Refused("Azure does not know who we are", where=where, remedy=LOGIN_REMEDY)
 
 
 def bearer() -> str:

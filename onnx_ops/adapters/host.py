@@ -20,6 +20,13 @@ class SystemClock:
         return time.monotonic()
 
 
+def machine_vendor() -> str:
+    """Who made this machine, as its firmware says; clouds name themselves. Empty if that is not known."""
+    with suppress(OSError):
+        return Path("/sys/class/dmi/id/sys_vendor").read_text(encoding="utf-8").strip()
+    return ""
+
+
 class LocalHost:
     """Leases name host, process and the process's start, so that a reused process id is not taken for its holder."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,8 +71,11 @@ def model_file(path: Path) -> Path:
         return path
     found = sorted(path.glob("*.onnx")) if path.is_dir() else []
     if len(found) != 1:
-        what = f"{len(found)} .onnx files there" if path.is_dir() else "no such file"
-        raise NotFound(what, where=str(path), remedy="Name an .onnx file, or a folder with exactly one.")
+        what = f"{len(found) or 'no'} .onnx files there" if path.is_dir() else "no such file"
+        beside = [file.name for file in path.parent.glob("*.onnx")]
+        close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+        remedy = f"Did you mean {close[0]!r}?" if close else "Name an .onnx file, or a folder with exactly one."
+        raise NotFound(what, where=str(path), remedy=remedy)
     return found[0]
 
 

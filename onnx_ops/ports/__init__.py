@@ -33,6 +33,7 @@ from onnx_ops.ports.release import (
     ModelFiles,
     Outliving,
     Registry,
+    Requiring,
 )
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Pools, Work
 from onnx_ops.ports.runtime import (
@@ -85,6 +86,7 @@ __all__ = [
     "RaceSamples",
     "RaceSchedule",
     "Registry",
+    "Requiring",
     "RewritingRuntime",
     "RunSamples",
     "Runtime",

@@ -13,6 +13,7 @@ from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observed import Reading, Thresholds
 from onnx_ops.domain.target import Target
+from onnx_ops.errors import OnnxOpsError
 
 
 class Registry(Protocol):
@@ -243,6 +244,16 @@ class Diagnosing(Protocol):
     def diagnose(self, endpoints: Mapping[str, Mapping[str, str | int | float | bool]]) -> Iterable[Finding]:
         """What was found for endpoints with these settings, by their names; without any, what every endpoint needs.
         Changes nothing."""
+        ...
+
+
+@runtime_checkable
+class Requiring(Protocol):
+    """An endpoint provider, or a source of metrics, that knows what it needs of this machine."""
+
+    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """What is missing here to reach or to run the endpoint, as far as that shows without network: credentials, a
+        free port. What cannot be told is taken to be there."""
         ...
 
 

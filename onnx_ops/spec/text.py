@@ -56,10 +56,14 @@ def read_file(path: Path) -> Document:
             data = stream.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise NotFound("no such file", where=source, remedy=_near(path)) from error
+    except IsADirectoryError as error:
+        raise UserError("a folder, not a file", where=source, remedy=_near(path / "file.yaml")) from error
     except OSError as error:
         raise UserError("the file cannot be read", where=source, why=error.strerror or str(error)) from error
     if len(data) > MAX_BYTES:
         raise _refusal(Place(source=source), f"the file is larger than {MAX_BYTES >> 20} MiB")
+    if b"\0" in data:
+        raise UserError("not a text, but a binary file", where=source, remedy=_near(path.with_suffix(".yaml")))
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -158,7 +158,28 @@ def _machine_findings(
         if new := [name for name in names if name not in reported]:
             text = f"needs {', '.join(new)}, not installed. {plugins.install_hint(*new)}"
             findings.append(Finding(loc=_location(pipeline, stage), message=text, environment=True))
+    seen: set[str] = set()
+    for stage in planned.stages:
+        for lack in _lacking(project, stage):
+            if lack.what not in seen:  # a provider's own metrics need what it needs itself
+                message = str(type(lack)(lack.what, why=lack.why, remedy=lack.remedy))
+                findings.append(Finding(loc=_location(pipeline, stage), message=message, environment=True))
+            seen.add(lack.what)
     return findings
+
+
+def _lacking(project: Project, stage: Stage) -> Iterator[OnnxOpsError]:
+    """What a stage that deploys lacks here, as far as that shows without network."""
+    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.ports import Requiring
+    from onnx_ops.wiring.handler import binding
+
+    if stage.kind is not StageKind.DEPLOY:
+        return
+    config, _ = binding(stage)
+    for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
+        if isinstance(part, Requiring) and (error := part.lacking(config)):
+            yield error
 
 
 def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:

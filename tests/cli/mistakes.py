@@ -148,7 +148,6 @@ def unopened(root: Path) -> None:
     np.savez(root / "data/test.npz", x=np.array([{}, {}], dtype=object), y=np.arange(2))
 
 
-_NO_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "", "AWS_PROFILE": "", "HOME": "/nonexistent"}
 _FLOATS = np.linspace(0, 1, ROWS, dtype=np.float32)
 _TEST = "test: {file: data/test.npz, inputs: {x: x}, label: y}"
 _TABLE = "test: {file: data/rows.csv, inputs: {x: '*'}, columns: [age, income], label: y}"
@@ -505,7 +504,35 @@ MODELS = (
         change=rows(y=np.array(["a", "b"] * (ROWS // 2))),
     ),
 )
+_SAGEMAKER = (
+    "provider: sagemaker, settings: {role: 'arn:aws:iam::123456789012:role/r', bucket: models-1, "
+    "instance_type: ml.m5.large, image: '123456789012.dkr.ecr.eu-west-1.amazonaws.com/i:1'}, rollout"
+)
+_AZURE = (
+    "provider: azureml, settings: {subscription: 00000000-0000-0000-0000-000000000001, resource_group: g, "
+    "workspace: w, instance_type: Standard_DS3_v2, image: 'registry.example/i:1'}, rollout"
+)
 MACHINE = (
+    Mistake(
+        name="no credentials for AWS",
+        old="rollout",
+        new=_SAGEMAKER,
+        code=4,
+        path="deploy[0].provider",
+        environ={"AWS_DEFAULT_REGION": "eu-west-1"},
+    ),
+    Mistake(name="no region of AWS", old="rollout", new=_SAGEMAKER, code=4, path="deploy[0].provider"),
+    Mistake(name="no credentials for Azure", old="rollout", new=_AZURE, code=4, path="deploy[0].provider"),
+    Mistake(
+        name="no token for servers",
+        old="rollout",
+        new="metrics: {source: servers, urls: 'http://127.0.0.1:1'}, rollout",
+        code=4,
+        path="deploy[0].provider",
+    ),
+    Mistake(
+        name="no key to sign with", code=2, path="", line=1, change=written("onnx-ops.toml", "signing = 'required'\n")
+    ),
     Mistake(name="a package that is not installed", hidden=("skl2onnx",), code=4, path="export.framework", line=9),
     Mistake(
         name="a module that imports a package that is not installed",
@@ -517,3 +544,47 @@ MACHINE = (
     ),
 )
 FILES = (*YAML, *NAMES, *RULES, *DATA, *CODES, *MODELS, *MACHINE)
+
+
+def command(name: str, words: str, change: Change = lambda _: None, code: int = 2) -> Mistake:
+    return Mistake(name=name, command=tuple(words.split()), change=change, code=code)
+
+
+COMMANDS = (
+    command("a misspelt command", "chekc configs/pipelines/shop.yaml"),
+    command("no file", "run"),
+    command("a misspelt option", "run configs/pipelines/shop.yaml --untl gate"),
+    command("an unknown stage", "run configs/pipelines/shop.yaml --until gat"),
+    command("a word for a number of jobs", "run configs/pipelines/shop.yaml --jobs all"),
+    command("a pipeline file that is missing", "run nope.yaml"),
+    command("a misspelt pipeline file", "plan configs/pipelines/shp.yaml"),
+    command("a folder for a pipeline file", "check configs/pipelines"),
+    command("a model for a pipeline file", "run model.onnx"),
+    command("an override without a value", "run configs/pipelines/shop.yaml --set export.opset"),
+    command("an override of an unknown key", "run configs/pipelines/shop.yaml --set export.opsett=17"),
+    command("an override of an entry that is not there", "run configs/pipelines/shop.yaml --set gates[7].max=2"),
+    command(
+        "a misspelt key in onnx-ops.toml", "check configs/pipelines/shop.yaml", written("onnx-ops.toml", "stor = 'x'\n")
+    ),
+    command(
+        "onnx-ops.toml that is not TOML", "check configs/pipelines/shop.yaml", written("onnx-ops.toml", "store = x\n")
+    ),
+    command("a misspelt model file", "inspect modle.onnx"),
+    command("data for a model", "inspect data/test.npz"),
+    command("a folder without a model", "inspect models"),
+    command("one model for two", "judge model.onnx"),
+    command("data that are missing", "judge model.onnx model.onnx --data nope.npz"),
+    command("a label that the data lack", "judge model.onnx model.onnx --data data/test.npz --labels target"),
+    command("a limit without a percent sign", "judge model.onnx model.onnx --max-regression 5"),
+    command("an unknown target of a tool", "bench model.onnx --target cpu-4"),
+    command("an unknown method of a tool", "quantize model.onnx out.onnx --method dinamic"),
+    command("an endpoint that is not there", "status nope"),
+    command("a rollback of nothing", "rollback"),
+    command("an unknown verb of rollouts", "rollout start shop"),
+    command("m for minutes in an option", "history shop --since 20m"),
+    command("a model without a version", "explain shop"),
+    command("a project in a folder that is not empty", "init ."),
+    command("an unknown provider of doctor", "doctor --provider aws"),
+    command("a notifier that is not set", "notify --test"),
+    command("a deletion that is not confirmed", "delete shop"),
+)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.spec import functions
-from tests.cli.mistakes import FILES, READY, SHOP, Mistake, write_project
+from tests.cli.mistakes import COMMANDS, FILES, READY, SHOP, Mistake, write_project
 from tests.support.command import run_command
 from tests.support.extras import hide
 from tests.support.golden import Golden
@@ -53,7 +56,11 @@ def test_check_finds_a_mistake_once_with_its_place(
     monkeypatch.setattr(
         functions, "_is_importable", lambda name, root: name not in mistake.hidden and is_importable(name, root)
     )
-    done = run_command("check", mistake.file, "--json", cwd=tmp_path)
+    for name in [*os.environ]:
+        if name.startswith(("AWS_", "AZURE_")):
+            monkeypatch.delenv(name)
+    environ = {"HOME": str(tmp_path), **mistake.environ}
+    done = run_command("check", mistake.file, "--json", cwd=tmp_path, environ=environ)
     (problem,) = done.document()["problems"]
     assert (done.code, problem["path"], problem["line"]) == (mistake.code, mistake.path, line_of(mistake, tmp_path))
     assert problem["column"] > 0
@@ -67,3 +74,26 @@ def test_run_refuses_what_check_finds_in_the_same_words(name: str, project: Path
     make(mistake, project, tmp_path)
     checked, ran = (run_command(command, mistake.file, cwd=tmp_path) for command in ("check", "run"))
     assert (ran.code, ran.stderr, ran.stdout) == (checked.code, checked.stderr, "")
+
+
+@pytest.mark.parametrize("mistake", COMMANDS, ids=lambda mistake: mistake.name)
+def test_command_refuses_a_mistake_once(mistake: Mistake, project: Path, tmp_path: Path) -> None:
+    make(mistake, project, tmp_path)
+    done = run_command(*mistake.command, cwd=tmp_path)
+    assert (done.code, done.stdout) == (mistake.code, "")
+    assert "Traceback" not in done.stderr
+    assert len(re.findall(r"^error: |^╭─ Error|^--set |^\S+:\d+:\d+: ", done.stderr, re.MULTILINE)) == 1, done.stderr
+
+
+def test_check_finds_a_port_that_another_program_has(project: Path, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        mistake = Mistake(name="a port", old="rollout: {steps", new=f"settings: {{port: {port}}}, rollout: {{steps")
+        make(mistake, project, tmp_path)
+        done = run_command("check", SHOP, "--json", cwd=tmp_path)
+    (problem,) = done.document()["problems"]
+    assert (done.code, problem["path"]) == (4, "deploy[0].provider")
+    assert f"port {port} is taken" in problem["message"]
+    assert run_command("check", SHOP, cwd=tmp_path).code == 0

@@ -123,7 +123,7 @@ def test_environment_problems(problems: Problems, pipeline_text: str, golden: Go
 
 
 def test_a_value_from_the_environment_is_not_read_as_a_reference(project: Path, pipeline_text: str) -> None:
-    (project / "toy.yaml").write_text(pipeline_text.replace("{model: toy}", "{model: '${env:A}'}"))
+    text = pipeline_text.replace("test: {sklearn: digits, split: test}", "test: {file: '${env:A}', label: y}")
+    (project / "toy.yaml").write_text(text)
     pipeline = load_pipeline(project / "toy.yaml", root=project, environ={"A": "$B 012"})
-    assert pipeline.register is not None
-    assert pipeline.register.model == "$B 012"
+    assert pipeline.data["test"].file == "$B 012"  # type: ignore[union-attr]

@@ -150,7 +150,7 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="a folder, not a file"):
         read_file(tmp_path)
 
 

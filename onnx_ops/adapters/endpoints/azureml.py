@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.adapters.azure import Scalar, endpoint_name, first_line
+from onnx_ops.adapters.azure import Scalar, endpoint_name, first_line, missing_credentials
 from onnx_ops.adapters.endpoints.azureml_change import Change, is_mirrored
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, Pace, succeeded
 from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
@@ -34,7 +34,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFound, OnnxOpsError, ServiceUnavailable, UserError
 from onnx_ops.ports.release import MetricsSource
 from onnx_ops.protocol import container
 from onnx_ops.protocol.execution import unservable
@@ -91,6 +91,9 @@ class AzureEndpoints:
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Finding]:
         """What stands in the way of endpoints with these settings, each with the remedy."""
         return diagnose(tuple(endpoints.values()))
+
+    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        return missing_credentials(where=config.endpoint)
 
     def unservable(self, target: Target) -> str:
         return unservable(target, container.PROVIDERS)

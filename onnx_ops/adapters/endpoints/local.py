@@ -19,7 +19,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import ServiceUnavailable, StateCorrupt, UserError
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, StateCorrupt, UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.protocol.admin import (
     AUDIT_FILE,
@@ -102,6 +102,13 @@ class LocalEndpoints:
         import onnxruntime
 
         return unservable(target, onnxruntime.get_available_providers())
+
+    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """That another program has the port that the settings name."""
+        server, port = self._server(config), _port_of(config.settings, where=config.endpoint)
+        record = server.record()
+        own = server.orphaned() or (record is not None and record.port == port)
+        return None if port is None or own or _is_free(port) else _taken(port, config, server)
 
     def place(self, config: EndpointConfig) -> str:
         return f"the server of {config.endpoint} on this machine"
@@ -246,12 +253,7 @@ class LocalEndpoints:
         if not server.orphaned():
             server.stop()
         if not server.orphaned() and not _is_free(port):
-            raise ServiceUnavailable(
-                f"port {port} is taken by another program",
-                where=f"endpoint {config.endpoint}",
-                remedy=f"Stop that program, or choose a port: `port` in this endpoint's settings "
-                f"(or delete {server.folder / _PORT_FILE} to have another one chosen).",
-            )
+            raise _taken(port, config, server)
         if self._python == sys.executable:
             require(*self.tools, where=f"endpoint {config.endpoint}")
         _write(server.folder / _PORT_FILE, port)
@@ -281,6 +283,15 @@ class LocalEndpoints:
             if _is_free(port):
                 return port
         raise ServiceUnavailable("no port is free", where=server.folder.name)
+
+
+def _taken(port: int, config: EndpointConfig, server: ServerProcess) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        f"port {port} is taken by another program",
+        where=f"endpoint {config.endpoint}",
+        remedy=f"Stop that program, or choose a port: `port` in this endpoint's settings "
+        f"(or delete {server.folder / _PORT_FILE} to have another one chosen).",
+    )
 
 
 def _port_of(settings: Mapping[str, object], where: str = "") -> int | None:

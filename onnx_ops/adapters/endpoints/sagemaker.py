@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import plugins
-from onnx_ops.adapters.aws import Clients, clients, says, translated, variant_of
+from onnx_ops.adapters.aws import Clients, clients, missing_credentials, says, translated, variant_of
 from onnx_ops.adapters.endpoints.sagemaker_archive import PART_BYTES, Archives
 from onnx_ops.adapters.endpoints.sagemaker_claims import Claims
 from onnx_ops.adapters.endpoints.sagemaker_diagnosis import findings
@@ -38,7 +38,7 @@ from onnx_ops.domain.endpoint import (
 )
 from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import EnvironmentFailure, NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError, ServiceUnavailable, UserError
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import container
 from onnx_ops.protocol.execution import unservable
@@ -87,6 +87,9 @@ class SageMakerEndpoints:
     def metrics(self) -> MetricsSource:
         source: MetricsSource = plugins.load("metrics", "cloudwatch", {})
         return source
+
+    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        return missing_credentials(config.settings, where=config.endpoint)
 
     def unservable(self, target: Target) -> str:
         return unservable(target, container.PROVIDERS)

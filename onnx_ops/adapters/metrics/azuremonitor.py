@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from onnx_ops.adapters.azure import Scalar, ask, endpoint_name, workspace_of
+from onnx_ops.adapters.azure import Scalar, ask, endpoint_name, missing_credentials, workspace_of
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
-from onnx_ops.errors import Refused, ServiceUnavailable, UserError, quoted
+from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError, quoted
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.admin import FAILURES
 
@@ -51,6 +51,9 @@ class AzureMonitorMetrics:
         if settings:
             raise UserError(f"azuremonitor has no setting {sorted(settings)[0]!r}", remedy="It takes none.")
         self._clock = clock or SystemClock()
+
+    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        return missing_credentials(where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({"quantiles"})

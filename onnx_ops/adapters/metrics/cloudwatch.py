@@ -12,10 +12,10 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from onnx_ops.adapters.aws import ANSWER_S, Clients, Scalar, clients, translated, variant_of
+from onnx_ops.adapters.aws import ANSWER_S, Clients, Scalar, clients, missing_credentials, translated, variant_of
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
-from onnx_ops.errors import ServiceUnavailable, UserError, quoted
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, UserError, quoted
 
 _KNOWN = ("delay_s", "profile", "region")
 _DELAY_S = 120
@@ -49,6 +49,9 @@ class CloudWatchMetrics:
         self._delay = timedelta(seconds=delay)
         self._settings = settings
         self._connected: dict[tuple[Scalar, ...], Clients] = {}
+
+    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        return missing_credentials({**config.settings, **self._settings}, where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({"quantiles"})

@@ -12,7 +12,7 @@ from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.adapters.metrics.selecting import Scalar
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.errors import Refused, ServiceUnavailable, StateCorrupt, UserError
+from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, StateCorrupt, UserError
 from onnx_ops.protocol.admin import COUNTS_PATH, Counts, Watch
 
 VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
@@ -58,10 +58,13 @@ class SeveralServers(ServerMetrics):
             raise ServiceUnavailable("a server has just begun to count anew", where=config.endpoint)
         return watched
 
+    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        return None if os.environ.get(VARIABLE, "").strip() else _no_token(config.endpoint)
+
     def _ask(self, url: str, watch: Watch | None = None) -> Counts:
         token = os.environ.get(VARIABLE, "").strip()
         if not token:
-            raise ServiceUnavailable(f"{VARIABLE} is not set", remedy="It is the content of the servers' file `token`.")
+            raise _no_token()
         host, headers = self._hosts[url], {"Authorization": f"Bearer {token}"}
         method, body = ("GET", None) if watch is None else ("POST", codec.to_json(watch))
         try:
@@ -79,3 +82,8 @@ def _check(found: Sequence[Counts], config: EndpointConfig) -> None:
         why = "they split users differently, or are of different releases"
     if why:
         raise ServiceUnavailable("the servers' counts cannot be added", where=config.endpoint, why=why)
+
+
+def _no_token(where: str = "") -> ServiceUnavailable:
+    remedy = "It is the content of the servers' file `token`."
+    return ServiceUnavailable(f"{VARIABLE} is not set", where=where, remedy=remedy)
