@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
-from onnx_ops.errors import NotFound, ServiceUnavailable
+from onnx_ops.errors import NotFound, ServiceUnavailable, quoted
 from onnx_ops.plugins import imported, missing_package
 
 REGISTERED = "models:/"
@@ -76,7 +76,7 @@ def _open(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise missing_package(imported(error), where=f"model {_shown(url)}", why=str(error)) from error
     except Exception as error:  # every file system raises its own
-        why = f"{type(error).__name__}: {str(error)[:300]}"
+        why = f"{type(error).__name__}: {quoted(error)}"
         raise ServiceUnavailable("the place of the model does not answer", where=_shown(url), why=why) from error
     raise NotFound("no such model", where=_shown(url), remedy="Look at `model:`, and at who may read that place.")
 
@@ -103,7 +103,7 @@ def _fetch(url: str, scratch: Path) -> Path:
             scratch.mkdir(parents=True)
             system.get_file(path, str(target))
     except Exception as error:  # every file system raises its own
-        why = f"{type(error).__name__}: {str(error)[:300]}"
+        why = f"{type(error).__name__}: {quoted(error)}"
         raise ServiceUnavailable("the model could not be fetched", where=_shown(url), why=why) from error
     return target
 

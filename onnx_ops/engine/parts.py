@@ -22,7 +22,7 @@ REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.DATA: 2,
     StageKind.EXPORT: 5,
-    StageKind.VALIDATE: 4,
+    StageKind.VALIDATE: 5,
     StageKind.SEARCH: 3,
     StageKind.QUANTIZE: 5,
     StageKind.BENCHMARK: 11,

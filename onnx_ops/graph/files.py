@@ -72,9 +72,9 @@ def model_file(path: Path) -> Path:
     found = sorted(path.glob("*.onnx")) if path.is_dir() else []
     if len(found) != 1:
         what = f"{len(found) or 'no'} .onnx files there" if path.is_dir() else "no such file"
-        beside = [file.name for file in path.parent.glob("*.onnx")]
-        close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
-        remedy = f"Did you mean {close[0]!r}?" if close else "Name an .onnx file, or a folder with exactly one."
+        beside = [file.stem for file in path.parent.glob("*.onnx")]
+        close = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.7)
+        remedy = f"Did you mean '{close[0]}.onnx'?" if close else "Name an .onnx file, or a folder with exactly one."
         raise NotFound(what, where=str(path), remedy=remedy)
     return found[0]
 

@@ -8,14 +8,17 @@ from pathlib import Path
 from onnx_ops.analysis.divergence import departed, worst_row
 from onnx_ops.analysis.jitter import measure_jumping
 from onnx_ops.analysis.parity import measure, with_pooled_noise
+from onnx_ops.analysis.probes import REAL
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.ports.data import Array
 from onnx_ops.stages.group_answers import answers_of, refusal
 from onnx_ops.stages.reference import ReferenceGroup
 
+_NO_ANSWER = "every answer to the rows of the data is NaN"
 _SHOWN = 6
 """Values of a row that are shown."""
 
@@ -39,8 +42,14 @@ def measure_parity(
             missing = [name for name in group.outputs if name not in outputs]
             measured = [mismatched(name, group.name, "the export lacks this output") for name in missing]
             measured += measure_group(group, outputs)
+            if group.name == REAL:
+                measured += [mismatched(name, group.name, _NO_ANSWER) for name in outputs if _is_nan(outputs[name])]
         found += [replace(m, inside=group.inside) for m in measured]
     return with_pooled_noise(found)
+
+
+def _is_nan(array: Array) -> bool:
+    return bool(array.dtype.kind == "f" and array.size and (array != array).all())  # noqa: PLR0124 (NaN)
 
 
 def measure_group(group: ReferenceGroup, outputs: Tensors) -> list[ParityMeasurement]:

@@ -69,11 +69,14 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     except ValueError:  # a function in C has no signature
         pass
     try:
-        return function(data, **parameters)
+        model: object = function(data, **parameters)
     except (OnnxOpsError, MemoryError):  # who runs it knows its limit
         raise
     except Exception as error:
         raise _failed(f"{reference} failed", error) from error
+    if model is None:
+        raise UserError(f"{reference} returned nothing", where="train.run", remedy="Let it return the trained model.")
+    return model
 
 
 def _failed(what: str, error: Exception) -> OnnxOpsError:

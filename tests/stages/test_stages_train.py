@@ -38,6 +38,7 @@ def train(root: Path, body: str, function: str = "train") -> None:
         ("import json\ndef train(data, seed):\n    json.loads('{')\n", UserError, "py:3: .*JSONDecodeError"),
         ("def train(data, seed):\n    raise ConnectionError('no answer')\n", StageFailure, "py:2: .* no answer"),
         ("def train(data):\n    return 1\n", UserError, "train.with: .* 'seed'"),
+        ("def train(data, seed):\n    pass\n", UserError, "train.run: .* returned nothing"),
         ("def train(data, seed, depth):\n    return 1\n", UserError, "train.with: .* 'depth'"),
     ],
 )

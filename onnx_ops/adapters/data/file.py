@@ -12,7 +12,7 @@ from typing import IO, Any
 from onnx_ops.adapters.data.table import SUFFIXES, read_table
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
-from onnx_ops.errors import NotFound, Refused, UserError
+from onnx_ops.errors import NotFound, Refused, UserError, quoted
 from onnx_ops.ports.data import Array, Sample
 
 _SMALL_BYTES = 16 << 20
@@ -81,7 +81,7 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
             where=where,
             why="an array of objects, which only a pickle can hold"
             if "allow_pickle" in str(error)
-            else f"{type(error).__name__}: {str(error)[:300]}",
+            else f"{type(error).__name__}: {quoted(error)}",
             remedy="Write it with numpy.savez, without arrays of objects; a table must be called .csv or .parquet.",
         ) from error
     lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
@@ -161,7 +161,7 @@ def _remedy(path: Path) -> str:
     if os.path.isfile(f"{path}.dvc"):
         return f"Fetch it: dvc pull {path.name}.dvc; or read it from DVC: `use: dvc`."
     with contextlib.suppress(OSError):
-        close = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1, cutoff=0.75)
-        if close:
-            return f"Did you mean {close[0]!r}?"
+        names = {Path(name).stem: name for name in sorted(os.listdir(path.parent))}
+        if close := difflib.get_close_matches(path.stem, names, n=1, cutoff=0.7):
+            return f"Did you mean {names[close[0]]!r}?"
     return "`file:` is relative to the project's root."

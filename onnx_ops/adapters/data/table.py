@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.errors import UserError
+from onnx_ops.errors import UserError, quoted
 from onnx_ops.plugins import require
 from onnx_ops.ports.data import Array
 
@@ -38,7 +38,7 @@ def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = 
         raise UserError(
             f"not a table in {suffix.removeprefix('.').upper()}",
             where=where,
-            why=" ".join(str(error).split())[:300],
+            why=quoted(error),
             remedy="The first line of a CSV file names the columns, every other has as many cells, in UTF-8."
             if suffix == ".csv"
             else "",
