@@ -7,14 +7,15 @@ the stage which would meet the problem.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import plugins
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
-from onnx_ops.errors import MissingPackage, OnnxOpsError
+from onnx_ops.domain.recipes import types_problem
+from onnx_ops.errors import MissingPackage, OnnxOpsError, UserError
 from onnx_ops.ports import Dataset, Ports, Sample, SampledSource
 from onnx_ops.spec.document import Finding, Loc
 from onnx_ops.spec.functions import import_problems, siblings
@@ -62,7 +63,7 @@ class Preflight:
             findings += [Finding(loc=("model",), message=message) for message in problems]
         if model is not None:
             findings += self._inputs(sets, model)
-        findings += self._labels(sets, model)
+        findings += [*self._labels(sets, model), *self._export_options(sets), *self._quantize_options()]
         self._note_labels(sets)
         return findings
 
@@ -176,6 +177,39 @@ class Preflight:
         names += [entry.calibrate.data for _, entry in draft.quantize if entry.calibrate]
         names += [entry.tune.data for _, entry in draft.quantize if entry.tune]
         return list(dict.fromkeys(names))
+
+    def _export_options(self, sets: Mapping[str, _Set]) -> Iterator[Finding]:
+        """Free axes of inputs that do not exist, and options that the exporter does not have."""
+        from onnx_ops.adapters.exporters.section import section_problems
+
+        export = self.draft.export
+        plugin = self._plugin("exporters", export.framework) if export else None
+        scored = sets.get(self.draft.validate.samples.data) if self.draft.validate else None
+        if export is None or plugin is None or not hasattr(plugin, "options"):
+            return
+        if scored is None:
+            export = replace(export, dynamic={})
+        for loc, problem in section_problems(export, scored.dataset.inputs if scored else {}, plugin.options):
+            yield Finding(loc=("export", *loc), message=_message(problem), on_key=True)
+
+    def _quantize_options(self) -> Iterator[Finding]:
+        """Options that an optimizer does not take."""
+        from onnx_ops.adapters.optimizers.options import read_options
+
+        for loc, entry in self.draft.quantize:
+            plugin = self._plugin("optimizers", entry.method)
+            if hasattr(plugin, "options") and not types_problem(entry.options):
+                try:
+                    read_options(entry, plugin.options)
+                except UserError as error:
+                    yield Finding(loc=(*loc, "options"), message=_message(error))
+
+    def _plugin(self, kind: str, name: str) -> Any:
+        """The plugin, or None if it is not installed, which is a finding of its own."""
+        try:
+            return plugins.load(kind, name)
+        except OnnxOpsError:
+            return None
 
     def _labels(self, sets: Mapping[str, _Set], model: ModelInfo | None) -> Iterator[Finding]:
         """Gates whose metric cannot be computed with the labels, or with a ready model's outputs."""

@@ -327,6 +327,32 @@ RULES = (
         change=written("configs/targets/old.yaml", "name: old\nmax_opset: 15\n"),
     ),
 )
+OPTIONS = (
+    Mistake(
+        name="an option that the exporter lacks",
+        old="opset: 18",
+        new="opset: 18, options: {zipmap: false}",
+        path="export.options",
+    ),
+    Mistake(
+        name="a free axis of an input that is not there",
+        old="opset: 18",
+        new="opset: 18, dynamic: {X: {0: batch}}",
+        path="export.dynamic",
+    ),
+    Mistake(
+        name="an option that the optimizer lacks",
+        old="method: dynamic",
+        new="method: dynamic, options: {bits: 4}",
+        path="quantize[1].options",
+    ),
+    Mistake(
+        name="an option of another kind",
+        old="method: dynamic",
+        new="method: dynamic, options: {reduce_range: maybe}",
+        path="quantize[1].options",
+    ),
+)
 DATA = (
     Mistake(name="a data file that is missing", old="data/test.npz", new="data/tset.npz", path="data.test.file"),
     Mistake(name="a folder for a data file", path="data.test.file", line=5, change=folder_for("data/test.npz")),
@@ -543,7 +569,7 @@ MACHINE = (
         change=coded("import numpy", "import torch"),
     ),
 )
-FILES = (*YAML, *NAMES, *RULES, *DATA, *CODES, *MODELS, *MACHINE)
+FILES = (*YAML, *NAMES, *RULES, *OPTIONS, *DATA, *CODES, *MODELS, *MACHINE)
 
 
 def command(name: str, words: str, change: Change = lambda _: None, code: int = 2) -> Mistake:

@@ -256,7 +256,8 @@ def test_a_graph_without_outputs_is_refused(path: Path) -> None:
         (b"\x80\x04\x95", "pickle"),
         (b"\x89HDF\r\n", "HDF5"),
         (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
-        (b"", "copied whole"),
+        (b"", "is empty"),
+        (b"\x08\x00 text", "copied whole"),
     ],
 )
 def test_a_file_that_is_no_onnx_is_refused_by_what_it_is(tmp_path: Path, head: bytes, remedy: str) -> None:

@@ -30,6 +30,7 @@ class OnnxExporter:
     """The model object is the path of the file. Its source is unknown, so it is held against itself unoptimised."""
 
     tools: tuple[str, ...] = ("onnx",)
+    options: tuple[str, ...] = (CONVERT,)
     converters: tuple[str, ...] = ("onnxruntime",)
 
     def __init__(self, custom_ops: tuple[CustomOps, ...] = ()) -> None:

@@ -25,6 +25,7 @@ class PaddleExporter:
     """A layer made static: `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`."""
 
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
+    options: tuple[str, ...] = ()
     converters: tuple[str, ...] = ("paddle2onnx", "onnx")
     requirements = (
         "numpy==2.4.6",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
@@ -16,24 +16,40 @@ def check_section(section: Export, samples: Tensors, options: Collection[str] = 
     Raises:
         UserError: an entry would take no effect.
     """
+    for _, problem in section_problems(section, samples, options):
+        raise problem
+
+
+def section_problems(
+    section: Export, samples: Tensors, options: Collection[str]
+) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
+    """Yield entries that would take no effect, each with its location in the section."""
     for name, axes in section.dynamic.items():
         if name not in samples:
             close = difflib.get_close_matches(name, list(samples), n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(samples)}."
-            raise UserError(f"no input is called {name!r}", where="export.dynamic", remedy=hint)
+            yield ("dynamic", name), UserError(f"no input is called {name!r}", where="export.dynamic", remedy=hint)
+            continue
         rank = samples[name].ndim
         for axis, symbol in axes.items():
             if not 0 <= axis < rank:
-                raise UserError(f"input {name} has axes 0 to {rank - 1}, not {axis}", where="export.dynamic")
+                text = f"input {name} has axes 0 to {rank - 1}, not {axis}"
+                yield ("dynamic", name, axis), UserError(text, where="export.dynamic")
             if not symbol.isidentifier():
-                raise UserError(
-                    f"{symbol!r} is no name of a dimension", where="export.dynamic", remedy="Write it like `batch`."
+                yield (
+                    ("dynamic", name, axis),
+                    UserError(
+                        f"{symbol!r} is no name of a dimension", where="export.dynamic", remedy="Write it like `batch`."
+                    ),
                 )
     for name in section.options:
         if name not in options:
             close = difflib.get_close_matches(name, options, n=1)
-            raise UserError(
-                f"exporter {section.framework} has no option {name!r}",
-                where="export.options",
-                remedy=f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(options) or 'none'}.",
+            yield (
+                ("options", name),
+                UserError(
+                    f"exporter {section.framework} has no option {name!r}",
+                    where="export.options",
+                    remedy=f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(options) or 'none'}.",
+                ),
             )

@@ -49,6 +49,7 @@ class SklearnExporter:
     """A matrix, a vector of texts, or columns of a table in; label and probabilities, or a variable, out."""
 
     tools: tuple[str, ...] = ("scikit-learn", "scipy", "numpy")
+    options: tuple[str, ...] = ()
     converters: tuple[str, ...] = ("skl2onnx", "onnx")
 
     def save(self, model: object, folder: Path) -> None:

@@ -42,6 +42,7 @@ class TensorflowExporter:
     """Inputs are passed by name to a SavedModel; to a Keras model by name where it has such inputs, else in order."""
 
     tools: tuple[str, ...] = ("tensorflow-cpu", "numpy")
+    options: tuple[str, ...] = ()
     converters: tuple[str, ...] = ("tf2onnx", "onnx")
     requirements = REQUIREMENTS
 
@@ -127,6 +128,7 @@ class TfliteExporter:
     """A LiteRT (TensorFlow Lite) file, as far as tf2onnx knows its operators."""
 
     tools = TensorflowExporter.tools
+    options: tuple[str, ...] = ()
     converters = TensorflowExporter.converters
     requirements = REQUIREMENTS
 

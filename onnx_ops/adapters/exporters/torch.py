@@ -45,6 +45,7 @@ class TorchExporter:
     """
 
     tools: tuple[str, ...] = ("torch", "numpy")
+    options: tuple[str, ...] = (TRANSLATIONS,)
     converters: tuple[str, ...] = ("onnxscript", "onnx-ir", "onnx")
 
     def save(self, model: object, folder: Path) -> None:

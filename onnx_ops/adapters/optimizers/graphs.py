@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.optimizers.library import quiet, told
-from onnx_ops.adapters.optimizers.options import SIZES, one_of, read_options, whole
+from onnx_ops.adapters.optimizers.options import SIZES, Kind, one_of, read_options, whole
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import EXTERNAL_LIMIT, external_names, nodes, read_model, read_structure, write_model
@@ -34,11 +34,12 @@ class GraphOptimizer:
     """
 
     tools: tuple[str, ...] = _TOOLS
+    options: Mapping[str, Kind] = {"level": one_of(*LEVELS)}
     quantized = False
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        level = str(read_options(request.section, {"level": one_of(*LEVELS)}).get("level", "extended"))
+        level = str(read_options(request.section, self.options).get("level", "extended"))
         source = _checked(request, read_structure(request.source))
         if level == "all" and len({(one.family, one.wide) for one in request.machines}) > 1:
             raise UserError(
@@ -64,12 +65,12 @@ class FusionOptimizer:
     """
 
     tools: tuple[str, ...] = _TOOLS
+    options: Mapping[str, Kind] = {"family": one_of(*FAMILIES), "heads": whole(1), "hidden": whole(1)}
     quantized = False
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        kinds = {"family": one_of(*FAMILIES), "heads": whole(1), "hidden": whole(1)}
-        options = read_options(request.section, kinds)
+        options = read_options(request.section, self.options)
         family = str(options.get("family", "bert"))
         source = _checked(request, read_structure(request.source))
         with quiet(), told("the patterns of transformers cannot be fused", request.section.name, _LEAVE_OUT):
@@ -102,12 +103,13 @@ class ShapeOptimizer:
     """
 
     tools: tuple[str, ...] = _TOOLS
+    options: Mapping[str, Kind] = {"dims": SIZES}
     quantized = False
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         where = f"variant {request.section.name}, options"
-        dims = read_options(request.section, {"dims": SIZES}).get("dims", {})
+        dims = read_options(request.section, self.options).get("dims", {})
         model = _checked(request, read_model(request.source))
         shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
         batch = {shape[0].dim_param for shape in shapes if shape} - {""}

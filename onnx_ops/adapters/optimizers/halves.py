@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
-from onnx_ops.adapters.optimizers.options import NAMES, read_options
+from onnx_ops.adapters.optimizers.options import NAMES, Kind, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import TooLarge, UserError
 from onnx_ops.graph.exclusion import follow
@@ -26,11 +27,12 @@ class HalfOptimizer:
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
+    options: Mapping[str, Kind] = {"keep": NAMES}
     quantized = True
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        options = read_options(request.section, {"keep": NAMES})
+        options = read_options(request.section, self.options)
         if info(request.source).size_bytes > PROTOBUF_LIMIT:
             raise TooLarge(
                 "the model has more than 2 GiB, which the converter does not take",

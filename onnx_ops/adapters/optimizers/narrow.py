@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
-from onnx_ops.adapters.optimizers.options import YES_NO, one_of, read_options
+from onnx_ops.adapters.optimizers.options import YES_NO, Kind, one_of, read_options
 from onnx_ops.errors import UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import constants, read_model, write_model
@@ -42,11 +42,12 @@ class WeightQuantizer:
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
+    options: Mapping[str, Kind] = _OPTIONS
     quantized = True
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        options = read_options(request.section, _OPTIONS)
+        options = read_options(request.section, self.options)
         algorithm = str(options.get("algorithm", "rtn"))
         _check(request, options, algorithm)
         source, model = read_model(request.source), read_model(request.source)

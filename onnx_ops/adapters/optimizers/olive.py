@@ -65,6 +65,7 @@ class OliveOptimizer:
         "numpy==2.4.6",
     )
     tools: tuple[str, ...] = ()
+    options: Mapping[str, Kind] = _OPTIONS
     quantized = True
     needs_calibration = False
 
@@ -79,7 +80,7 @@ class OliveOptimizer:
             NotFound, UserError, SpecError: there is no such file, or it is not of that kind.
         """
         where = f"variant {section.name}, options.config"
-        config = read_options(section, _OPTIONS).get(CONFIG)
+        config = read_options(section, self.options).get(CONFIG)
         if config is None:
             raise UserError(
                 "olive needs a configuration",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
-from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, one_of, read_options
+from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, Kind, one_of, read_options
 from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.graph.exclusion import follow, still_quantized
@@ -76,11 +76,12 @@ class DynamicQuantizer:
     """
 
     tools: tuple[str, ...] = TOOLS
+    options: Mapping[str, Kind] = _DYNAMIC_OPTIONS
     quantized = True
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        options = read_options(request.section, _DYNAMIC_OPTIONS)
+        options = read_options(request.section, self.options)
         source = read_structure(request.source)
         types = frozenset(options.get("op_types", DYNAMIC_OPERATORS))
         if types.isdisjoint(node.op_type for node in nodes(source)):
@@ -98,6 +99,7 @@ class StaticQuantizer:
     """
 
     tools: tuple[str, ...] = TOOLS
+    options: Mapping[str, Kind] = _STATIC_OPTIONS
     quantized = True
     needs_calibration = True
 
@@ -108,7 +110,7 @@ class StaticQuantizer:
                 where="quantize.calibrate",
                 remedy="Add calibrate: {data: train, samples: 256}.",
             )
-        options = read_options(request.section, _STATIC_OPTIONS)
+        options = read_options(request.section, self.options)
         recipe = static_recipe(options, request.machines)
         _check_opset(request, recipe.activations)
         chosen = {

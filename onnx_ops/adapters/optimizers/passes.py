@@ -6,14 +6,14 @@ Each runs in a process of its own: their native code may take its process down, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
 from onnx_ops.adapters.optimizers.library import check_interface
-from onnx_ops.adapters.optimizers.options import NAMES, read_options
+from onnx_ops.adapters.optimizers.options import NAMES, Kind, read_options
 from onnx_ops.errors import StageFailure, UserError
 from onnx_ops.graph.exclusion import follow
 from onnx_ops.graph.files import nodes, read_model, write_model
@@ -46,8 +46,12 @@ class _Passes:
         self._timeout = timeout
         self._memory = memory
 
+    @property
+    def options(self) -> Mapping[str, Kind]:
+        return {self.option: NAMES}
+
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        chosen = tuple(read_options(request.section, {self.option: NAMES}).get(self.option, ()))
+        chosen = tuple(read_options(request.section, self.options).get(self.option, ()))
         where = f"variant {request.section.name}"
         source = read_model(request.source)
         follow(request.section.exclude, source, source)  # in float they stay by themselves
