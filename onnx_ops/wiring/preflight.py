@@ -50,6 +50,7 @@ class Preflight:
     targets: Mapping[str, Target]
     notes: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    _told: set[str] = field(default_factory=set)
 
     def findings(self) -> list[Finding]:
         """Everything that is wrong with what the sections name."""
@@ -113,21 +114,34 @@ class Preflight:
             yield Finding(loc=("model",), message=f"no such model: '{draft.model}'{hint}")
 
     def _imports(self) -> Iterator[Finding]:
+        for loc, reference in self._functions():
+            yield from self._imports_of(loc, reference)
+
+    def _functions(self) -> Iterator[tuple[Loc, str]]:
+        """Functions of the project that are called in this installation."""
         train, export = self.draft.train, self.draft.export
-        if train is None or export is None or self._isolated(export.framework, train.env or export.env):
-            return
-        for module, text in import_problems(train.run, self.ports.root):
+        if train and export and not self._isolated(export.framework, train.env or export.env):
+            yield ("train", "run"), train.run
+        for loc, gate in self.draft.gates:
+            if isinstance(gate, MetricGate) and gate.use:
+                yield (*loc, "use"), gate.use
+
+    def _imports_of(self, loc: Loc, reference: str) -> Iterator[Finding]:
+        for module, text in import_problems(reference, self.ports.root):
+            if module in self._told:
+                continue
+            self._told.add(module)
             first = module.partition(".")[0]
             if plugins.has_extra(first):
                 self.absent.append(plugins.distribution_of(first))
                 message = f"{text}, which is not installed. {plugins.install_hint(first)}"
-                yield Finding(loc=("train", "run"), message=message, environment=True)
+                yield Finding(loc=loc, message=message, environment=True)
             else:
                 own = (self.ports.root / first).is_dir()
                 hint = did_you_mean(module, siblings(module, self.ports.root))
                 hint = hint if own else hint or did_you_mean(first, plugins.packages())
                 message = f"{text}, which is neither in the project nor installed{hint}"
-                yield Finding(loc=("train", "run"), message=message)
+                yield Finding(loc=loc, message=message)
 
     def _isolated(self, framework: str, env: Any) -> bool:
         from onnx_ops.wiring.housing import environment

@@ -218,3 +218,14 @@ def test_many_read_one_repository_at_once(repository: Repository, reads: DvcSour
     for thread in threads:
         thread.join()
     assert sorted(found) == sorted([expected(0)] * 4 + [expected(1)] * 4)
+
+
+def test_sample_is_the_file_in_the_checkout_if_no_revision_is_pinned(repository: Repository, reads: DvcSource) -> None:
+    repository.write("data/train.npz", archive(1))
+    sample = reads.sample(section(), repository.root)
+    assert sample is not None
+    assert first(sample.arrays) == expected(1)
+    assert reads.sample(section(rev="v1"), repository.root) is None
+    assert reads.sample(section(repo="https://example.com/models.git"), repository.root) is None
+    with pytest.raises(NotFound):
+        reads.sample(section("data/tarin.npz"), repository.root)

@@ -24,7 +24,7 @@ from onnx_ops.errors import MeasurementFailure
 from onnx_ops.operations.glance import Glance, ask
 from onnx_ops.operations.journal import Journal
 from onnx_ops.operations.promote import configure
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import FEATURES, rows, write_perceptron
 from onnx_ops.wiring.project import open_project
 from onnx_ops.wiring.summary import Summary
 from tests.operations.release_parts import Scene
@@ -206,10 +206,12 @@ def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repos
     for body in (Intent(action=first, holder="h", expires_at=0.0), Outcome(of=2, ok=True)):
         Journal.open(ports, "old").append(body)
     (repository / "configs" / "pipelines" / "brought.yaml").write_text(f"{BROUGHT}register: {{model: m}}\n")
-    (repository / "rows.npz").write_bytes(b"no rows")
+    np.savez(repository / "rows.npz", x=np.zeros((4, FEATURES), np.float32))
+    write_perceptron(repository / "model.onnx")
     refused = end("pipeline", file="configs/pipelines/brought.yaml")
     assert refused.name == "Refused"
     assert "old would be left behind" in str(refused.message)
+    (repository / "rows.npz").write_bytes(b"no rows")
     begun = end("pipeline", file="configs/pipelines/brought.yaml", abandon="renamed")
     assert "rows.npz" in str(begun.message)
 
