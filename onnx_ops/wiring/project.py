@@ -122,6 +122,7 @@ def check(
             return [finding for finding in findings if not finding.environment]
         if pipeline is not None and all(finding.environment for finding in findings):
             findings += _machine_findings(project, pipeline, targets, look.absent)
+            notes.extend(_silent_notifiers(project) if pipeline.deploy else ())
         return findings
 
     pipeline = check_pipeline(
@@ -166,6 +167,15 @@ def _machine_findings(
                 findings.append(Finding(loc=_location(pipeline, stage), message=message, environment=True))
             seen.add(lack.what)
     return findings
+
+
+def _silent_notifiers(project: Project) -> Iterator[str]:
+    """Notifiers that reach nobody, which stops no rollout."""
+    for name in project.settings.notifiers:
+        try:
+            project.ports.notifiers()[name].check()
+        except OnnxOpsError as error:
+            yield f"notifier {name}: {error}"
 
 
 def _lacking(project: Project, stage: Stage) -> Iterator[OnnxOpsError]:

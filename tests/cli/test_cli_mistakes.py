@@ -8,10 +8,12 @@ import shutil
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnx_ops.spec import functions
-from tests.cli.mistakes import COMMANDS, FILES, READY, SHOP, Mistake, write_project
+from onnx_ops.testing.models import FEATURES
+from tests.cli.mistakes import COMMANDS, FILES, READY, ROWS, SHOP, Mistake, rows, write_project
 from tests.support.command import run_command
 from tests.support.extras import hide
 from tests.support.golden import Golden
@@ -66,6 +68,18 @@ def test_check_finds_a_mistake_once_with_its_place(
     assert problem["column"] > 0
     assert problem["environment"] == (mistake.code == 4)
     golden("mistakes", f"{problem['line']}:{problem['column']}: {problem['path']}: {problem['message']}")
+
+
+def test_check_notes_what_may_be_meant(project: Path, tmp_path: Path) -> None:
+    labels = np.arange(ROWS) % 5
+    mistake = Mistake(name="notes", change=rows(x=np.full((ROWS, FEATURES), np.nan, np.float32), y=labels))
+    make(mistake, project, tmp_path)
+    environ = {"ONNX_OPS_NOTIFY": "github:owner/shop", "HOME": str(tmp_path)}
+    notes = run_command("check", SHOP, "--json", cwd=tmp_path, environ=environ).parsed()["notes"]
+    assert [note.partition(": ")[0] for note in notes] == ["data.test", "data.test", "notifier github:owner/shop"]
+    assert f"input x is NaN or infinite in {ROWS} of {ROWS} rows" in notes[0]
+    assert "label 3, 4 occurs in no set that the model is trained on" in notes[1]
+    assert "GITHUB_TOKEN" in notes[2]
 
 
 @pytest.mark.parametrize("name", ["a data file that is missing", "an unknown parameter of training"])
