@@ -7,7 +7,7 @@ import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from onnx_ops.spec.text import MAX_BYTES, shown_path
@@ -97,15 +97,17 @@ def import_problems(reference: str, root: Path) -> list[tuple[str, str]]:
     problems: dict[str, str] = {}
     waiting, seen = [reference.partition(":")[0]], set[Path]()
     while waiting:
-        path = _source(waiting.pop(), root)
-        if path is None or path in seen or not path.is_relative_to(root):
+        name = waiting.pop()
+        path = _source(name, root)
+        if path is None or path in seen or not _is_own(path, root):
             continue
         seen.add(path)
         try:
             tree = _parsed(path)
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-        for line, module in _imported_modules(tree.body, path.parent, root):
+        package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        for line, module in _imported_modules(tree.body, package):
             if _is_importable(module, root):
                 waiting.append(module)
             else:
@@ -113,7 +115,12 @@ def import_problems(reference: str, root: Path) -> list[tuple[str, str]]:
     return list(problems.items())
 
 
-def _imported_modules(body: Iterable[ast.stmt], folder: Path, root: Path) -> Iterator[tuple[int, str]]:
+def _is_own(path: Path, root: Path) -> bool:
+    """Whether a module is the project's: an environment below its root is not."""
+    return path.is_relative_to(root) and not {"site-packages", "dist-packages"}.intersection(path.parts)
+
+
+def _imported_modules(body: Iterable[ast.stmt], package: Sequence[str]) -> Iterator[tuple[int, str]]:
     for statement in body:
         match statement:
             case ast.Import(names=names):
@@ -121,9 +128,8 @@ def _imported_modules(body: Iterable[ast.stmt], folder: Path, root: Path) -> Ite
             case ast.ImportFrom(module=str(module), level=0):
                 yield statement.lineno, module
             case ast.ImportFrom(module=module, level=level) if level:
-                above = folder.relative_to(root).parts
-                package = above[: len(above) - level + 1]
-                yield statement.lineno, ".".join([*package, *([module] if module else [])])
+                above = package[: len(package) - level + 1]
+                yield statement.lineno, ".".join([*above, *([module] if module else [])])
             case _:
                 pass
 

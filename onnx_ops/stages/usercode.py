@@ -49,7 +49,7 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
         raise _failed(f"{module_name} cannot be imported", error) from error
     found: Callable[..., Any] | None = getattr(module, function_name, None)
     if found is None:
-        raise NotFound(f"{module_name} has no function {function_name}", where=where)
+        raise NotFound(f"{module_name} has no {function_name}", where=where)
     return found
 
 

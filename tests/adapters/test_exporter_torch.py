@@ -189,7 +189,7 @@ def test_a_table_of_translations_exports_an_operator_of_the_project(tmp_path: Pa
     [
         ({"translation": "a:B"}, "no option 'translation'"),
         ({"translations": "tests.support.torch_modules:NO_TRANSLATIONS"}, "is no table of translations"),
-        ({"translations": "tests.support.torch_modules:NOWHERE"}, "cannot import"),
+        ({"translations": "tests.support.torch_modules:NOWHERE"}, "has no NOWHERE"),
     ],
 )
 def test_a_wrong_table_of_translations_is_refused(tmp_path: Path, options: dict[str, Json], message: str) -> None:

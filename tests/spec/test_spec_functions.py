@@ -157,13 +157,31 @@ def test_arguments_are_held_against_the_signature_without_running_the_module(
     assert all(part in text for (_, text), (_, part) in zip(found, problems, strict=True)), found
 
 
-def test_imports_that_lead_nowhere_are_found_in_all_modules_that_are_imported(root: Path) -> None:
+def test_imports_that_lead_nowhere_are_found_in_all_modules_that_are_imported(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / "code/top.py").write_text(
         "import json, nowhere.at.all\nfrom code.below import x\nfrom . import many\nfrom .absent import y\n"
         "try:\n    import optional\nexcept ImportError:\n    optional = None\n"
     )
-    (root / "code/below.py").write_text("import numpy\nimport elsewhere\nimport code.top\n")
+    (root / "code/below.py").write_text("import numpy\nimport heavy\nimport elsewhere\nimport code.top\n")
+    site = root / "venv/lib/site-packages/heavy"
+    site.mkdir(parents=True)
+    (site / "__init__.py").write_text("import what_it_may_do_without\n")
+    monkeypatch.syspath_prepend(str(site.parent))
     found = dict(import_problems("code.top:f", root))
     assert found.keys() == {"nowhere.at.all", "code.absent", "elsewhere"}
     assert "code/top.py, line 1," in found["nowhere.at.all"]
-    assert "code/below.py, line 2," in found["elsewhere"]
+    assert "code/below.py, line 3," in found["elsewhere"]
+
+
+def test_relative_imports_of_a_package_in_a_folder_of_sources_are_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = root / "src/shop"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "net.py").touch()
+    (package / "training.py").write_text("from . import net\nfrom .net import Net\nfrom shop.net import Other\n")
+    monkeypatch.syspath_prepend(str(root / "src"))
+    assert import_problems("shop.training:train", root) == []
