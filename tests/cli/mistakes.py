@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import onnx
 
 from onnx_ops.testing.models import CLASSES, FEATURES, write_perceptron
 
@@ -124,6 +125,14 @@ def rows(**changed: object) -> Change:
 
 def content(name: str, data: bytes) -> Change:
     return lambda root: (root / name).write_bytes(data)
+
+
+def write_logarithm(root: Path) -> None:
+    """Let the model answer with the logarithm of its scores, some of which are negative."""
+    model = onnx.load(root / "model.onnx")
+    model.graph.node[-1].output[0] = "raw"
+    model.graph.node.append(onnx.helper.make_node("Log", ["raw"], ["scores"], name="log"))
+    onnx.save(model, root / "model.onnx")
 
 
 def written(name: str, text: str) -> Change:

@@ -13,7 +13,7 @@ import pytest
 
 from onnx_ops.spec import functions
 from onnx_ops.testing.models import FEATURES
-from tests.cli.mistakes import COMMANDS, FILES, READY, ROWS, SHOP, Mistake, rows, write_project
+from tests.cli.mistakes import COMMANDS, FILES, READY, ROWS, SHOP, Mistake, coded, rows, write_logarithm, write_project
 from tests.support.command import run_command
 from tests.support.extras import hide
 from tests.support.golden import Golden
@@ -111,3 +111,21 @@ def test_check_finds_a_port_that_another_program_has(project: Path, tmp_path: Pa
     assert (done.code, problem["path"]) == (4, "deploy[0].provider")
     assert f"port {port} is taken" in problem["message"]
     assert run_command("check", SHOP, cwd=tmp_path).code == 0
+
+
+def test_run_shows_an_error_of_training_once_at_the_line_of_the_project(project: Path, tmp_path: Path) -> None:
+    make(Mistake(name="training", change=coded("return None", "numpy.linalg.inv([[0.0]])")), project, tmp_path)
+    done = run_command("run", SHOP, "--until", "train", cwd=tmp_path)
+    shown = " ".join(f"{done.stdout} {done.stderr}".split())
+    assert done.code == 2
+    assert shown.count("LinAlgError: Singular matrix") == 1
+    assert "models/shop.py:5" in shown
+    assert "site-packages" not in shown
+
+
+@pytest.mark.nightly
+def test_run_fails_a_model_that_answers_with_nan(project: Path, tmp_path: Path) -> None:
+    make(Mistake(name="NaN", change=write_logarithm), project, tmp_path)
+    summary = run_command("run", READY, "--until", "gate", "--json", cwd=tmp_path).document()
+    assert summary["exit_code"] == 1
+    assert [choice["verdict"] for choice in summary["choices"]] == ["fail"]
