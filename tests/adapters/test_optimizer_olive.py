@@ -136,7 +136,7 @@ def test_a_pass_that_reads_data_asks_for_calibration_rows(tmp_path: Path) -> Non
 
 PIPELINE = """\
 pipeline: narrow
-data: {train: {sklearn: iris}, test: {sklearn: digits}}
+data: {train: {file: train.npz}, test: {file: test.npz}}
 model: model.onnx
 export: {framework: onnx}
 quantize:
@@ -145,13 +145,19 @@ benchmark: {targets: [cpu-1t]}
 """
 
 
+def write_inputs(root: Path) -> None:
+    write_perceptron(root / "model.onnx")
+    for seed, name in enumerate(("train.npz", "test.npz")):
+        np.savez(root / name, **rows(64, seed=seed))  # type: ignore[arg-type]
+
+
 def test_the_content_of_the_file_is_part_of_the_stage_s_key_and_the_file_is_what_a_commit_touches(
     tmp_path: Path,
 ) -> None:
     for folder in ("configs/targets", "configs/olive", "configs/pipelines"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
-    write_perceptron(tmp_path / "model.onnx")
+    write_inputs(tmp_path)
     file, pipeline = tmp_path / "configs/olive/int8.json", tmp_path / "configs/pipelines/narrow.yaml"
     pipeline.write_text(PIPELINE)
     project = open_project(tmp_path)
@@ -177,7 +183,7 @@ def test_the_content_of_the_file_is_part_of_the_stage_s_key_and_the_file_is_what
 def test_an_environment_for_a_method_that_brings_none_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "configs/targets").mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
-    write_perceptron(tmp_path / "model.onnx")
+    write_inputs(tmp_path)
     entry = "{name: narrow, method: dynamic, env: {timeout: 1 min}}"
     text = PIPELINE.partition("quantize:")[0] + f"quantize: [{entry}]\nbenchmark: {{targets: [cpu-1t]}}\n"
     (tmp_path / "narrow.yaml").write_text(text)
