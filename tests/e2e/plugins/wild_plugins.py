@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Mapping
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.optimizers.graphs import GraphOptimizer
+from onnx_ops.adapters.optimizers.options import Kind
 from onnx_ops.ports import ExportRequest, OptimizeRequest
 
 
@@ -35,11 +37,15 @@ def misbehave(how: str) -> None:
 class WildOptimizer(GraphOptimizer):
     """Option `how` says how it ends."""
 
+    options: Mapping[str, Kind] = {"how": Kind("a text", lambda value: isinstance(value, str))}
+
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         misbehave(str(request.section.options["how"]))
         raise AssertionError("it should not come to this")
 
 
 class WildExporter(OnnxExporter):
+    options = ("how",)
+
     def export(self, model: object, request: ExportRequest) -> None:
         misbehave(str(request.section.options["how"]))
