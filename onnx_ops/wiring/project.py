@@ -269,9 +269,7 @@ def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), unti
     files = project.targets
     targets = {name: files.load(name) for name in pipeline.benchmark.targets}
     planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
-    return Prepared(
-        pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides)
-    )
+    return Prepared(pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides))
 
 
 def foresee(

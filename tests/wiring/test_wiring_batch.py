@@ -75,7 +75,7 @@ def test_what_two_share_is_done_once_and_what_fails_stops_no_other(project: Proj
     wanted = files(project, "bad", "same-a", "wrong", "same-b")
     ended = list(run_files(project, wanted, jobs=4, until=StageKind.TRAIN))
     assert [one.file for one in ended] == wanted
-    assert [one.exit_code for one in ended] == [2, 0, 2, 0]
+    assert [one.exit_code for one in ended] == [4, 0, 2, 0]
     assert sorted(trained(project)) == ["bad", "good"]
     bad, first, wrong, second = ended
     assert "no luck" in str(bad.errors["train"])
@@ -118,8 +118,8 @@ def test_the_command_tells_of_each_and_ends_with_the_worst(
     capfd.readouterr()
     again = CliRunner().invoke(app, ["run", *names[:2], "--json", "--until", "train"])
     document = json.loads(capfd.readouterr().out)
-    assert (again.exit_code, document["exit_code"]) == (2, 2)
-    assert [one["exit_code"] for one in document["pipelines"]] == [2, 0]
+    assert (again.exit_code, document["exit_code"]) == (4, 4)
+    assert [one["exit_code"] for one in document["pipelines"]] == [4, 0]
     assert document["pipelines"][1]["executed"] == []
 
 
