@@ -31,8 +31,8 @@ GROUPS = 200
 _CELLS = 1 << 21
 """Resamples times rows that are held at once."""
 
-_TAIL = 0.75
-"""With some hundred rows the interval of f1 and auc errs in up to 7 % in place of 5 % on one side without it."""
+_TAIL = 0.85
+"""With some hundred rows the interval of auc errs in up to 6.5 % in place of 5 % on one side without it."""
 
 _UNDEFINED_SHARE = 0.01
 """Of resamples. Where more of them are undefined, an interval would tell of the lucky ones only."""
@@ -93,17 +93,19 @@ def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Inte
     """Bias-corrected and accelerated bootstrap interval; None where too many resamples are undefined.
 
     Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL` times the nominal
-    size; the acceleration is that of the jackknife
-    over groups of rows, which has the same expectation as over single ones.
+    size. The acceleration is that of the jackknife over groups of rows, which has the same expectation as over single
+    ones. The levels are those of Student's t with as many degrees of freedom as rows of equal influence would have
+    (Satterthwaite 1946, Biometrics Bulletin 2:110-114): where ten rows carry a change, its spread is known from ten.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
     if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(replicates.observed):
         return None
     below = np.mean(values < replicates.observed) + np.mean(values == replicates.observed) / 2
     bias = special.ndtri(np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1)))
-    tail = _TAIL * (1 - confidence) / 2
-    levels = bias + special.ndtri([tail, 1 - tail])
-    levels = special.ndtr(bias + levels / np.maximum(1 - _acceleration(replicates.left_out) * levels, 0.1))
+    influences = _influences(replicates.left_out)
+    far = special.stdtrit(_degrees(influences), 1 - _TAIL * (1 - confidence) / 2)
+    levels = bias + np.array([-far, far])
+    levels = special.ndtr(bias + levels / np.maximum(1 - _acceleration(influences) * levels, 0.1))
     low, high = np.quantile(values, levels, method="weibull")
     return Interval(
         estimate=replicates.observed,
@@ -112,11 +114,20 @@ def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Inte
     )
 
 
-def _acceleration(left_out: npt.NDArray[np.float64]) -> float:
+def _influences(left_out: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     values = left_out[np.isfinite(left_out)]
-    distance = values.mean() - values if values.size else values
-    squares = float(np.sum(distance**2))
-    return float(np.sum(distance**3)) / (6 * squares**1.5) if squares > 0 else 0.0
+    return values.mean() - values if values.size else values
+
+
+def _acceleration(influences: npt.NDArray[np.float64]) -> float:
+    squares = float(np.sum(influences**2))
+    return float(np.sum(influences**3)) / (6 * squares**1.5) if squares > 0 else 0.0
+
+
+def _degrees(influences: npt.NDArray[np.float64]) -> float:
+    """Degrees of freedom of the variance that the influences add up to; 1 at least."""
+    fourth = float(np.sum(influences**4))
+    return max(1.0, float(np.sum(influences**2)) ** 2 / fourth - 1 if fourth > 0 else float(influences.size))
 
 
 def _draw(draw: np.random.Generator, resamples: int, rows: int) -> Weights:
