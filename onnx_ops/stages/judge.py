@@ -245,11 +245,16 @@ def _shapes(settings: Sequence[Setting]) -> Iterator[Setting]:
 
 
 def _parity_result(found: Parity, metric: str, setting: str = "") -> GateResult:
+    name, limit = ", ".join(part for part in (metric, setting) if part), "≤ 1x tolerance"
+    if not found.differences:
+        why = "; ".join(found.notes) or "both models answer with nothing"
+        text = f"no answer can be compared: {why}"
+        return GateResult(gate="parity", metric=name, limit=limit, verdict=Verdict.INCONCLUSIVE, reason=text)
     worst = found.worst
     return GateResult(
         gate="parity",
-        metric=", ".join(part for part in (metric, setting) if part),
-        limit="≤ 1x tolerance",
+        metric=name,
+        limit=limit,
         verdict=found.verdict,
         reason=found.reason,
         estimate=None if worst.mismatch else worst.ratio,

@@ -124,12 +124,12 @@ def test_tokens_that_are_ignored_do_not_count() -> None:
 
 
 def level_of(values: Any) -> float:
-    """The level at which a plain BCa interval is that of Student's t with tails of .85 times 5 %."""
+    """The level at which a plain BCa interval is that of Student's t with tails of .9 times 5 %."""
     from scipy import stats
 
     squares = np.square(values - values.mean())
     degrees = squares.sum() ** 2 / np.square(squares).sum() - 1
-    return float(2 * stats.norm.cdf(stats.t.ppf(1 - 0.85 * 0.05, degrees)) - 1)
+    return float(2 * stats.norm.cdf(stats.t.ppf(1 - 0.9 * 0.05, degrees)) - 1)
 
 
 class TestInterval:

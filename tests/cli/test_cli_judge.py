@@ -160,3 +160,13 @@ def test_nothing_heavy_is_imported(folder: Path) -> None:
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_models_that_answer_with_nothing_are_undecided(tmp_path: Path) -> None:
+    empty = "=> (optional(seq(float[5])) {0}) {{ {0} = Optional <type: type_proto = seq(float[5])> () }}"
+    branches = ", ".join(f"{side}_branch: graph = {side} () {empty.format(side[0])}" for side in ("then", "else"))
+    text = '<ir_version: 8, opset_import: ["" : 16]> g (bool c) => (optional(seq(float[5])) y)'
+    onnx.save(onnx.parser.parse_model(f"{text} {{ y = If (c) <{branches}> }}"), tmp_path / "a.onnx")
+    done = command(tmp_path, "a.onnx", "a.onnx", "--only", "parity")
+    assert done.code == 3
+    assert "no answer can be compared" in done.stdout
