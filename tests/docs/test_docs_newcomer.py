@@ -139,6 +139,7 @@ def act_as_github(project: Path) -> None:
             "GITHUB_OUTPUT": str(project / ".git" / "output"),
             "GITHUB_TOKEN": "ghs_nobody",
             "FOLDER": str(project / ".onnx-ops" / "action"),
+            "FIGURES": str(project / ".onnx-ops" / "figures"),
             "SINCE": "",
             "REPORTS": "https://reports.example.org",
             "ONNX_OPS_SIGNING": "",
