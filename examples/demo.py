@@ -1,7 +1,7 @@
 """The main job on scikit-learn's bundled digits: one pipeline file, three releases under load, and the way back.
 
-The first release serves at once. The second goes through a canary. The third fails a gate; somebody overrides it, and
-the canary takes it back. Then an operator goes back to the first.
+The first release serves at once. The second goes through a canary. The third fails a gate, is promoted all the same,
+and is rolled back by its canary. Then an operator goes back to the first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def releases(load: Load) -> None:
     release("train.with.seed=8", passes=True)
     roll_out(load, ends=0)
     load.run_for(CALM_S)
-    heading("3. A third one, fifty times the size: its latency gate fails, and somebody overrides it")
+    heading("3. A third one, fifty times the size: its latency gate fails, and an operator overrides it")
     version = release("train.with.hidden=[512, 512]", passes=False)
     expect(0, "promote", MODEL, version, "--target", "cpu-1t", "--override", "--reason", "bigger is better")
     roll_out(load, ends=RED)
@@ -171,14 +171,14 @@ def release(change: str, *, passes: bool) -> str:
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if done.returncode != (0 if passes else RED):
         raise SystemExit(f"exit code {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    told = json.loads(done.stdout)
-    for decision in told["decisions"]:
+    document = json.loads(done.stdout)
+    for decision in document["decisions"]:
         for result in decision["results"]:
             if decision["variant"] == "fp32" and result["verdict"] == "fail" and not result["advisory"]:
                 print(f"FAIL {result['gate']}: {result['reason']}")
-    for choice in told["choices"] if passes else ():
+    for choice in document["choices"] if passes else ():
         print(f"{choice['verdict'].upper()} {choice['target']}: {choice['reason']}")
-    return str(told["registration"]["versions"]["fp32"])
+    return str(document["registration"]["versions"]["fp32"])
 
 
 def output(*arguments: str) -> str:

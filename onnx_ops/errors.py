@@ -59,6 +59,10 @@ class OnnxOpsError(Exception):
         end = "" if text.endswith((".", "?", "!")) else "."
         return f"{text}{end} {self.remedy}" if self.remedy else text
 
+    def without_place(self) -> str:
+        """Return the text without its place, where that is shown already."""
+        return str(type(self)(self.what, why=self.why, remedy=self.remedy))
+
     def as_document(self) -> dict[str, object]:
         """The same content for `--json`."""
         return {

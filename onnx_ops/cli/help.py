@@ -19,7 +19,7 @@ class Command(TyperCommand):
         return _named(super().get_params(ctx))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group whose own options are shown like those of its commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, print_json, reported
-from onnx_ops.cli.help import Command, Group
+from onnx_ops.cli.help import Command, CommandGroup
 from onnx_ops.cli.terminal import say
 from onnx_ops.errors import Refused, ServiceUnavailable
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onnx_ops.settings import Settings
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     help="Make, rotate and retire the keys that sign decisions. Private keys are never printed.",
     epilog="Example: onnx-ops keys list",

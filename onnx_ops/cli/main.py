@@ -29,11 +29,11 @@ from onnx_ops.cli import (
     tools,
     webhooks,
 )
-from onnx_ops.cli.help import Command, Group
+from onnx_ops.cli.help import Command, CommandGroup
 
 app = typer.Typer(
     name="onnx-ops",
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

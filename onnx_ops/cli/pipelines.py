@@ -162,7 +162,7 @@ def run(
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
     from onnx_ops.cli.tables import comparison_report, summary_report
-    from onnx_ops.reporting.comparison import Comparison, base_comparisons, champion_comparisons
+    from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
     from onnx_ops.wiring import project as projects
 
     project = projects.open_project()
@@ -198,7 +198,7 @@ def run(
     )
     summary = summarise(prepared.pipeline, result, project.ports)
     evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()
-    compared: tuple[Comparison, ...] = ()
+    compared: tuple[ModelComparison, ...] = ()
     if against is not None:
         champions = champion_comparisons(summary.choices, evidence)
         compared = (*champions, *base_comparisons(summary.choices, evidence, against, partial(compare_rows, store)))

@@ -64,7 +64,7 @@ class Durations:
             os.replace(made, self._path)
 
 
-class Progress:
+class StepProgress:
     """The step at work, in one line that is redrawn on a terminal."""
 
     def __init__(self, console: Console, durations: Durations, prefix: str, steps: Sequence[str] = ()) -> None:
@@ -81,7 +81,6 @@ class Progress:
         if self._console.is_terminal:
             self._status = self._console.status(self)
             self._status.start()
-
         elif self._is_printing:
             self._print()
 
@@ -144,17 +143,17 @@ def _seconds(value: float) -> str:
 
 
 @contextlib.contextmanager
-def working(command: str, *steps: str, quiet: bool = False) -> Iterator[Progress]:
+def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProgress]:
     """Show the progress of a command that may take longer than two seconds; begins with the first step.
 
     Args:
         command: whose durations are remembered.
-        steps: names of what it does, in order; `Progress.plan` gives them later where they are not known yet.
+        steps: names of what it does, in order; `StepProgress.plan` gives them later where they are not known yet.
         quiet: show nothing.
     """
     console = Console(quiet=True, file=io.StringIO()) if quiet else error_console()
     durations = Durations(console)
-    progress = Progress(console, durations, f"{command} ", steps)
+    progress = StepProgress(console, durations, f"{command} ", steps)
     progress.begin(steps[0])
     timer = threading.Timer(_PATIENCE_S, progress.print_lines)
     timer.daemon = True
@@ -197,14 +196,14 @@ class TerminalProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._durations = Durations(console)
-        self._progress = Progress(console, self._durations, "")
+        self._progress = StepProgress(console, self._durations, "")
         self._prefix = ""
         self._last = ""
 
     def planned(self, plan: Plan) -> None:
         ids = [stage.id for stage in plan.stages]
         self._prefix, self._last = f"run {plan.pipeline} ", ids[-1] if ids else ""
-        self._progress = Progress(self._console, self._durations, self._prefix, ids)
+        self._progress = StepProgress(self._console, self._durations, self._prefix, ids)
         self._console.print(f"[bold]{escape(plan.pipeline)}[/bold]: {len(ids)} stages")
 
     def started(self, stage: Stage) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice
     from onnx_ops.operations.explain import Explanation
-    from onnx_ops.reporting.comparison import Comparison
+    from onnx_ops.reporting.comparison import ModelComparison
     from onnx_ops.wiring.project import Project
     from onnx_ops.wiring.summary import Summary
 
@@ -220,7 +220,7 @@ def _failures(decisions: Sequence[Decision]) -> list[tuple[Verdict, str, list[st
     return [(verdict, ", ".join(names), list(reasons)) for (verdict, reasons), names in shared.items()]
 
 
-def comparison_report(comparisons: Sequence[Comparison]) -> None:
+def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
     """Print each metric of the release beside that of another model."""
     out = console()
     for one in comparisons:

@@ -59,9 +59,13 @@ def judge_change(
         take_commits(root, store, figures)
     touched = affected(project, changed_since(root, base))
     checked = [judged(project, one, until, folder, base, hosted=hosted) for one in touched]
-    for name in {one.pipeline for one in checked if one.pipeline and figures is not None and until is None}:
-        share_commit(root, store, name, figures or folder)
     (folder / RESULTS).write_bytes(codec.dumps(checked))
+    if figures is not None and until is None:
+        for name in sorted({one.pipeline for one in checked if one.pipeline}):
+            try:
+                share_commit(root, store, name, figures)
+            except (OnnxOpsError, OSError) as error:
+                yield f"  pull requests will not know the figures of {name}: {error}"
     for one in checked:
         yield f"{one.verdict.value.upper()} {one.file}"
         yield from (f"  {line}" for line in (*one.error.splitlines(), *one.withheld.splitlines()))

@@ -37,7 +37,7 @@ class ComparedMetric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ModelComparison:
     """A variant of the release beside one other model on one target.
 
     `against` is "the champion", or the name of the base branch. `note` says what the lines rest on, or why there are
@@ -117,7 +117,7 @@ def _bytes(size: int) -> str:
     return format_figure(float(size), "B") if size > 0 else "not measured"
 
 
-def champion_comparisons(choices: Sequence[Choice], evidence: Sequence[Evidence]) -> tuple[Comparison, ...]:
+def champion_comparisons(choices: Sequence[Choice], evidence: Sequence[Evidence]) -> tuple[ModelComparison, ...]:
     """The chosen variant of each target beside the champion; the export where none is chosen."""
     chosen = (_of_choice(choice, evidence) for choice in choices)
     return tuple(_beside_champion(mine) for mine in chosen if mine is not None)
@@ -125,7 +125,7 @@ def champion_comparisons(choices: Sequence[Choice], evidence: Sequence[Evidence]
 
 def base_comparisons(
     choices: Sequence[Choice], evidence: Sequence[Evidence], base: BaseRelease, pairs: Pairs = lambda *_: ()
-) -> tuple[Comparison, ...]:
+) -> tuple[ModelComparison, ...]:
     """The chosen variant of each target beside the one that the base branch had chosen there."""
     if base.why:
         return (_comparison((base.branch, "", "", ""), (), base.why),)
@@ -150,7 +150,7 @@ def _of_choice(choice: Choice, evidence: Sequence[Evidence]) -> Evidence | None:
     return here.get(choice.variant or EXPORT)
 
 
-def _beside_champion(mine: Evidence) -> Comparison:
+def _beside_champion(mine: Evidence) -> ModelComparison:
     facts = mine.champion
     version = "" if facts is None else f" (version {facts.version})"
     theirs = f"{_THE_CHAMPION}{version}"
@@ -194,7 +194,7 @@ def _champion_rows(mine: Evidence) -> Iterator[ComparedMetric]:
         yield from _sizes(mine.size_bytes, mine.champion.size_bytes)
 
 
-def _beside_base(branch: str, mine: Evidence, theirs: Evidence, name: str, pairs: Pairs) -> Comparison:
+def _beside_base(branch: str, mine: Evidence, theirs: Evidence, name: str, pairs: Pairs) -> ModelComparison:
     about = (branch, mine.target, mine.variant, name)
     if mine.manifest == theirs.manifest:
         return _comparison(about, (), f"{mine.target}: {mine.variant} has the same files as {name}.")
@@ -223,9 +223,9 @@ def _beside_base(branch: str, mine: Evidence, theirs: Evidence, name: str, pairs
     return _comparison(about, tuple(rows), note)
 
 
-def _comparison(about: tuple[str, str, str, str], rows: tuple[ComparedMetric, ...], note: str) -> Comparison:
+def _comparison(about: tuple[str, str, str, str], rows: tuple[ComparedMetric, ...], note: str) -> ModelComparison:
     against, target, ours, theirs = about
-    return Comparison(against=against, target=target, ours=ours, theirs=theirs, rows=rows, note=note)
+    return ModelComparison(against=against, target=target, ours=ours, theirs=theirs, rows=rows, note=note)
 
 
 def _sizes(mine: int, theirs: int) -> list[ComparedMetric]:

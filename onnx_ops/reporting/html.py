@@ -13,7 +13,7 @@ from onnx_ops.domain.gate import Decision, Verdict, combine
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flat_origins
 from onnx_ops.domain.search import SearchRecord
-from onnx_ops.reporting.comparison import CHAMPION, Comparison, Pairs, base_comparisons, champion_comparisons
+from onnx_ops.reporting.comparison import CHAMPION, ModelComparison, Pairs, base_comparisons, champion_comparisons
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.figures import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
@@ -163,7 +163,7 @@ def _summary(choices: Sequence[Choice]) -> str:
     )
 
 
-def _comparisons(comparisons: Sequence[Comparison]) -> Iterator[str]:
+def _comparisons(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
     """A table with a heading for each target; in words where there is nothing to compare."""
     if not comparisons:
         return
@@ -174,7 +174,7 @@ def _comparisons(comparisons: Sequence[Comparison]) -> Iterator[str]:
         yield f'<p class="soft"><small>{escape(note)}</small></p>'
 
 
-def _compared(one: Comparison) -> str:
+def _compared(one: ModelComparison) -> str:
     heading = f"<span>{escape(one.target)}: {escape(one.ours)} <small>against {escape(one.theirs)}</small></span>"
     rows = [f'<tr class="group"><th scope="rowgroup" colspan="4">{heading}</th></tr>']
     for row in one.rows:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.gate import Decision, Verdict, combine
 from onnx_ops.domain.release import Choice
-from onnx_ops.reporting.comparison import Comparison, VariantLine
+from onnx_ops.reporting.comparison import ModelComparison, VariantLine
 from onnx_ops.reporting.description import markdown, result_table
 
 LIMIT = 60_000
@@ -34,7 +34,7 @@ class Checked:
     pipeline: str = ""
     choices: tuple[Choice, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[ModelComparison, ...] = ()
     variants: tuple[VariantLine, ...] = ()
     made_by: str = ""
     error: str = ""
@@ -122,7 +122,7 @@ def _part(one: Checked) -> str:
     return "\n\n".join(line for line in lines if line)
 
 
-def _compared(comparisons: Sequence[Comparison]) -> Iterator[str]:
+def _compared(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
     """A table for each model that the release is compared with; in words where there is nothing to compare."""
     for against in dict.fromkeys(one.against for one in comparisons):
         here = [one for one in comparisons if one.against == against]

@@ -97,7 +97,9 @@ def take_commits(root: Path, store: Store, folder: Path) -> None:
     """Record what `share_commit` left in a folder; nothing if there is no such folder."""
     for place in sorted(folder.glob("*/*/")):
         files = {
-            path.relative_to(place).as_posix(): store.put_file(path) for path in place.rglob("*") if path.is_file()
+            path.relative_to(place).as_posix(): store.put_file(path)
+            for path in place.rglob("*")
+            if path.is_file() and not path.is_symlink()
         }
         if _CHOICES in files:  # the key cannot be that of a stage, whoever filled the folder
             store.record(_key(root, place.name, place.parent.name), Manifest(files=files))

@@ -164,7 +164,7 @@ class Preflight:
             self.notes += [f"{self.draft.model}: {note}" for note in brought_notes(place)]
             return problems, info(model_file(place))
         except OnnxOpsError as error:
-            return [_message(error)], None
+            return [error.without_place()], None
 
     def _inputs(self, sets: Mapping[str, _Set], model: ModelInfo) -> Iterator[Finding]:
         """What of the rows that the model is run on it does not take."""
@@ -178,7 +178,7 @@ class Preflight:
             try:
                 inputs = as_taken(found.dataset.inputs, model)
             except OnnxOpsError as error:
-                yield Finding(loc=loc, message=_message(error))
+                yield Finding(loc=loc, message=error.without_place())
                 continue
             for key, message in input_problems(model.inputs, inputs):
                 below = ("inputs", key) if key in found.section.inputs else ("inputs",) if found.section.inputs else ()
@@ -204,7 +204,7 @@ class Preflight:
         if scored is None:
             export = replace(export, dynamic={})
         for loc, problem in section_problems(export, scored.dataset.inputs if scored else {}, plugin.options):
-            yield Finding(loc=("export", *loc), message=_message(problem), on_key=True)
+            yield Finding(loc=("export", *loc), message=problem.without_place(), on_key=True)
 
     def _quantize_options(self) -> Iterator[Finding]:
         """Options that an optimizer does not take."""
@@ -216,7 +216,7 @@ class Preflight:
                 try:
                     read_options(entry, plugin.options)
                 except UserError as error:
-                    yield Finding(loc=(*loc, "options"), message=_message(error))
+                    yield Finding(loc=(*loc, "options"), message=error.without_place())
 
     def _plugin(self, kind: str, name: str) -> Any:
         """The plugin, or None if it is not installed, which is a finding of its own."""
@@ -311,9 +311,4 @@ def _source_message(error: OnnxOpsError, section: DataSection, root: Path) -> st
     path = str((root / section.file).resolve())
     where = error.where.removeprefix(path).removeprefix(": ")
     what = f"{where}: {error.what}" if where not in ("", section.file) else error.what
-    return f"'{section.file}': {_message(type(error)(what, why=error.why, remedy=error.remedy))}"
-
-
-def _message(error: OnnxOpsError) -> str:
-    """The error without its place, which is that of the finding."""
-    return str(type(error)(error.what, why=error.why, remedy=error.remedy))
+    return f"'{section.file}': {type(error)(what, why=error.why, remedy=error.remedy)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,8 +163,8 @@ def _machine_findings(
     for stage in planned.stages:
         for lack in _lacking(project, stage):
             if lack.what not in seen:  # a provider's own metrics need what it needs itself
-                message = str(type(lack)(lack.what, why=lack.why, remedy=lack.remedy))
-                findings.append(Finding(loc=_location(pipeline, stage), message=message, environment=True))
+                loc = _location(pipeline, stage)
+                findings.append(Finding(loc=loc, message=lack.without_place(), environment=True))
             seen.add(lack.what)
     return findings
 
@@ -337,8 +337,10 @@ def execute(
     base: BaseRelease | None = None,
 ) -> RunResult:
     """Run a plan, `jobs` stages at once; `actor` is answerable for what it releases, by default whoever runs this
-    process. The report compares the release with `base`, by default the
-    branch that a pull request goes to. What a commit as it is came to is recorded under it.
+    process. The report compares the release with `base`, by default the branch that a pull request goes to.
+
+    The figures of a commit that nothing was changed of are recorded under it. A run does not fail where that fails:
+    later comparisons say that nothing is recorded.
 
     Raises:
         MissingPackage: a package that a stage needs is not installed; nothing was done.
@@ -370,11 +372,13 @@ def execute(
         fresh=fresh,
         jobs=jobs,
     )
-    if not prepared.overridden:
-        record_commit(project.settings.root, project.ports.store, summarise(prepared.pipeline, result, project.ports))
     served = (StageStatus.DONE, StageStatus.CACHED)
     if releases and abandon and all(result.outcomes[stage.id].status in served for stage in deploys):
         leave_dropped(project.ports, name, configs, reason=abandon, actor=actor)
+    if not prepared.overridden:
+        summary = summarise(prepared.pipeline, result, project.ports)
+        with suppress(OnnxOpsError, OSError):
+            record_commit(project.settings.root, project.ports.store, summary)
     return result
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from onnx_ops.cli.progress import Durations, Progress, working
+from onnx_ops.cli.progress import Durations, StepProgress, working
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def shown(clock: list[float], steps: list[str], seconds: list[float]) -> list[st
     """Lines at the end of each step."""
     console = Console(file=io.StringIO(), force_terminal=True)
     durations = Durations(console)
-    one, lines = Progress(console, durations, "test ", steps), []
+    one, lines = StepProgress(console, durations, "test ", steps), []
     for step, taken in zip(steps, seconds, strict=True):
         one.begin(step)
         clock[0] += taken

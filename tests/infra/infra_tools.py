@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
@@ -14,3 +16,15 @@ def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """A command of this environment, run from the project's root."""
     command = [str(Path(sys.executable).with_name(name)), *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def steps(of: Any) -> Iterator[dict[str, Any]]:
+    """List all steps below a value of a workflow, an action or a pipeline of Azure's."""
+    if isinstance(of, dict):
+        if {"run", "uses", "script", "task", "checkout", "publish"} & set(of):
+            yield of
+        for value in of.values():
+            yield from steps(value)
+    elif isinstance(of, list):
+        for value in of:
+            yield from steps(value)

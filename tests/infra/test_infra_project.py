@@ -9,7 +9,6 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 from onnx_ops.wiring.scaffold import PROJECTS, scaffold
-from tests.infra.infra_tools import ROOT, tool
+from tests.infra.infra_tools import ROOT, steps, tool
 
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
 INSTALL = "pip install --quiet --requirement requirements.txt"
@@ -28,18 +27,6 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("scaffold") / "fraud"
     scaffold(folder, "fraud", request.param)
     return folder
-
-
-def steps(of: Any) -> Iterator[dict[str, Any]]:
-    """List all steps below a value of a workflow, an action or a pipeline of Azure's."""
-    if isinstance(of, dict):
-        if {"run", "uses", "script", "task"} & set(of):
-            yield of
-        for value in of.values():
-            yield from steps(value)
-    elif isinstance(of, list):
-        for value in of:
-            yield from steps(value)
 
 
 def scripts(project: Path) -> list[str]:

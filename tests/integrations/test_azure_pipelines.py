@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from onnx_ops.errors import UserError
 from onnx_ops.integrations import azure_pipelines
 from onnx_ops.integrations.commits import RESULTS
 from onnx_ops.reporting.pull_request import Checked
+from tests.infra.infra_tools import steps
+from tests.support.git import commit_all, git
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "infra" / "azure" / "azure-pipelines.yml"
@@ -42,17 +43,6 @@ def train(data):
 """
 
 
-def git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-def commit(root: Path) -> str:
-    git(root, "add", "-A")
-    git(root, "commit", "--quiet", "--allow-empty", "-m", "change")
-    return git(root, "rev-parse", "HEAD")
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the tests' pipelines have in common is done once."""
@@ -69,10 +59,7 @@ def checkout(tmp_path: Path, store: Path) -> Path:
     (root / "azure_model.py").write_text(MODEL)
     (root / "onnx-ops.toml").write_text(f"store = '{store}'\n")
     (root / ".gitignore").write_text(".onnx-ops/\n__pycache__/\n")
-    git(tmp_path, "init", "--quiet", "-b", "main", str(root))
-    for key, value in (("user.name", "tester"), ("user.email", "tester@example.org"), ("commit.gpgsign", "false")):
-        git(root, "config", key, value)
-    commit(root)
+    commit_all(root)
     git(root, "update-ref", "refs/remotes/origin/main", "HEAD")
     return root
 
@@ -81,18 +68,6 @@ def document() -> dict[str, Any]:
     """The file. YAML 1.1 reads nothing in it as a truth value."""
     found: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return found
-
-
-def steps(of: Any) -> Iterator[dict[str, Any]]:
-    """All steps below a value, those of both branches of a condition too."""
-    if isinstance(of, dict):
-        if {"script", "task", "checkout", "publish"} & set(of):
-            yield of
-        for value in of.values():
-            yield from steps(value)
-    elif isinstance(of, list):
-        for value in of:
-            yield from steps(value)
 
 
 def agent(checkout: Path, **environ: str) -> list[tuple[int, str]]:
@@ -122,7 +97,7 @@ def agent(checkout: Path, **environ: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(("size", "code", "verdict"), [("1 MB", 0, "pass"), ("1 B", 1, "fail")])
 def test_a_pull_request_is_judged(checkout: Path, size: str, code: int, verdict: str) -> None:
     (checkout / "configs" / "pipelines" / "iris.yaml").write_text(PIPELINE.format(size=size) + "description: new\n")
-    head = commit(checkout)
+    head = commit_all(checkout)
     (ran, said), (ended, told) = agent(
         checkout,
         BUILD_REASON="PullRequest",
@@ -142,7 +117,7 @@ def test_a_pull_request_is_judged(checkout: Path, size: str, code: int, verdict:
 
 def test_a_change_that_touches_nothing_says_so(checkout: Path) -> None:
     (checkout / "notes.txt").write_text("nothing")
-    ran, ended = agent(checkout, BUILD_REASON="IndividualCI", BUILD_SOURCEVERSION=commit(checkout))
+    ran, ended = agent(checkout, BUILD_REASON="IndividualCI", BUILD_SOURCEVERSION=commit_all(checkout))
     assert "no pipeline is touched" in ran[1]
     assert ended[0] == 0
     assert "isOutput=true]none" in ended[1]

@@ -8,14 +8,17 @@ from typing import NoReturn
 
 import pytest
 
+from onnx_ops import codec
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Register
 from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError
-from onnx_ops.integrations.commits import judged, lost_with_job
+from onnx_ops.integrations.commits import RESULTS, judge_change, judged, lost_with_job
+from onnx_ops.reporting.pull_request import Checked
 from onnx_ops.settings import load_settings
 from onnx_ops.wiring.affected import Affected
 from tests.operations import effect_operations
 from tests.operations.disk_scenes import on_disk
+from tests.support.git import commit_all
 
 REGISTERED = Pipeline(
     pipeline="iris",
@@ -47,6 +50,23 @@ def test_a_release_that_fails_is_an_error(error: OnnxOpsError, tmp_path: Path) -
     assert [choice.verdict for choice in checked.choices] == [Verdict.PASS]
     assert checked.verdict is Verdict.ERROR
     assert error.what in checked.error
+
+
+def test_results_are_written_where_the_figures_cannot_be_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk(tmp_path / "project"), effect_operations.synthetic():
+        project = effect_operations.project_of(effect_operations.judged())
+        root = project.settings.root
+        commit_all(root)
+        monkeypatch.setattr("onnx_ops.integrations.commits.open_project", lambda: project)
+        not_a_folder = tmp_path / "figures"
+        not_a_folder.write_text("")
+        lines = list(judge_change(tmp_path / "results", "", None, figures=not_a_folder))
+    (checked,) = codec.loads((tmp_path / "results" / RESULTS).read_bytes(), tuple[Checked, ...])
+    assert checked.verdict is Verdict.PASS
+    assert any("pull requests will not know the figures" in line and "figures" in line for line in lines)
+    assert any(line.startswith("PASS ") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance
 from onnx_ops.reporting.comparison import (
     ComparedMetric,
-    Comparison,
+    ModelComparison,
     base_comparisons,
     champion_comparisons,
     figures_of,
@@ -53,7 +53,7 @@ BASE = BaseRelease(branch="main", commit="0123456789abcdef", choices=(CHOICE,), 
 MADE = Provenance(at="2026-11-25 10:41 UTC", author="Ada Example", commit="0123456789abcdef", branch="main")
 
 
-def rows_of(found: tuple[Comparison, ...]) -> dict[str, ComparedMetric]:
+def rows_of(found: tuple[ModelComparison, ...]) -> dict[str, ComparedMetric]:
     return {row.metric: row for one in found for row in one.rows}
 
 

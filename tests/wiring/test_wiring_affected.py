@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from onnx_ops.wiring.affected import affected, changed_since
 from onnx_ops.wiring.project import open_project
+from tests.support.git import commit_all, git
 
 PIPELINE = """\
 pipeline: p
@@ -61,14 +61,9 @@ def test_a_model_that_is_brought_rests_on_the_code_of_its_classes(tmp_path: Path
 
 
 def test_files_that_are_changed_new_or_gone_have_changed_and_ignored_ones_have_not(tmp_path: Path) -> None:
-    def git(*arguments: str) -> None:
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments], cwd=tmp_path, check=True)
-
-    git("init", "--quiet")
     write(tmp_path, same="", changed="", gone="", **{".gitignore": "ignored\n"})
-    git("add", ".")
-    git("commit", "--quiet", "-m", "first")
+    commit_all(tmp_path)
     write(tmp_path, changed="more", new="", staged="", ignored="")
-    git("add", "staged")
+    git(tmp_path, "add", "staged")
     (tmp_path / "gone").unlink()
     assert changed_since(tmp_path, "HEAD") == {"changed", "gone", "new", "staged"}

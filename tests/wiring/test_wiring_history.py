@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.domain.artifact import Manifest
+from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice
+from onnx_ops.errors import ServiceUnavailable
 from onnx_ops.wiring.history import (
     base_branch,
     find_base,
@@ -24,29 +24,23 @@ from onnx_ops.wiring.history import (
     take_commits,
 )
 from onnx_ops.wiring.summary import Summary
+from tests.operations import effect_operations
+from tests.operations.disk_scenes import on_disk
 from tests.reporting.test_reporting_html import evidence_of
+from tests.support.git import commit_all, git
 
 PIPELINE = "digits"
 
 
-def git(root: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=Ada Example", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false")
-    command = ["git", *who, *arguments]
-    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def commit(root: Path, text: str) -> str:
     (root / "file.txt").write_text(text)
-    git(root, "add", "file.txt")
-    git(root, "commit", "-q", "-m", text)
-    return git(root, "rev-parse", "HEAD")
+    return commit_all(root, text)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     root = tmp_path / "project"
     root.mkdir()
-    git(root, "init", "-q", "-b", "main")
     commit(root, "first")
     return root
 
@@ -100,6 +94,27 @@ def test_what_differs_from_its_commit_is_not_recorded(root: Path, store: Content
     (root / "file.txt").write_text("not committed")
     record_commit(root, store, summary(store))
     assert "Nothing is recorded" in find_base(root, store, PIPELINE, "main").why
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), ServiceUnavailable("no answer")])
+def test_a_run_ends_as_it_is_where_its_figures_cannot_be_recorded(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, refused = ContentStore.record, []
+
+    def record_stages(store: ContentStore, key: Digest, manifest: Manifest) -> None:
+        if "choices.json" in manifest.files:
+            refused.append(key)
+            raise error
+        record(store, key, manifest)
+
+    monkeypatch.setattr(ContentStore, "record", record_stages)
+    with on_disk(tmp_path / "project"), effect_operations.synthetic():
+        scene = effect_operations.pipeline()
+        (scene.ports.root / ".gitignore").write_text(".onnx-ops/\n__pycache__/\n")
+        commit_all(scene.ports.root)
+        assert "register" in effect_operations.run(scene)
+    assert len(refused) == 1
 
 
 def test_a_base_that_cannot_be_found_is_said_in_one_line(root: Path, store: ContentStore, tmp_path: Path) -> None:
