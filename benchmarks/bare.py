@@ -19,14 +19,14 @@ from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQua
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.store.models import manifest_of
-from onnx_ops.analysis.input_domain import learn_domains
-from onnx_ops.analysis.probes import batch_inputs, range_inputs
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.domain.rollout import split_state
 from onnx_ops.domain.target import Target
-from onnx_ops.graph.check import full_check
+from onnx_ops.onnx_graph.check import full_check
 from onnx_ops.ports import Dataset, ExportRequest, OptimizeRequest, RaceSchedule
+from onnx_ops.statistics.input_domain import learn_domains
+from onnx_ops.statistics.probes import batch_inputs, range_inputs
 
 TARGET = Target(name="cpu-1t")
 

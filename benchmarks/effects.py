@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.truth.claims import Claim, summary, table
-from tests.operations.effect_operations import OPERATIONS, synthetic
-from tests.operations.effect_sweep import sweep_effects
+from tests.release.effect_operations import OPERATIONS, synthetic
+from tests.release.effect_sweep import sweep_effects
 
 QUICK = 29
 """Of so many effects a quick run tries one."""

@@ -11,10 +11,10 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.graph.files import constants, read_model
-from onnx_ops.graph.input_bounds import input_bounds
-from onnx_ops.graph.inspect import info
-from onnx_ops.stages.probing import made_up, shared_inputs
+from onnx_ops.onnx_graph.files import constants, read_model
+from onnx_ops.onnx_graph.input_bounds import input_bounds
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.tools.probing import made_up, shared_inputs
 
 _LARGEST = 1 << 30
 _SHOWN = 0.01

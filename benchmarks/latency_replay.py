@@ -25,11 +25,11 @@ import numpy.typing as npt
 from benchmarks.truth.claims import Claim, at_least, at_most, summary, table
 from benchmarks.truth.latency import LIMIT, LOADS, QUIET, TARGET, WIDTH, write_layers
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.analysis.blocks import block_logs
-from onnx_ops.analysis.latency import LOOKS, compare, needs_more, withheld
 from onnx_ops.domain.gate import Verdict
+from onnx_ops.measure.timing import figure_of
 from onnx_ops.ports import RaceSamples, RaceSchedule
-from onnx_ops.stages.timing import figure_of
+from onnx_ops.statistics.blocks import block_logs
+from onnx_ops.statistics.latency import LOOKS, compare, needs_more, withheld
 
 RATIOS = (1.0, 1.02, 1.0 + LIMIT, 1.10)
 COPIES = 3
@@ -89,7 +89,7 @@ def decisions(recording: Recording, ratio: float, count: int, *, probed: bool) -
 
 
 def _decide(samples: RaceSamples, ratio: float, draw: np.random.Generator) -> Decided:
-    """As `stages.timing` does it, look by look."""
+    """As `measure.timing` does it, look by look."""
     recorded = len(samples.nanoseconds)
     heats = (int(draw.integers(recorded)) + np.arange(LOOKS[-1])) % recorded
     deal = np.argsort(draw.random((LOOKS[-1], COPIES)), axis=1)

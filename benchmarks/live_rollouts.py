@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.truth.claims import table
-from onnx_ops.analysis.rollout.thresholds import FEWEST_REQUESTS
 from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.operations.promote import configure
+from onnx_ops.release.promote import configure
+from onnx_ops.statistics.rollout.thresholds import FEWEST_REQUESTS
 from tests.chaos.test_live_rollouts import RAILS, WIDTH, Site
 from tests.support.load import LoadPlan, Payload
 from tests.support.load.client import Load

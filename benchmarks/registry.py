@@ -32,12 +32,12 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import Mirrored
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
-from onnx_ops.operations.bell import Bell
-from onnx_ops.operations.glance import ask
-from onnx_ops.operations.journal import Journal
-from onnx_ops.operations.promote import configure
-from onnx_ops.operations.watch import Kind, Watcher, WatchReport
 from onnx_ops.ports import Ports
+from onnx_ops.release.bell import Bell
+from onnx_ops.release.glance import ask
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.promote import configure
+from onnx_ops.release.watch import Kind, Watcher, WatchReport
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.mlflow_server import mlflow_server
 

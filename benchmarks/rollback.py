@@ -26,17 +26,17 @@ from pathlib import Path
 
 from benchmarks.truth.claims import Claim, summary
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.app.project import open_project
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.operations.journal import Journal
-from onnx_ops.operations.promote import configure, promote
-from onnx_ops.operations.reconcile import settle
-from onnx_ops.operations.rollback import roll_back
 from onnx_ops.ports import Ports
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.reconcile import settle
+from onnx_ops.release.rollback import roll_back
 from onnx_ops.testing.fakes import FakeRegistry
 from onnx_ops.testing.registries import publication
-from onnx_ops.wiring.project import open_project
 from tests.support.load import LoadPlan, LoadProcess, Payload
 
 ENDPOINT, MODEL, TARGET = "digits", "linear", "cpu-1t"

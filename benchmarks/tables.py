@@ -54,10 +54,10 @@ from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Export, FileData
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
+from onnx_ops.measure.parity import measure_parity
+from onnx_ops.pipeline.stages.asking import ask_source
 from onnx_ops.ports import ExportRequest
 from onnx_ops.ports.data import frame_of
-from onnx_ops.stages.asking import ask_source
-from onnx_ops.stages.parity import measure_parity
 from onnx_ops.testing.endpoints import state_of
 from tests.support.server import ServerFamily
 

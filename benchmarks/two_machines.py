@@ -38,8 +38,8 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Intent
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import MeasurementFailure, OnnxOpsError
-from onnx_ops.operations.promote import promote
-from onnx_ops.operations.rollback import roll_back_each
+from onnx_ops.release.promote import promote
+from onnx_ops.release.rollback import roll_back_each
 from onnx_ops.testing.fakes import FakeRegistry
 from onnx_ops.testing.registries import publication
 

@@ -17,17 +17,17 @@ import numpy as np
 from benchmarks.variant_models import Model
 from benchmarks.variant_peers import PRESETS, Preset, Work, interpreter
 from onnx_ops.adapters.journals import FileJournal
+from onnx_ops.app import connect
+from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.search import Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
+from onnx_ops.measure.search import search
+from onnx_ops.measure.trying import Ground
 from onnx_ops.ports import Dataset
-from onnx_ops.settings import load_settings
-from onnx_ops.stages.derive import machines_of
-from onnx_ops.stages.search import search
-from onnx_ops.stages.trying import Ground
-from onnx_ops.wiring import connect
+from onnx_ops.tools.derive import machines_of
 
 DROP = 0.01
 MINUTES = {"cnn": 1.0, "minilm": 5.0, "encoder": 5.0, "encoder-outliers": 5.0}

@@ -26,10 +26,10 @@ import numpy as np
 
 from benchmarks.variant_models import Model, make
 from benchmarks.variant_tools import COSINE, DROP, TARGET, ort_defaults, others, ours, session
-from onnx_ops.analysis.agreement import tango_interval
-from onnx_ops.analysis.metrics import cosine_rows
-from onnx_ops.settings import load_settings
-from onnx_ops.wiring import connect
+from onnx_ops.app import connect
+from onnx_ops.config.settings import load_settings
+from onnx_ops.statistics.agreement import tango_interval
+from onnx_ops.statistics.metrics import cosine_rows
 
 ROUNDS, RUNS = 15, 4
 SURELY = 12

@@ -136,8 +136,8 @@ def roll_out(load: Load, *, ends: int) -> None:
 
 def stop() -> int:
     from onnx_ops.adapters.endpoints.local import LocalEndpoints
-    from onnx_ops.operations.journal import Journal
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.journal import Journal
 
     project = open_project(ROOT)
     LocalEndpoints(project.settings.endpoints).stop(Journal.open(project.ports, ENDPOINT).config)

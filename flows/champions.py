@@ -4,10 +4,10 @@ from typing import Any
 
 from prefect import State, flow
 
+from onnx_ops.app.child import Performer
 from onnx_ops.orchestration.champions import look_after
 from onnx_ops.orchestration.flows import actor, concluding
 from onnx_ops.orchestration.surroundings import project_of
-from onnx_ops.wiring.child import Performer
 
 
 @flow(name="champions", persist_result=False)

@@ -5,11 +5,11 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Completed
 
+from onnx_ops.app.child import Performer
+from onnx_ops.app.remote import answer
 from onnx_ops.orchestration.flows import concluding
 from onnx_ops.orchestration.surroundings import project_of
 from onnx_ops.orchestration.tasks import failed
-from onnx_ops.wiring.child import Performer
-from onnx_ops.wiring.remote import answer
 
 
 @flow(name="measure", persist_result=False)

@@ -4,11 +4,11 @@ from typing import Any
 
 from prefect import State, flow
 
-from onnx_ops.operations.glance import Glance, ask
-from onnx_ops.operations.journal import bound_endpoints
-from onnx_ops.operations.notify import notify_each
 from onnx_ops.orchestration.flows import actor, concluding, reconcile_as_task, together
 from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.release.glance import Glance, ask
+from onnx_ops.release.journal import bound_endpoints
+from onnx_ops.release.notify import notify_each
 
 
 @flow(name="reconcile", persist_result=False)

@@ -4,9 +4,9 @@ from typing import Any
 
 from prefect import State, flow
 
-from onnx_ops.operations.rollback import chosen
 from onnx_ops.orchestration.flows import actor, back_as_tasks, concluding, together
 from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.release.rollback import chosen
 
 
 @flow(name="rollback", persist_result=False)

@@ -19,6 +19,7 @@ from onnx_ops.adapters.endpoints.azureml_client import Pace
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.app.project import open_project
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
@@ -26,15 +27,14 @@ from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested
 from onnx_ops.domain.release import Publication
 from onnx_ops.domain.rollout import DAY, RolloutPolicy
 from onnx_ops.errors import ServiceUnavailable, StillOwed
-from onnx_ops.operations.bell import Bell
-from onnx_ops.operations.promote import configure, promote
-from onnx_ops.operations.reconcile import settle, settle_each
-from onnx_ops.operations.rollback import roll_back_each
-from onnx_ops.operations.watch import Watcher
 from onnx_ops.ports import Ports, Registry, Signer
+from onnx_ops.release.bell import Bell
+from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.reconcile import settle, settle_each
+from onnx_ops.release.rollback import roll_back_each
+from onnx_ops.release.watch import Watcher
 from onnx_ops.testing.fakes import FakeRegistry
 from onnx_ops.testing.registries import publication
-from onnx_ops.wiring.project import open_project
 
 MODEL, TARGET = "linear", "cpu-1t"
 PACE = Pace(patience=20, answers=1, lag=1, pause=0.01, longest=0.1)

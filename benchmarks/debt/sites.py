@@ -24,11 +24,11 @@ from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_layout import archive_key
 from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
 from onnx_ops.adapters.endpoints.server_process import ServerProcess
+from onnx_ops.app.project import open_project
 from onnx_ops.errors import MeasurementFailure
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.protocol.headers import DEPLOYMENT
-from onnx_ops.wiring.project import open_project
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
 from tests.support.clouds.azureml_web import Fault as AzureFault

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from synthetic_plugins import CLASSES, FEATURES
 
+from onnx_ops.app.project import Prepared
 from onnx_ops.domain.pipeline import Plan
-from onnx_ops.wiring.project import Prepared
 
 ROWS = 64
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.evidence import evidence
-from onnx_ops.analysis.choice import choose
-from onnx_ops.analysis.rules.metric import judge_metric
 from onnx_ops.domain.evidence import PairedCounts
 from onnx_ops.domain.gate import Decision, GateResult, MetricGate, Verdict
+from onnx_ops.statistics.choice import choose
+from onnx_ops.statistics.rules.metric import judge_metric
 
 LIMIT = 0.01
 BOUND = 0.06

@@ -25,14 +25,14 @@ from onnx_ops.adapters.exporters.naming import output_names
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.gate import ParityGate, Verdict
 from onnx_ops.domain.pipeline import SOURCE_TIME_S, Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, OnnxOpsError, StageFailure
+from onnx_ops.measure.parity import measure_parity
+from onnx_ops.pipeline.stages.asking import ask_source
 from onnx_ops.ports import Exporter, ExportRequest, Tensors
-from onnx_ops.stages.asking import ask_source
-from onnx_ops.stages.parity import measure_parity
+from onnx_ops.statistics.rules.parity import judge_parity
 
 TARGET = Target(name="truth")
 

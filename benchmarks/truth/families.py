@@ -20,9 +20,9 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.structure import SourceLimits
+from onnx_ops.measure.reference import ReferenceGroup
+from onnx_ops.pipeline.stages.asking import ask_source
 from onnx_ops.ports import Exporter, ExportRequest, Tensors, Tree, TreeExporter
-from onnx_ops.stages.asking import ask_source
-from onnx_ops.stages.reference import ReferenceGroup
 
 torch.set_num_threads(1)  # the models are tiny: on busy cores its threads only wait for one another
 

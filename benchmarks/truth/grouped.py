@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.truth.claims import Claim, at_least, at_most, table
-from onnx_ops.analysis.agreement import change_p_value
-from onnx_ops.analysis.choice import ERROR_LEVEL
-from onnx_ops.analysis.grouping import effect_of_sums, grouping_signs
 from onnx_ops.domain.evidence import PairedCounts
+from onnx_ops.statistics.agreement import change_p_value
+from onnx_ops.statistics.choice import ERROR_LEVEL
+from onnx_ops.statistics.grouping import effect_of_sums, grouping_signs
 
 LIMIT = 0.01
 BOUND = 0.055

@@ -24,15 +24,15 @@ from benchmarks.truth.recipes import make, variants
 from onnx_ops.adapters.optimizers.halves import HalfOptimizer
 from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.config.builtin import BUILTIN
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import UserError
-from onnx_ops.graph.input_bounds import input_bounds
-from onnx_ops.graph.kind import read_candidate_kind
+from onnx_ops.onnx_graph.input_bounds import input_bounds
+from onnx_ops.onnx_graph.kind import read_candidate_kind
 from onnx_ops.ports import Dataset, OptimizeRequest
-from onnx_ops.spec.builtin import BUILTIN
-from onnx_ops.stages.judge import JudgeRequest, Setting, judge_candidate, metric_gate
-from onnx_ops.stages.probing import brought, made_up, shared_inputs
+from onnx_ops.tools.judge import JudgeRequest, Setting, judge_candidate, metric_gate
+from onnx_ops.tools.probing import brought, made_up, shared_inputs
 
 for _module in ("faults_ends", "faults_inputs"):
     importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults

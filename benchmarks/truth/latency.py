@@ -24,13 +24,13 @@ from scipy import signal
 from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.evidence import evidence
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.analysis.latency import LOOKS, compare, needs_more, withheld
-from onnx_ops.analysis.rules.latency import judge_latency
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.gate import LatencyGate, Verdict
 from onnx_ops.domain.target import Target
+from onnx_ops.measure.timing import Race, time_against
 from onnx_ops.ports import Tensors
-from onnx_ops.stages.timing import Race, time_against
+from onnx_ops.statistics.latency import LOOKS, compare, needs_more, withheld
+from onnx_ops.statistics.rules.latency import judge_latency
 
 LIMIT = 0.05
 LAYERS = 100
@@ -139,7 +139,7 @@ def _simulated(quick: bool) -> list[Claim]:
 
 
 def _rule(own: Pairs, itself: Pairs) -> tuple[Verdict, int]:
-    """A comparison as `stages.timing` makes it, and the pairs that it took."""
+    """A comparison as `measure.timing` makes it, and the pairs that it took."""
     ours, selves = ([[float(value)] for value in values] for values in (own, itself))
     pairs = next(n for n in LOOKS if not needs_more(ours[:n], selves[:n], (LIMIT,)))
     if withheld(ours[:pairs], selves[:pairs], LIMIT) is not None:

@@ -11,11 +11,11 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 
 from benchmarks.truth.claims import Claim, at_most, table
-from onnx_ops.analysis.loss_ratios import UNSEEN_CHANGES, ratio_interval
-from onnx_ops.analysis.metrics import mean
-from onnx_ops.analysis.resampling import bca_interval, replicate
-from onnx_ops.analysis.scores import CANDIDATE, score
 from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.statistics.loss_ratios import UNSEEN_CHANGES, ratio_interval
+from onnx_ops.statistics.metrics import mean
+from onnx_ops.statistics.resampling import bca_interval, replicate
+from onnx_ops.statistics.scores import CANDIDATE, score
 
 GROWTH = 1.05
 DROP = 0.02
@@ -193,7 +193,7 @@ SCORES: dict[str, Models] = {
 
 def _true_drop(definition: MetricDefinition, draw: Models, draws: int) -> float:
     """The mean over as many draws of 400,000 rows: one alone is off by .15 standard errors of 2,000 rows."""
-    from onnx_ops.analysis.sides import side
+    from onnx_ops.statistics.sides import side
 
     drops = []
     for seed in range(1, draws + 1):

@@ -7,9 +7,9 @@ import functools
 import numpy as np
 
 from benchmarks.truth.claims import Claim, table
-from onnx_ops.analysis.agreement import tango_interval
-from onnx_ops.analysis.rules.limit import Limit
 from onnx_ops.domain.gate import Verdict
+from onnx_ops.statistics.agreement import tango_interval
+from onnx_ops.statistics.rules.limit import Limit
 
 LIMIT = 0.01
 BOUND = 0.055

@@ -20,22 +20,22 @@ from benchmarks.truth.evidence import evidence
 from benchmarks.truth.families import Exported, exports
 from benchmarks.truth.faults import FAULTS
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.analysis.input_domain import learn_domains
-from onnx_ops.analysis.probes import range_inputs
-from onnx_ops.analysis.rules.parity import judge_parity
-from onnx_ops.analysis.trees import compare_trees
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.graph.check import full_check
-from onnx_ops.graph.forest import read_trees
-from onnx_ops.graph.input_bounds import index_bounds, input_bounds
-from onnx_ops.graph.trees import split_probes
+from onnx_ops.measure.parity import measure_parity
+from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.forest import read_trees
+from onnx_ops.onnx_graph.input_bounds import index_bounds, input_bounds
+from onnx_ops.onnx_graph.trees import split_probes
 from onnx_ops.ports import Tensors
-from onnx_ops.stages.compare import compare
-from onnx_ops.stages.parity import measure_parity
-from onnx_ops.stages.probing import made_up, shared_inputs
+from onnx_ops.statistics.input_domain import learn_domains
+from onnx_ops.statistics.probes import range_inputs
+from onnx_ops.statistics.rules.parity import judge_parity
+from onnx_ops.statistics.trees import compare_trees
+from onnx_ops.tools.compare import compare
+from onnx_ops.tools.probing import made_up, shared_inputs
 
 for _module in ("faults_ends", "faults_inputs"):
     importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults

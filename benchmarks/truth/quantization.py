@@ -16,18 +16,18 @@ from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.evidence import evidence
 from benchmarks.truth.recipes import MODELS, Trained, make, variants
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.analysis.rules.metric import judge_metric
-from onnx_ops.analysis.rules.parity import judge_parity
 from onnx_ops.domain.evidence import ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.gate import GateResult, MetricGate, ParityGate, Verdict
 from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.stages.activations import measure_activations
-from onnx_ops.stages.labels import classes_of
-from onnx_ops.stages.pairs import paired
-from onnx_ops.stages.predictions import read
-from onnx_ops.stages.weights import measure_weights
+from onnx_ops.measure.activations import measure_activations
+from onnx_ops.measure.labels import classes_of
+from onnx_ops.measure.pairs import paired
+from onnx_ops.measure.predictions import read
+from onnx_ops.measure.weights import measure_weights
+from onnx_ops.statistics.rules.metric import judge_metric
+from onnx_ops.statistics.rules.parity import judge_parity
 
 TARGET = Target(name="truth")
 SEEDS = 3

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.truth.rollout_users import Users, UserTraffic
-from onnx_ops.analysis.rollout import evidence as ev
-from onnx_ops.analysis.rollout import share, slo, units
-from onnx_ops.analysis.rollout.judge import limit_of
-from onnx_ops.analysis.rollout.likelihood import FINE_GRID, log_likelihood
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout import Action, ActionKind, Judged, Roles, RolloutPolicy, Wait, next_action, split_state
 from onnx_ops.domain.rollout_judged import Guard, WaitKind
 from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
+from onnx_ops.statistics.rollout import evidence as ev
+from onnx_ops.statistics.rollout import share, slo, units
+from onnx_ops.statistics.rollout.judge import limit_of
+from onnx_ops.statistics.rollout.likelihood import FINE_GRID, log_likelihood
 
 Ints = npt.NDArray[np.int64]
 Rates = Callable[[int], tuple[tuple[float, ...], tuple[float, ...]]]

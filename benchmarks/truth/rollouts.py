@@ -11,9 +11,9 @@ from benchmarks.truth.rollout_rivals import HEAD, draw, shown
 from benchmarks.truth.rollout_users import SLACK, SPREAD
 from benchmarks.truth.rollout_world import Rates, Result, Rollouts, World
 from benchmarks.truth.rollout_worlds import NEVER, RAILS
-from onnx_ops.analysis.rollout import clean_requests, quantiles, slo
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_policy import ServiceLevel, SplitTest
+from onnx_ops.statistics.rollout import clean_requests, quantiles, slo
 
 FIXED = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS, min_requests=(NEVER,), step_timeout=1e9)
 FULL = RolloutPolicy(

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from keys import Json, choices_of, entries_of, kinds_of, resolved, section_of, sections
 
-from onnx_ops.spec.schema import pipeline_schema, target_schema
+from onnx_ops.config.schema import pipeline_schema, target_schema
 
 ROOT = Path(__file__).parents[2]
 _WORDS = {"string": "text", "object": "mapping", "integer": "whole number"}
@@ -94,7 +94,7 @@ def pipeline_page() -> str:
 def target_page() -> str:
     """The page of target files as Markdown."""
     schema = target_schema()
-    files = [*_files("configs/targets"), *_files("onnx_ops/spec/profiles")]
+    files = [*_files("configs/targets"), *_files("onnx_ops/config/profiles")]
     return _page(TARGET_HEAD, schema, [*files, *_shown(schema)])
 
 

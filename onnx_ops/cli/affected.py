@@ -23,9 +23,9 @@ def affected(
 
     Example: onnx-ops affected --since origin/main
     """
-    from onnx_ops.wiring.affected import affected as use_case
-    from onnx_ops.wiring.affected import changed_since
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.app.affected import affected as use_case
+    from onnx_ops.app.affected import changed_since
+    from onnx_ops.app.project import open_project
 
     project = open_project()
     found = use_case(project, changed_since(project.settings.root, since))

@@ -29,11 +29,11 @@ def champions(
 
     Example: onnx-ops champions digits-mlp
     """
+    from onnx_ops.app.champions import measure_again, reigns
+    from onnx_ops.app.child import Performer
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
     from onnx_ops.domain.drift import exit_code
-    from onnx_ops.wiring.champions import measure_again, reigns
-    from onnx_ops.wiring.child import Performer
-    from onnx_ops.wiring.project import open_project
 
     project = open_project()
     performer = Performer(settings=project.settings, ports=project.ports)

@@ -108,7 +108,7 @@ def duration(text: str, option: str) -> float:
     Raises:
         UserError: it is no duration.
     """
-    from onnx_ops.spec.quantities import parse_quantity
+    from onnx_ops.config.quantities import parse_quantity
 
     try:
         return float(parse_quantity(re.sub(r"(?<=[0-9 ])m$", "min", text), "s"))

@@ -13,17 +13,17 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from onnx_ops import plugins
+from onnx_ops.app.affected import PIPELINES
+from onnx_ops.app.project import Project, check
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.cli.endpoint_tables import describe_pending
+from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import short
 from onnx_ops.domain.finding import Finding
 from onnx_ops.errors import NotFound, OnnxOpsError
-from onnx_ops.operations.journal import bound_endpoints, readable
-from onnx_ops.operations.status import status_each
 from onnx_ops.ports import Diagnosing, HousedRuntime
-from onnx_ops.settings import Settings
-from onnx_ops.wiring.affected import PIPELINES
-from onnx_ops.wiring.project import Project, check
+from onnx_ops.release.journal import bound_endpoints, readable
+from onnx_ops.release.status import status_each
 
 PINS = {
     "fastapi": (">=0.139,<0.151", "newer ones break the Prefect server or `prefect deploy`"),

@@ -26,9 +26,9 @@ def export_dvc(
 
     Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
     """
-    from onnx_ops.operations.explain import explain_release
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.explain import explain_release
     from onnx_ops.reporting.dvc import dvc_metrics, dvc_plots
-    from onnx_ops.wiring.project import open_project
 
     model, number = version_of(version, "export-dvc")
     found = explain_release(open_project().ports, model, number)

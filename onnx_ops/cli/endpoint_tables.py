@@ -13,9 +13,9 @@ from onnx_ops.domain.artifact import short
 
 if TYPE_CHECKING:
     from onnx_ops.domain.ledger import PendingRollback
-    from onnx_ops.operations.orphans import Survey
-    from onnx_ops.operations.prune import PrunePlan
-    from onnx_ops.operations.status import EndpointStatus, HistoryLine
+    from onnx_ops.release.orphans import Survey
+    from onnx_ops.release.prune import PrunePlan
+    from onnx_ops.release.status import EndpointStatus, HistoryLine
 
 
 def status_document(one: EndpointStatus) -> dict[str, Any]:

@@ -42,10 +42,10 @@ def status(
 
     Example: onnx-ops status --target cpu-1t
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.endpoint_tables import status_document, status_report
     from onnx_ops.cli.progress import working
-    from onnx_ops.operations.status import Wanted, status_each, wanted_endpoints
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.release.status import Wanted, status_each, wanted_endpoints
 
     ports = open_project().ports
     names = wanted_endpoints(ports, Wanted(endpoints=tuple(endpoints or ()), model=model, target=target))
@@ -87,10 +87,10 @@ def history(
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.endpoint_tables import history_table, traffic_chart
-    from onnx_ops.operations.status import Wanted
-    from onnx_ops.operations.status import history as read_history
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.release.status import Wanted
+    from onnx_ops.release.status import history as read_history
 
     ports = open_project().ports
     wanted = Wanted(
@@ -132,11 +132,11 @@ def prune(
 
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.endpoint_tables import prune_report
     from onnx_ops.cli.progress import working
-    from onnx_ops.operations.prune import plan_pruning
-    from onnx_ops.operations.prune import prune as remove
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.release.prune import plan_pruning
+    from onnx_ops.release.prune import prune as remove
 
     ports = open_project().ports
     older_than_s = duration(older_than, "--older-than")
@@ -163,8 +163,8 @@ def delete(
 
     Example: onnx-ops delete digits-old --reason "moved to digits" --yes
     """
-    from onnx_ops.operations.delete import delete_soon as end
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.delete import delete_soon as end
 
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"End endpoint {endpoint}? Requests to it will fail")):
         raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
@@ -182,7 +182,7 @@ def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
 def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
     from onnx_ops.cli.endpoint_tables import orphan_report
     from onnx_ops.cli.progress import working
-    from onnx_ops.operations.orphans import survey
+    from onnx_ops.release.orphans import survey
 
     with working("status", "asking the providers", quiet=as_json):
         found = survey(ports, names)

@@ -38,7 +38,7 @@ def init(
 
     Example: onnx-ops init fraud --template sklearn
     """
-    from onnx_ops.wiring.scaffold import scaffold
+    from onnx_ops.app.scaffold import scaffold
 
     chosen = name or folder.resolve().name
     files = scaffold(folder, chosen, template.value)

@@ -11,9 +11,9 @@ from rich.markup import escape
 from onnx_ops import codec
 from onnx_ops.cli.terminal import console, print_table, print_text
 from onnx_ops.domain.artifact import TensorSpec, short
-from onnx_ops.graph.cost import Cost
-from onnx_ops.graph.ort_file import is_ort
-from onnx_ops.graph.survey import Survey
+from onnx_ops.onnx_graph.cost import Cost
+from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.onnx_graph.survey import Survey
 from onnx_ops.reporting.figures import format_figure, number
 
 

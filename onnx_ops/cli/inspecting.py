@@ -48,12 +48,12 @@ def inspect(
 
     Example: onnx-ops inspect model.onnx --batch 8
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspect_report import survey_document, survey_report
-    from onnx_ops.graph.check import ceiling, lacking
-    from onnx_ops.graph.source import as_python
-    from onnx_ops.graph.survey import survey
-    from onnx_ops.spec.builtin import find_target, known_targets
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.config.builtin import find_target, known_targets
+    from onnx_ops.onnx_graph.check import ceiling, lacking
+    from onnx_ops.onnx_graph.source import as_python
+    from onnx_ops.onnx_graph.survey import survey
 
     if bool(set_) != bool(output):
         raise UserError("--set and --output belong together", remedy="For example: --set license=MIT --output new.onnx")
@@ -82,20 +82,20 @@ def inspect(
 @contextmanager
 def local_model(place: str) -> Iterator[Path]:
     """The model as a local file; what is fetched is gone afterwards."""
-    from onnx_ops.graph.files import model_file
+    from onnx_ops.onnx_graph.files import model_file
 
     if "://" not in place and not place.startswith("models:/"):
         yield model_file(Path(place))
         return
-    from onnx_ops.settings import load_settings
-    from onnx_ops.wiring import connect
+    from onnx_ops.app import connect
+    from onnx_ops.config.settings import load_settings
 
     with Scratch() as folder:
         yield model_file(connect(load_settings()).models.path(place, folder / "model"))
 
 
 def _write(path: Path, output: Path, entries: list[str]) -> None:
-    from onnx_ops.graph.metadata import write_copy
+    from onnx_ops.onnx_graph.metadata import write_copy
 
     values = {}
     for entry in entries:

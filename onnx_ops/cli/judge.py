@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from onnx_ops.domain.gate import MetricGate
     from onnx_ops.ports import Dataset, Ports
     from onnx_ops.reporting.judgement import Heading
-    from onnx_ops.stages.judge import Judgement, Setting
-    from onnx_ops.stages.probing import Samples
+    from onnx_ops.tools.judge import Judgement, Setting
+    from onnx_ops.tools.probing import Samples
 
 _SHOWN = 3
 """Reasons that are printed; the table holds all verdicts."""
@@ -96,15 +96,15 @@ def judge(
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
     from onnx_ops.adapters.runtimes.shielded import shielded_runtime
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspecting import local_model
     from onnx_ops.cli.tools import telling
-    from onnx_ops.graph.kind import read_candidate_kind
+    from onnx_ops.config.builtin import find_target
+    from onnx_ops.onnx_graph.kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
-    from onnx_ops.spec.builtin import find_target
-    from onnx_ops.stages.compare import REFERENCE
-    from onnx_ops.stages.judge import JudgeRequest, judge_candidate
-    from onnx_ops.stages.probing import fixed_by, shared_inputs
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.tools.compare import REFERENCE
+    from onnx_ops.tools.judge import JudgeRequest, judge_candidate
+    from onnx_ops.tools.probing import fixed_by, shared_inputs
 
     part = _part(only)
     batches, regression, drop = (
@@ -171,7 +171,7 @@ def judge(
 
 def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, Path, list[str]]:
     """The files, with casts around one that takes other floats than the baseline, or bfloat16; and notes on these."""
-    from onnx_ops.graph.boundary_casts import read_types, write_with_casts
+    from onnx_ops.onnx_graph.boundary_casts import read_types, write_with_casts
     from onnx_ops.scratch import Scratch
 
     wanted, folder = read_types(baseline), stack.enter_context(Scratch())
@@ -188,7 +188,7 @@ def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path
 def _of_files(found: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
     """The same with digests and sizes of the files that were given."""
     from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.graph.inspect import info
+    from onnx_ops.onnx_graph.inspect import info
 
     digests = digest_file(given[0]), digest_file(given[1])
     sizes = info(given[0]).size_bytes, info(given[1]).size_bytes
@@ -202,7 +202,7 @@ def _part(only: str | None) -> Literal["parity", "latency"] | None:
 
 
 def _share(text: str | None, option: str) -> float | None:
-    from onnx_ops.spec.quantities import parse_quantity
+    from onnx_ops.config.quantities import parse_quantity
 
     if text is None:
         return None
@@ -247,10 +247,10 @@ def _sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
 
 def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorSpec, ...]) -> Dataset:
     """All rows of the file, with labels if they are named."""
+    from onnx_ops.config.words import did_you_mean
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.ports import Dataset
-    from onnx_ops.spec.words import did_you_mean
-    from onnx_ops.stages.probing import brought
+    from onnx_ops.tools.probing import brought
 
     if not data.is_file():
         raise NotFound("no such file", where=str(data))
@@ -269,9 +269,9 @@ def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorS
 
 
 def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
+    from onnx_ops.config.functions import function_problem
+    from onnx_ops.config.words import did_you_mean
     from onnx_ops.domain.metric import METRICS
-    from onnx_ops.spec.functions import function_problem
-    from onnx_ops.spec.words import did_you_mean
 
     known = [str(one) for one in METRICS]
     if name is not None and ":" in name:
@@ -290,7 +290,7 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
 
 def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool) -> MetricGate:
     """The gate of the metric that was named, or that fits the labels."""
-    from onnx_ops.stages.judge import metric_gate
+    from onnx_ops.tools.judge import metric_gate
 
     label = dataset.label if dataset is not None else None
     if name is None and label is not None:
@@ -303,7 +303,7 @@ def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_
 
 
 def _functions(gate: MetricGate) -> Mapping[str, Any]:
-    from onnx_ops.stages.usercode import importable, load_function
+    from onnx_ops.measure.user_code import importable, load_function
 
     if not gate.use:
         return {}
@@ -323,9 +323,9 @@ def _settings(
     where: str,
 ) -> list[Setting]:
     """Every shape with every batch; one that a model insists on is the only one."""
-    from onnx_ops.graph.input_bounds import input_bounds
-    from onnx_ops.stages.judge import Setting
-    from onnx_ops.stages.probing import brought, made_up
+    from onnx_ops.onnx_graph.input_bounds import input_bounds
+    from onnx_ops.tools.judge import Setting
+    from onnx_ops.tools.probing import brought, made_up
 
     if dataset is not None and sweep:
         raise UserError("--dim is for made-up rows, and --data brings its own", where="--dim")

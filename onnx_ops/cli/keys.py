@@ -15,9 +15,9 @@ from onnx_ops.errors import Refused, ServiceUnavailable
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.signers.keyring import Keyring, KnownKey
-    from onnx_ops.operations.dependents import Dependent
+    from onnx_ops.config.settings import Settings
     from onnx_ops.ports import Ports
-    from onnx_ops.settings import Settings
+    from onnx_ops.release.dependents import Dependent
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -100,7 +100,7 @@ def retire(
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.app.project import open_project
 
     project = open_project()
     keyring = _keyring(project.settings)
@@ -126,7 +126,7 @@ def retire(
 
 def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Dependent, ...]:
     """Whoever insists may retire a stolen key while the registry is down."""
-    from onnx_ops.operations.dependents import dependents
+    from onnx_ops.release.dependents import dependents
 
     try:
         return dependents(ports, known.key)
@@ -138,7 +138,7 @@ def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Depe
 
 
 def _settings() -> Settings:
-    from onnx_ops.settings import load_settings
+    from onnx_ops.config.settings import load_settings
 
     return load_settings()
 

@@ -28,10 +28,10 @@ def doctor(
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.diagnosis import CHECKS, diagnose, diagnose_provider
     from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import doctor_table
-    from onnx_ops.wiring.project import open_project
 
     project = open_project()
     with working("doctor", provider or CHECKS[0], *([] if provider else CHECKS[1:]), quiet=as_json) as progress:
@@ -55,10 +55,10 @@ def targets(as_json: AsJson = False) -> None:
     """
     from dataclasses import asdict
 
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import targets_table
     from onnx_ops.cli.targeting import tell_targets
-    from onnx_ops.wiring.project import open_project
 
     with working("targets", "building a session for each", quiet=as_json):
         told = list(tell_targets(open_project()))

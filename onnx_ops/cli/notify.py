@@ -13,7 +13,7 @@ from onnx_ops.cli.terminal import say
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
-    from onnx_ops.operations.notify import Told
+    from onnx_ops.release.notify import Told
 
 REMEDY = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/notifications.md.'
 
@@ -30,9 +30,9 @@ def notify(
 
     Example: onnx-ops notify --test
     """
-    from onnx_ops.operations.journal import Journal, bound_endpoints
-    from onnx_ops.operations.notify import notify_each, notify_test
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.journal import Journal, bound_endpoints
+    from onnx_ops.release.notify import notify_each, notify_test
 
     ports = open_project().ports
     if not ports.notifiers():

@@ -72,7 +72,7 @@ def check(
 
     Example: onnx-ops check configs/pipelines/*.yaml
     """
-    from onnx_ops.wiring import project as projects
+    from onnx_ops.app import project as projects
 
     project = projects.open_project()
     problems: list[Problem] = []
@@ -107,8 +107,8 @@ def plan(
 
     Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
     """
+    from onnx_ops.app import project as projects
     from onnx_ops.cli.tables import plan_table
-    from onnx_ops.wiring import project as projects
 
     project = projects.open_project()
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
@@ -161,9 +161,9 @@ def run(
 
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
+    from onnx_ops.app import project as projects
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
-    from onnx_ops.wiring import project as projects
 
     project = projects.open_project()
     if len(files) > 1:
@@ -187,9 +187,9 @@ def run(
         for note in prepared.notes:
             say(note, err=True)
     observer = None if as_json or quiet else _progress(jobs)
-    from onnx_ops.stages.pairs import compare_rows
-    from onnx_ops.wiring.history import find_base
-    from onnx_ops.wiring.summary import evidence_of, summarise
+    from onnx_ops.app.history import find_base
+    from onnx_ops.app.summary import evidence_of, summarise
+    from onnx_ops.measure.pairs import compare_rows
 
     name, store = prepared.pipeline.pipeline, project.ports.store
     against = find_base(project.settings.root, store, name, base) if base else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.quantities import Json
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Ports, Tensors
-    from onnx_ops.stages.derive import Derived
+    from onnx_ops.tools.derive import Derived
 
 
 @reported
@@ -73,12 +73,12 @@ def quantize(
 
     Example: onnx-ops quantize model.onnx best.onnx --method auto --tune tune.npz --budget metric_drop=0.5%
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.tools import telling
+    from onnx_ops.config.builtin import find_target
     from onnx_ops.domain.pipeline import Quantize
     from onnx_ops.domain.search import AUTO
-    from onnx_ops.spec.builtin import find_target
-    from onnx_ops.stages.derive import derive
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.tools.derive import derive
 
     project = open_project()
     ports = project.ports
@@ -140,7 +140,7 @@ def _options(texts: list[str]) -> dict[str, Json]:
 
 def _rows(ports: Ports, model: Path, data: Path, samples: int) -> Tensors:
     from onnx_ops.cli.tools import read_rows
-    from onnx_ops.graph.inspect import info
+    from onnx_ops.onnx_graph.inspect import info
 
     return read_rows(info(model).inputs, ports, data, samples).rows
 

@@ -27,11 +27,11 @@ def explain(
 
     Example: onnx-ops explain digits-mlp/3 --target cpu-1t
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import explanation_report
     from onnx_ops.domain.gate import combine
-    from onnx_ops.operations.explain import explain as judge_again
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.release.explain import explain as judge_again
 
     model, number = version_of(version, "explain")
     with working("explain", "reading the evidence", quiet=as_json):
@@ -59,11 +59,11 @@ def promote(
 
     Example: onnx-ops promote digits-mlp 3 --target cpu-1t --reason "better on zeros"
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
-    from onnx_ops.operations.notify import notify_each
-    from onnx_ops.operations.promote import promote as make_challenger
-    from onnx_ops.operations.reconcile import settle_each
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.release.notify import notify_each
+    from onnx_ops.release.promote import promote as make_challenger
+    from onnx_ops.release.reconcile import settle_each
 
     ports = open_project().ports
     with working("promote", "registry", "endpoints", "notifications", quiet=as_json) as progress:
@@ -109,11 +109,11 @@ def reconcile(
 
     Example: onnx-ops reconcile --watch --every 5s --listen 127.0.0.1:8650
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
-    from onnx_ops.operations.journal import bound_endpoints, readable
-    from onnx_ops.operations.notify import notify_each
-    from onnx_ops.operations.reconcile import settle_owed
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.release.journal import bound_endpoints, readable
+    from onnx_ops.release.notify import notify_each
+    from onnx_ops.release.reconcile import settle_owed
 
     if watch:
         from onnx_ops.cli.watching import keep_watching

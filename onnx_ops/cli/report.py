@@ -28,8 +28,8 @@ def report(
 
     Example: onnx-ops report digits-mlp/3 --output report.html
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
-    from onnx_ops.wiring.project import open_project
 
     model, number = version_of(version, "report")
     with working("report", "fetching the report", quiet=as_json):

@@ -17,9 +17,9 @@ from onnx_ops.errors import OnnxOpsError, StillOwed, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
-    from onnx_ops.operations.rollback import Rolled
+    from onnx_ops.app.project import Project
     from onnx_ops.ports import Ports
-    from onnx_ops.wiring.project import Project
+    from onnx_ops.release.rollback import Rolled
 
 _REGISTRY_LOG, _NOTIFY_LOG = "registry.log", "notify.log"
 """In the state folder: what became of the aliases that a rollback left to be written, and of telling people."""
@@ -58,8 +58,8 @@ def rollback(
 
     Example: onnx-ops rollback --all --model digits-mlp --reason "wrong on sevens"
     """
-    from onnx_ops.operations.rollback import chosen, roll_back_each
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.rollback import chosen, roll_back_each
 
     project = open_project()
     ports, names = project.ports, tuple(endpoints or ())
@@ -88,7 +88,7 @@ def rollback(
 
 
 def _withdraw(ports: Ports, names: Sequence[str], reason: str, actor: str, *, as_json: bool) -> None:
-    from onnx_ops.operations.rollback import withdraw
+    from onnx_ops.release.rollback import withdraw
 
     if not names:
         raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
@@ -112,7 +112,7 @@ def _tell(moved: Mapping[str, Rolled], errors: Mapping[str, OnnxOpsError]) -> No
 
 def _settle(project: Project, names: Sequence[str], actor: str) -> dict[str, str]:
     """Why the registry does not say it yet, by endpoint."""
-    from onnx_ops.operations.reconcile import tell_registry
+    from onnx_ops.release.reconcile import tell_registry
 
     told = {name: tell_registry(project.ports, name, actor=actor) for name in names}
     return {name: f"registry pending: {why}\n  later: onnx-ops reconcile {name}" for name, why in told.items() if why}
@@ -141,7 +141,7 @@ def _tell_people(project: Project, names: Sequence[str], *, wait: bool) -> None:
     if not wait:
         _in_background(project, ("notify",), names, _NOTIFY_LOG)
         return
-    from onnx_ops.operations.notify import notify_each
+    from onnx_ops.release.notify import notify_each
 
     for told in notify_each(project.ports, names):
         if told.trouble:

@@ -17,8 +17,8 @@ from onnx_ops.errors import UserError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from onnx_ops.operations.rollout_view import RolloutView
     from onnx_ops.ports import Ports
+    from onnx_ops.release.rollout_view import RolloutView
 
 
 class RolloutWord(StrEnum):
@@ -51,11 +51,11 @@ def rollout(
 
     Example: onnx-ops rollout resume digits-cnn
     """
+    from onnx_ops.app.project import open_project
     from onnx_ops.domain.rollout import Word
-    from onnx_ops.operations.notify import notify_each
-    from onnx_ops.operations.reconcile import settle
-    from onnx_ops.operations.rollback import roll_back_each, say
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.release.notify import notify_each
+    from onnx_ops.release.reconcile import settle
+    from onnx_ops.release.rollback import roll_back_each, say
 
     ports = open_project().ports
     if word is RolloutWord.STATUS:
@@ -81,7 +81,7 @@ def rollout(
 
 
 def _status(ports: Ports, endpoint: str, *, watch: bool, every: str, as_json: bool) -> None:
-    from onnx_ops.operations.rollout_view import view
+    from onnx_ops.release.rollout_view import view
 
     pause_s = duration(every, "--every")
     seen = view(ports, endpoint)
@@ -103,7 +103,7 @@ def _follow(ports: Ports, seen: RolloutView | None, pause_s: float, *, as_json: 
     """Show the rollout until it ends: in place on a terminal, as lines of JSON, or what is new where neither is."""
     from rich.live import Live
 
-    from onnx_ops.operations.rollout_view import view
+    from onnx_ops.release.rollout_view import view
 
     live = Live(console=_console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
     last = ""

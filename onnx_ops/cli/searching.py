@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.search import Budget
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Dataset, Ports, Tensors
-    from onnx_ops.stages.derive import Derived
+    from onnx_ops.tools.derive import Derived
 
 ROWS = 512
 """Most rows that it decides by."""
@@ -47,7 +47,7 @@ def quantize_by_search(
     """Find the variant, write it, and beside it everything that was tried."""
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.domain.search import AUTO, ROLES
-    from onnx_ops.stages.derive_searched import Order, derive_searched
+    from onnx_ops.tools.derive_searched import Order, derive_searched
 
     if section.exclude or section.options:
         raise UserError(f"method {AUTO} finds its own", where="--exclude, --option", remedy="Leave them out.")
@@ -83,8 +83,8 @@ def _metric(name: str) -> MetricDefinition:
 def _budget(texts: tuple[str, ...]) -> Budget:
     from annotated_types import Unit
 
+    from onnx_ops.config.quantities import parse_quantity
     from onnx_ops.domain.search import Budget
-    from onnx_ops.spec.quantities import parse_quantity
 
     hints = get_type_hints(Budget, include_extras=True)
     found: dict[str, Any] = {}
@@ -110,9 +110,9 @@ def _parts(hint: Any) -> list[Any]:
 
 def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset:
     from onnx_ops.domain.pipeline import FileData
-    from onnx_ops.graph.inspect import info
+    from onnx_ops.onnx_graph.inspect import info
     from onnx_ops.ports import Dataset
-    from onnx_ops.stages.probing import brought
+    from onnx_ops.tools.probing import brought
 
     path = tuning.tune
     if path is None:

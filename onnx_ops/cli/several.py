@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnx_ops import codec
+from onnx_ops.app.batch import Ended, run_files, worst
+from onnx_ops.app.project import Project
 from onnx_ops.cli.common import answer
 from onnx_ops.cli.progress import Lines
 from onnx_ops.cli.tables import choice_lines
 from onnx_ops.cli.terminal import console, error_console, print_error, print_text
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.wiring.batch import Ended, run_files, worst
-from onnx_ops.wiring.project import Project
 
 
 def run_several(

@@ -13,7 +13,7 @@ from onnx_ops.cli.terminal import say
 from onnx_ops.errors import OnnxOpsError
 
 if TYPE_CHECKING:
-    from onnx_ops.operations.reconcile import StepReport
+    from onnx_ops.release.reconcile import StepReport
 
 
 def tell_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None) -> None:

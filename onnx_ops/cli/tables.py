@@ -16,16 +16,16 @@ from onnx_ops.reporting.description import ResultRow, result_table
 from onnx_ops.reporting.figures import format_figure, format_interval
 
 if TYPE_CHECKING:
+    from onnx_ops.app.project import Project
+    from onnx_ops.app.summary import Summary
     from onnx_ops.cli.targeting import Told
     from onnx_ops.domain.drift import Drift
     from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.finding import Finding
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice
-    from onnx_ops.operations.explain import Explanation
+    from onnx_ops.release.explain import Explanation
     from onnx_ops.reporting.comparison import ModelComparison
-    from onnx_ops.wiring.project import Project
-    from onnx_ops.wiring.summary import Summary
 
 _REASONS = 2
 """Failed gates of a variant that the short report explains."""
@@ -279,8 +279,8 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
         command = f"onnx-ops promote {registration.model} {version} --target {target}"
         print_text(out, f"Awaiting promotion on {escape(target)}: set alias challenger-{escape(target)} in MLflow, or")
         out.print(f"  {escape(command)}", soft_wrap=True)
-    from onnx_ops.operations.journal import siblings
-    from onnx_ops.wiring.summary import where_to_read
+    from onnx_ops.app.summary import where_to_read
+    from onnx_ops.release.journal import siblings
 
     for target in dict.fromkeys(c.target for c in summary.choices):
         for state in siblings(project.ports, registration.model, target):

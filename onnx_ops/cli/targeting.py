@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onnx_ops.app.project import Project
+from onnx_ops.config.targets import profile_names
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, SpecError
+from onnx_ops.measure.machine import fitting
 from onnx_ops.ports import Runtime
 from onnx_ops.scratch import Scratch
-from onnx_ops.spec.targets import profile_names
-from onnx_ops.stages.machine import fitting
-from onnx_ops.wiring.project import Project
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.structure import Advice
 from onnx_ops.reporting.figures import format_figure, format_interval
 from onnx_ops.reporting.structure import advice_lines
-from onnx_ops.stages.bench import Alone, Figure
+from onnx_ops.tools.bench import Alone, Figure
 
 _RUNS = "single runs that kept their core"
 _PROCESSES = "fresh processes, file in the page cache; median"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Ports
-    from onnx_ops.stages.probing import Samples
+    from onnx_ops.tools.probing import Samples
 
 Tell = Callable[[str], None]
 
@@ -64,10 +64,10 @@ def bench(
     """
     from onnx_ops.cli.tool_reports import alone_document, alone_report
     from onnx_ops.domain.measuring import asked_by
-    from onnx_ops.graph.boundary_casts import read_types, write_with_casts
+    from onnx_ops.onnx_graph.boundary_casts import read_types, write_with_casts
     from onnx_ops.scratch import Scratch
-    from onnx_ops.stages.bench import bench as use_case
-    from onnx_ops.stages.bench_pair import pair_gates
+    from onnx_ops.tools.bench import bench as use_case
+    from onnx_ops.tools.bench_pair import pair_gates
 
     gates = pair_gates(None, concurrency=concurrency, cold=cold)
     ports, chosen = _bench_of(target)
@@ -97,16 +97,16 @@ def bench(
 
 def _bench_of(name: str) -> tuple[Ports, Target]:
     """The outside world and the target, in a project or anywhere else."""
-    from onnx_ops.spec.builtin import find_target
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.app.project import open_project
+    from onnx_ops.config.builtin import find_target
 
     project = open_project()
     return project.ports, find_target(name, project.targets)
 
 
 def _samples(model: Path, ports: Ports, data: Path | None, dims: list[str] | None, *, rows: int, seed: int) -> Samples:
-    from onnx_ops.graph.input_bounds import input_bounds
-    from onnx_ops.stages.probing import made_up, shared_inputs
+    from onnx_ops.onnx_graph.input_bounds import input_bounds
+    from onnx_ops.tools.probing import made_up, shared_inputs
 
     inputs, sizes = shared_inputs(model), sizes_of(dims or [])
     if data is None:
@@ -119,7 +119,7 @@ def _samples(model: Path, ports: Ports, data: Path | None, dims: list[str] | Non
 def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: int) -> Samples:
     """The first rows of a .npz file, checked against the inputs of a model."""
     from onnx_ops.domain.pipeline import FileData
-    from onnx_ops.stages.probing import brought
+    from onnx_ops.tools.probing import brought
 
     if not data.is_file():
         raise NotFound("no such file", where=str(data))

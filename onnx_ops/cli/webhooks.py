@@ -45,7 +45,7 @@ def webhooks(
     """
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
     from onnx_ops.adapters.webhooks.secret import make_secret
-    from onnx_ops.wiring.project import open_project
+    from onnx_ops.app.project import open_project
 
     settings = open_project().settings
     ours = MlflowWebhooks(settings.tracking_uri, name)

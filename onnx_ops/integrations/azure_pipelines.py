@@ -14,13 +14,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from onnx_ops.app.affected import knows_commit
+from onnx_ops.app.project import open_project
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.integrations.commits import judge_change, results
 from onnx_ops.reporting.pull_request import overall, page, title
-from onnx_ops.wiring.affected import knows_commit
-from onnx_ops.wiring.project import open_project
 
 PAGE = "onnx-ops.md"
 

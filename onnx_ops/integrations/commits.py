@@ -9,22 +9,22 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from onnx_ops import codec
+from onnx_ops.app.affected import Affected, affected, changed_since
+from onnx_ops.app.history import base_branch, find_base, provenance_of, share_commit, take_commits
+from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.summary import Summary, evidence_of, summarise
+from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Verdict, combine
 from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.domain.release import BaseRelease, Provenance
 from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, UserError
+from onnx_ops.measure.pairs import compare_rows
 from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_lines
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, title
-from onnx_ops.settings import Settings
-from onnx_ops.stages.pairs import compare_rows
-from onnx_ops.wiring.affected import Affected, affected, changed_since
-from onnx_ops.wiring.history import base_branch, find_base, provenance_of, share_commit, take_commits
-from onnx_ops.wiring.project import Project, execute, open_project, prepare
-from onnx_ops.wiring.summary import Summary, evidence_of, summarise
 
 RESULTS = "results.json"
 

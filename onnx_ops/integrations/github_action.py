@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.github import REPOSITORY, Repository, plain
+from onnx_ops.app.affected import knows_commit
+from onnx_ops.app.project import open_project
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.integrations.commits import judge_change, results
 from onnx_ops.reporting.description import markdown
 from onnx_ops.reporting.pull_request import Checked, overall, page, title
-from onnx_ops.wiring.affected import knows_commit
-from onnx_ops.wiring.project import open_project
 
 MARK = "<!-- onnx-ops: what this commit does to its models -->"
 """By it the one comment of a pull request is found again."""

@@ -23,7 +23,7 @@ class RunContext:
         return bool(_flow_run())
 
     def tags(self) -> dict[str, str]:
-        from onnx_ops.wiring import git_sha
+        from onnx_ops.app import git_sha
 
         tags = {"prefect.flow_run": _flow_run(), "git.sha": git_sha(Path.cwd())}
         return {name: value for name, value in tags.items() if value}

@@ -19,6 +19,8 @@ from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ErrorCode
 
+from onnx_ops.app.handler import at_rest
+from onnx_ops.app.project import Project, open_project
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import RolloutPolicy, alias
 from onnx_ops.errors import (
@@ -32,13 +34,11 @@ from onnx_ops.errors import (
     UserError,
     quoted,
 )
-from onnx_ops.operations.delete import delete
-from onnx_ops.operations.journal import Journal, bound_endpoints
-from onnx_ops.operations.promote import configure, promote
-from onnx_ops.operations.reconcile import settle
-from onnx_ops.operations.status import status
-from onnx_ops.wiring.handler import at_rest
-from onnx_ops.wiring.project import Project, open_project
+from onnx_ops.release.delete import delete
+from onnx_ops.release.journal import Journal, bound_endpoints
+from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.reconcile import settle
+from onnx_ops.release.status import status
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
 
+from onnx_ops.app.summary import Summary, where_to_read
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.release import Choice
 from onnx_ops.reporting.description import ResultRow, result_table
 from onnx_ops.reporting.html import variants_picture
-from onnx_ops.wiring.summary import Summary, where_to_read
 
 
 def publish_tables(summary: Summary) -> None:

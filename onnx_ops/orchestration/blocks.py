@@ -1,8 +1,8 @@
 """Blocks of Prefect's that hold where a project's services are, and the secrets that open them.
 
 Prefect's server and workers import this module when they start (entry point `prefect.collections`), so it stays light.
-A block gives environment variables that `onnx_ops.settings`, MLflow and the clouds' SDKs read by themselves; nothing
-else has to know of blocks.
+A block gives environment variables that `onnx_ops.config.settings`, MLflow and the clouds' SDKs read by themselves;
+nothing else has to know of blocks.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
 
 
 def _check(folder: Path, names: Iterable[str]) -> None:
-    from onnx_ops.spec import TargetFiles
+    from onnx_ops.config import TargetFiles
 
     files = TargetFiles(folder, folder)
     for name in names:

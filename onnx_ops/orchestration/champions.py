@@ -9,13 +9,13 @@ from prefect import State
 from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed
 
+from onnx_ops.app.champions import Reign, measure_again, reigns
+from onnx_ops.app.remote import Perform
 from onnx_ops.domain.drift import Drift, exit_code, notice_of
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.operations.notify import notify_now
 from onnx_ops.orchestration.tasks import run_as_task
 from onnx_ops.ports import Ports
-from onnx_ops.wiring.champions import Reign, measure_again, reigns
-from onnx_ops.wiring.remote import Perform
+from onnx_ops.release.notify import notify_now
 
 DRIFTED = "Drifted"
 _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}

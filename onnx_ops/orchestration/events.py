@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from onnx_ops.app.summary import Summary
 from onnx_ops.domain.artifact import hex_of
 from onnx_ops.domain.event import GATE_FAILED, PREFIX, REGISTERED, Event, event_of, model_id
 from onnx_ops.domain.gate import Verdict
@@ -17,7 +18,6 @@ from onnx_ops.domain.pipeline import Pipeline, StageStatus
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, UserError
 from onnx_ops.plugins import EXTRAS
 from onnx_ops.ports import Ports
-from onnx_ops.wiring.summary import Summary
 
 if TYPE_CHECKING:
     from prefect.events import Event as PrefectEvent

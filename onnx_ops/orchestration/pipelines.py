@@ -9,18 +9,18 @@ from typing import Any
 from prefect import State
 from prefect.states import Completed, Failed
 
+from onnx_ops.app.affected import affected, changed_since
+from onnx_ops.app.project import Project, execute, prepare
+from onnx_ops.app.summary import evidence_of, summarise
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.operations.notify import notify_each
 from onnx_ops.orchestration.artifacts import publish_pictures, publish_tables
 from onnx_ops.orchestration.events import tell_run
 from onnx_ops.orchestration.executor import PrefectExecutor
 from onnx_ops.orchestration.flows import actor, conclusion, together
 from onnx_ops.orchestration.progress import Progress
 from onnx_ops.orchestration.tasks import failed
-from onnx_ops.wiring.affected import affected, changed_since
-from onnx_ops.wiring.project import Project, execute, prepare
-from onnx_ops.wiring.summary import evidence_of, summarise
+from onnx_ops.release.notify import notify_each
 
 
 def lead(

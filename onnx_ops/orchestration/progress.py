@@ -11,7 +11,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_logger
 
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
-from onnx_ops.engine import Silent
+from onnx_ops.pipeline import Silent
 
 
 class Progress(Silent):

@@ -13,12 +13,12 @@ from prefect.states import Completed, Failed
 
 from onnx_ops.domain.rollout import ActionKind
 from onnx_ops.errors import Conflict, OnnxOpsError, UserError
-from onnx_ops.operations.journal import Journal
-from onnx_ops.operations.notify import notify_each
-from onnx_ops.operations.reconcile import StepReport, settle
-from onnx_ops.operations.trace import Trace, trace
 from onnx_ops.orchestration.tasks import failed, run_as_task
 from onnx_ops.ports import Ports
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.notify import notify_each
+from onnx_ops.release.reconcile import StepReport, settle
+from onnx_ops.release.trace import Trace, trace
 from onnx_ops.reporting.evidence_plot import as_data_url, evidence_svg
 
 _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
@@ -119,7 +119,7 @@ def _end(
 
 
 def _plot(found: Trace) -> str:
-    from onnx_ops.analysis.rollout.judge import paths
+    from onnx_ops.statistics.rollout.judge import paths
 
     return evidence_svg(paths(found.observations, found.policy)) if found.observations is not None else ""
 
@@ -140,7 +140,7 @@ def _cell(text: str) -> str:
 
 
 def _seconds(text: str, name: str) -> float:
-    from onnx_ops.spec.quantities import parse_quantity
+    from onnx_ops.config.quantities import parse_quantity
 
     try:
         return float(parse_quantity(text, "s"))

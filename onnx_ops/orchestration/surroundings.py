@@ -11,11 +11,11 @@ from pathlib import Path
 from prefect.settings.base import PrefectBaseSettings, build_settings_config
 from pydantic import Field
 
+from onnx_ops.app.project import Project, open_project
 from onnx_ops.errors import UserError
 from onnx_ops.orchestration.blocks import EnvironmentBlock, load_block
 from onnx_ops.orchestration.events import telling
 from onnx_ops.scratch import Scratch
-from onnx_ops.wiring.project import Project, open_project
 
 
 class CollectionSettings(PrefectBaseSettings):

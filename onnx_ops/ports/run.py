@@ -66,7 +66,7 @@ class Pools(Protocol):
         Args:
             pool: its name.
             title: what people see of it.
-            request: what the worker's `wiring.remote.answer` takes.
+            request: what the worker's `app.remote.answer` takes.
             timeout: seconds from the start of the work; None for no limit.
 
         Raises:

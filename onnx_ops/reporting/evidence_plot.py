@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from onnx_ops.analysis.rollout.judge import EvidencePath
 from onnx_ops.reporting.style import STYLE
 from onnx_ops.reporting.svg import Axis, Chart, axis_around
+from onnx_ops.statistics.rollout.judge import EvidencePath
 
 _FAR = 3.0
 """How far below zero, and above the limit, evidence is drawn; what lies beyond is at the edge."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from onnx_ops.analysis.latency import compare
 from onnx_ops.domain.artifact import Digest, short
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.reporting.figures import NOTHING, format_figure, result_figure, result_interval
+from onnx_ops.statistics.latency import compare
 
 _HEADS = ("gate", "metric", "verdict", "limit", "estimate", "interval", "n", "noise", "reason")
 """The verdict stands early: on a phone the first columns are what is seen."""

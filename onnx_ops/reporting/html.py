@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from onnx_ops import codec
-from onnx_ops.analysis.choice import prospects
 from onnx_ops.domain.artifact import Digest, digest_bytes, short
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, Verdict, combine
@@ -30,6 +29,7 @@ from onnx_ops.reporting.ratio_plots import measured_ratio, ratio_figure
 from onnx_ops.reporting.searches import search_section
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.style import STYLE
+from onnx_ops.statistics.choice import prospects
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MEANING = {

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from onnx_ops.analysis.agreement import value_interval
-from onnx_ops.analysis.latency import quantile_gate
-from onnx_ops.analysis.rules.metric import INDEPENDENCE
 from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.metric import ACCURACY, METRICS
 from onnx_ops.reporting.figures import format_figure, format_interval
+from onnx_ops.statistics.agreement import value_interval
+from onnx_ops.statistics.latency import quantile_gate
+from onnx_ops.statistics.rules.metric import INDEPENDENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

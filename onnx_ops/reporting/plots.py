@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnx_ops.analysis.parity import with_pooled_noise
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement
 from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.reporting.figures import format_figure, number, scale_for
 from onnx_ops.reporting.measured import median_latency, task_metric
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, room_for
+from onnx_ops.statistics.parity import with_pooled_noise
 
 SERIES = 6
 """Colours that the page has for variants; more variants use them again, told apart by their dashes."""

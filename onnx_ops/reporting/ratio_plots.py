@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onnx_ops.analysis.latency import ALPHA, compare
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, gate_of
 from onnx_ops.domain.gate import Decision
 from onnx_ops.reporting.figures import number
 from onnx_ops.reporting.measured import Measured
 from onnx_ops.reporting.plots import Figure, limit_of, share
 from onnx_ops.reporting.svg import Axis, Chart, axis_around
+from onnx_ops.statistics.latency import ALPHA, compare
 
 _LARGEST_LOG = 50.0
 _OF = {"load": "load time", "first": "first inference", "peak": "peak memory"}

@@ -11,16 +11,16 @@ import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatch, MeasurementFailure, NotFound, SpecError, UserError
-from onnx_ops.graph.check import foreign, lacking, refusal
-from onnx_ops.graph.files import read_structure
-from onnx_ops.spec.targets import TargetFiles
-from onnx_ops.stages.bench import facts_of
-from onnx_ops.stages.compare import compare
-from onnx_ops.stages.probing import made_up, shared_inputs
+from onnx_ops.onnx_graph.check import foreign, lacking, refusal
+from onnx_ops.onnx_graph.files import read_structure
+from onnx_ops.tools.bench import facts_of
+from onnx_ops.tools.compare import compare
+from onnx_ops.tools.probing import made_up, shared_inputs
 from tests.support.operators import build_library, write_softsign
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"

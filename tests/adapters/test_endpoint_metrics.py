@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from onnx_ops.adapters.server_metrics import ServerMetrics
-from onnx_ops.analysis.rollout import freeze
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, UnitSums, interval
@@ -21,6 +20,7 @@ from onnx_ops.serving import shared as slab
 from onnx_ops.serving.counts import counted
 from onnx_ops.serving.shared import BOUNDS_S, Shared, observe
 from onnx_ops.serving.user_counts import UserCounts
+from onnx_ops.statistics.rollout import freeze
 
 CONFIG = EndpointConfig(
     endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"

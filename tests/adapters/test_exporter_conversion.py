@@ -16,16 +16,16 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.graph.brought import brought_problems
-from onnx_ops.graph.check import full_check
-from onnx_ops.graph.inspect import info
-from onnx_ops.graph.metadata import read_lineage
+from onnx_ops.onnx_graph.brought import brought_problems
+from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.metadata import read_lineage
+from onnx_ops.pipeline.stages.asking import ask_source
 from onnx_ops.ports import ExportRequest
-from onnx_ops.stages.asking import ask_source
-from onnx_ops.stages.compare import compare
-from onnx_ops.stages.probing import made_up, shared_inputs
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_perceptron
+from onnx_ops.tools.compare import compare
+from onnx_ops.tools.probing import made_up, shared_inputs
 from tests.support.external import write_external
 from tests.support.forks import fork_context
 from tests.support.golden import Golden

@@ -9,7 +9,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from onnx_ops.adapters.metrics.prometheus import PrometheusMetrics
-from onnx_ops.analysis.rollout import freeze
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, interval
@@ -17,6 +16,7 @@ from onnx_ops.errors import ServiceUnavailable, UserError
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.shared import BOUNDS_S, STEPS, Shared, observe
+from onnx_ops.statistics.rollout import freeze
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
 
 CONFIG = EndpointConfig(

@@ -13,13 +13,13 @@ import pytest
 
 from onnx_ops.adapters.isolation.optimizer import IsolatedOptimizer
 from onnx_ops.adapters.optimizers.olive import OliveOptimizer
+from onnx_ops.app.affected import affected
+from onnx_ops.app.project import open_project, prepare
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.errors import NotFound, OnnxOpsError, Refused, SpecError, StageFailure, UserError
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
-from onnx_ops.wiring.affected import affected
-from onnx_ops.wiring.project import open_project, prepare
 
 STATIC: dict[str, Any] = {"type": "OnnxStaticQuantization", "data_config": "their_rows"}
 CONFIG: dict[str, Any] = {

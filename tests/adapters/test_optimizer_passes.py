@@ -21,13 +21,13 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MissingPackage, StageFailure, UserError
-from onnx_ops.graph.files import nodes, read_structure
-from onnx_ops.graph.inspect import info
+from onnx_ops.onnx_graph.files import nodes, read_structure
+from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.ports import Optimizer, OptimizeRequest
-from onnx_ops.stages.compare import compare
-from onnx_ops.stages.probing import made_up, shared_inputs
 from onnx_ops.testing.models import write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
+from onnx_ops.tools.compare import compare
+from onnx_ops.tools.probing import made_up, shared_inputs
 from tests.support.forks import fork_context
 from tests.support.operators import write_softsign
 

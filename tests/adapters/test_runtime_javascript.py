@@ -22,7 +22,7 @@ from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
-from onnx_ops.graph.files import nodes, read_structure
+from onnx_ops.onnx_graph.files import nodes, read_structure
 from onnx_ops.ports import RaceSchedule, RewritingRuntime, Runtime
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite

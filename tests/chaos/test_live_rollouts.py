@@ -27,12 +27,12 @@ from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import ActionKind, RolloutPolicy
 from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
-from onnx_ops.operations.promote import configure, promote
-from onnx_ops.operations.reconcile import settle
-from onnx_ops.operations.rollback import roll_back
-from onnx_ops.operations.status import status
 from onnx_ops.ports import Ports
 from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
+from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.reconcile import settle
+from onnx_ops.release.rollback import roll_back
+from onnx_ops.release.status import status
 from onnx_ops.serving.run_time import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records

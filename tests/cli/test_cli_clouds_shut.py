@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.app.project import open_project
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
-from onnx_ops.operations.journal import Journal
-from onnx_ops.operations.promote import configure
 from onnx_ops.ports import Signer
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.promote import configure
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
-from onnx_ops.wiring.project import open_project
 from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.command import run_command
 from tests.support.extras import require
@@ -106,7 +106,7 @@ def test_a_command_says_what_to_do(name: str, stranger: str, tmp_path: Path, mon
     if name in ("prune", "reconcile"):  # those that ask the registry too, whose database takes seconds to make
         here = open_project()
         there = replace(here, ports=replace(here.ports, registry=FakeRegistry))
-        monkeypatch.setattr("onnx_ops.wiring.project.open_project", lambda: there)
+        monkeypatch.setattr("onnx_ops.app.project.open_project", lambda: there)
     command = [*COMMANDS[name]]
     if name == "doctor":
         command.append("azureml" if stranger == "azureml" else "sagemaker")

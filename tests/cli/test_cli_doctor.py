@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from onnx_ops import plugins
+from onnx_ops.app.project import open_project
 from onnx_ops.cli.diagnosis import CHECKS, diagnose
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.operations.promote import configure
+from onnx_ops.release.promote import configure
 from onnx_ops.testing.models import rows, write_perceptron
-from onnx_ops.wiring.project import open_project
 
 KEPT = """\
 pipeline: kept

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from onnx_ops.app.project import open_project
 from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.operations.promote import configure
-from onnx_ops.wiring.project import open_project
+from onnx_ops.release.promote import configure
 from tests.adapters.azureml_parts import config_of, inside
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.command import run_command

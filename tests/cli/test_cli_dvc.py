@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from onnx_ops.app.project import execute, open_project, prepare
 from onnx_ops.cli.main import app
-from onnx_ops.wiring.project import execute, open_project, prepare
 from tests.adapters.dvc_parts import Repository, dvc, source
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from onnx_ops.cli import rollout
 from onnx_ops.cli.common import print_json, reported
 from onnx_ops.cli.steps import exit_for
 from onnx_ops.errors import ServiceUnavailable, UserError
-from onnx_ops.operations.reconcile import StepReport
-from tests.operations.release_scenes import begun
+from onnx_ops.release.reconcile import StepReport
+from tests.release.release_scenes import begun
 
 QUIET = StepReport(endpoint="digits", did="", why="nothing to do", settled=True)
 REFUSED = StepReport(endpoint="digits", did="refused", why="it failed", settled=True, refused=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.cli.endpoint_tables import traffic_chart
-from onnx_ops.operations.status import HistoryLine
+from onnx_ops.release.status import HistoryLine
 
 
 def moved(at: str, why: str, **traffic: int) -> HistoryLine:

@@ -14,7 +14,7 @@ import pytest
 from onnx_ops import wiring
 from onnx_ops.domain.target import Target
 from tests.cli.tool_files import write_hostile, write_models
-from tests.stages.scripted import Scripted
+from tests.measure.scripted import Scripted
 from tests.support.command import Result, run_command
 from tests.support.golden import Golden, without_figures
 from tests.support.pairs import derive

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner
+from onnx_ops.app.project import open_project
 from onnx_ops.attestation import sign
 from onnx_ops.cli.main import app
 from onnx_ops.domain.artifact import short
-from onnx_ops.operations.promote import promote
+from onnx_ops.release.promote import promote
 from onnx_ops.testing.registries import publication
-from onnx_ops.wiring.project import open_project
 
 TARGET = "cpu-1t"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_ops.spec import functions
+from onnx_ops.config import functions
 from onnx_ops.testing.models import FEATURES
 from tests.cli.mistakes import COMMANDS, FILES, READY, ROWS, SHOP, Mistake, coded, rows, write_logarithm, write_project
 from tests.support.command import run_command

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from onnx_ops.app.project import Project
 from onnx_ops.cli.main import app
 from onnx_ops.cli.watching import _telling_people
-from onnx_ops.operations.bell import Bell
-from onnx_ops.operations.watch import Kind, Watcher, WatchReport
-from onnx_ops.settings import load_settings
+from onnx_ops.config.settings import load_settings
+from onnx_ops.release.bell import Bell
+from onnx_ops.release.watch import Kind, Watcher, WatchReport
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.inbox import Inbox, Reply
-from onnx_ops.wiring.project import Project
-from tests.operations.release_parts import Scene
+from tests.release.release_parts import Scene
 
 
 @pytest.fixture(autouse=True)

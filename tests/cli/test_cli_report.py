@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from onnx_ops.app import project
 from onnx_ops.cli.main import app
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.testing.fakes import FakeWorld
-from onnx_ops.wiring import project
 
 PAGE = "<!doctype html><title>é</title>"
 

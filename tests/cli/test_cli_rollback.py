@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from onnx_ops.app.project import open_project
 from onnx_ops.cli import rollback
 from onnx_ops.cli.main import app
-from onnx_ops.wiring.project import open_project
 from tests.support.extras import hide
 from tests.support.golden import Golden
 

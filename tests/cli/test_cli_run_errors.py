@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.analysis.choice import choose
+from onnx_ops.app.project import open_project
+from onnx_ops.app.summary import Summary
 from onnx_ops.cli.tables import summary_report
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.wiring.project import open_project
-from onnx_ops.wiring.summary import Summary
+from onnx_ops.statistics.choice import choose
 from tests.support.golden import Golden
 
 

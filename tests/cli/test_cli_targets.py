@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
+from onnx_ops.app.project import open_project
 from onnx_ops.cli.diagnosis import _providers
 from onnx_ops.cli.main import app
-from onnx_ops.spec.targets import profile_names
-from onnx_ops.wiring.project import open_project
+from onnx_ops.config.targets import profile_names
 
 Captured = pytest.CaptureFixture[str]
 

@@ -14,9 +14,9 @@ import pytest
 
 from onnx_ops import wiring
 from onnx_ops.domain.target import Target
-from onnx_ops.stages import load, starts
+from onnx_ops.measure import load, starts
 from tests.cli.tool_files import write_hostile, write_models
-from tests.stages.scripted import Scripted
+from tests.measure.scripted import Scripted
 from tests.support.command import Result, run_command
 from tests.support.external import write_external
 from tests.support.golden import Golden

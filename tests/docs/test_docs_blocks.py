@@ -13,11 +13,11 @@ import pytest
 import yaml
 from cli_page import commands, flags
 
-from onnx_ops.spec.loader import load_pipeline
-from onnx_ops.spec.policy import load_policy
-from onnx_ops.spec.schema import pipeline_schema, target_schema
-from onnx_ops.spec.targets import TargetFiles
-from onnx_ops.spec.text import read_text
+from onnx_ops.config.loader import load_pipeline
+from onnx_ops.config.policy import load_policy
+from onnx_ops.config.schema import pipeline_schema, target_schema
+from onnx_ops.config.targets import TargetFiles
+from onnx_ops.config.text import read_text
 from tests.docs.docs_blocks import PAGES, ROOT, SHELL, Block, blocks_of, calls, commands_of
 
 COMMANDS = dict(commands())

@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_ops.operations.journal import bound_endpoints
-from onnx_ops.wiring.project import open_project
-from onnx_ops.wiring.scaffold import scaffold
+from onnx_ops.app.project import open_project
+from onnx_ops.app.scaffold import scaffold
+from onnx_ops.release.journal import bound_endpoints
 from tests.docs.docs_blocks import PAGES, ROOT, SHELL, Block, Command, blocks_of, commands_of
 from tests.docs.docs_scenes import broken, stop, there
 from tests.docs.docs_shell import Shell, missing, outcome_of, wait_for

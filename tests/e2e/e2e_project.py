@@ -79,8 +79,8 @@ class Project:
 
     def serve(self) -> None:
         """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""
-        from onnx_ops.operations.reconcile import settle
-        from onnx_ops.wiring.project import open_project
+        from onnx_ops.app.project import open_project
+        from onnx_ops.release.reconcile import settle
 
         settle(open_project(self.root).ports, "digits", actor="tester")
 

@@ -97,7 +97,7 @@ def at_work(site: PrefectSite) -> int | None:
     """The flow run's process that has a benchmark done: the parent of the stage's own."""
     for process in psutil.process_iter(["cmdline"]):
         try:
-            if "onnx_ops.wiring.worker" in (process.info["cmdline"] or []):
+            if "onnx_ops.app.worker" in (process.info["cmdline"] or []):
                 ours = process.environ().get("ONNX_OPS_ROOT") == str(site.project.root)
                 parent = process.parent()
                 if ours and parent is not None and "prefect" in " ".join(parent.cmdline()):

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from onnx_ops.adapters.host import SystemClock
+from onnx_ops.app import connect
+from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import ActionKind, RolloutPolicy, alias
 from onnx_ops.domain.rollout_policy import Guardrail
-from onnx_ops.operations.promote import configure, promote
-from onnx_ops.operations.reconcile import settle
 from onnx_ops.ports import Ports
-from onnx_ops.settings import load_settings
-from onnx_ops.wiring import connect
+from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.reconcile import settle
 from tests.e2e.cloud_sites import (
     LATE_S,
     AzureMl,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from onnx_ops.settings import load_settings
+from onnx_ops.config.settings import load_settings
 from tests.infra.infra_tools import INFRA
 
 MANIFESTS = INFRA / "kubernetes" / "onnx-ops.yaml"

@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
-from onnx_ops.wiring.scaffold import PROJECTS, scaffold
+from onnx_ops.app.scaffold import PROJECTS, scaffold
 from tests.infra.infra_tools import ROOT, steps, tool
 
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from onnx_ops.wiring.scaffold import scaffold
+from onnx_ops.app.scaffold import scaffold
 from tests.infra.infra_tools import INFRA, ROOT, tool
 from tests.support.clouds.iam import REPOSITORY, may_assume
 

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import numpy as np
 
 from onnx_ops.testing.models import rows, write_perceptron
-from tests.operations import release_parts
-from tests.operations.disk_scenes import on_disk
-from tests.operations.release_scenes import serving
+from tests.release import release_parts
+from tests.release.disk_scenes import on_disk
+from tests.release.release_scenes import serving
 
 PIPELINES = {
     "alone": "",

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import yaml
 
+from onnx_ops.app.scaffold import PROJECTS, TemplateName
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
-from onnx_ops.wiring.scaffold import PROJECTS, TemplateName
 from tests.install.bare_environments import install_base, installed_in
 from tests.install.workflow_runner import Runner, bare_path, load
 

@@ -9,15 +9,15 @@ from typing import NoReturn
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.app.affected import Affected
+from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Register
 from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError
 from onnx_ops.integrations.commits import RESULTS, judge_change, judged, lost_with_job
 from onnx_ops.reporting.pull_request import Checked
-from onnx_ops.settings import load_settings
-from onnx_ops.wiring.affected import Affected
-from tests.operations import effect_operations
-from tests.operations.disk_scenes import on_disk
+from tests.release import effect_operations
+from tests.release.disk_scenes import on_disk
 from tests.support.git import commit_all
 
 REGISTERED = Pipeline(

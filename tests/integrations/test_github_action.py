@@ -17,13 +17,13 @@ import pytest
 import yaml
 
 from onnx_ops import codec
+from onnx_ops.app.affected import changed_since
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import UserError
 from onnx_ops.integrations.commits import RESULTS
 from onnx_ops.integrations.github_action import MARK, main, read_event
 from onnx_ops.reporting.pull_request import Checked
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
-from onnx_ops.wiring.affected import changed_since
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "ghs_0123456789"  # noqa: S105 (nobody's)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.app.project import Project, open_project
 from onnx_ops.attestation import sign
+from onnx_ops.config import TargetFiles
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.release import Publication
-from onnx_ops.operations.journal import Journal, bound_endpoints
-from onnx_ops.spec import TargetFiles
+from onnx_ops.release.journal import Journal, bound_endpoints
 from onnx_ops.testing.registries import publication
-from onnx_ops.wiring.project import Project, open_project
 
 if TYPE_CHECKING:
     from onnx_ops.integrations import mlflow_deployments

@@ -10,6 +10,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys, sign
+from onnx_ops.config.policy import load_policy
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
 from onnx_ops.domain.release import Publication, VersionRecord
@@ -18,7 +19,6 @@ from onnx_ops.integrations.mlflow_app.guard import Guard
 from onnx_ops.integrations.mlflow_app.store import StoredVersion
 from onnx_ops.ports import Signer
 from onnx_ops.reporting.description import version_description
-from onnx_ops.spec.policy import load_policy
 from onnx_ops.testing.fakes import FakeClock
 
 MODEL, TARGET = "digits", "cpu-1t"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from onnx_ops.app.project import check
 from onnx_ops.domain.notification import trial
 from onnx_ops.errors import ServiceUnavailable, SpecError, UserError
 from onnx_ops.orchestration.events import NAME
-from onnx_ops.wiring.project import check
 
 if TYPE_CHECKING:
     from onnx_ops.orchestration.blocks import EndpointAccess, ModelRegistry, NotificationTarget, TargetDefinitions

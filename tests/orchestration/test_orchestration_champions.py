@@ -11,8 +11,8 @@ import yaml
 
 from onnx_ops.domain.notification import What
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
+from tests.app.champion_parts import SLOWER, Throne
 from tests.orchestration.test_orchestration_rollouts import run_of, task_runs
-from tests.wiring.champion_parts import SLOWER, Throne
 
 if TYPE_CHECKING:
     from prefect import State

@@ -11,14 +11,14 @@ import pytest
 from onnx_ops.domain.notification import Notification, What, trial
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.errors import ServiceUnavailable, UserError
-from onnx_ops.operations.notify import notify_due, notify_each, notify_test
-from onnx_ops.operations.rollback import roll_back
 from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, telling
 from onnx_ops.ports import Following, Notifier
+from onnx_ops.release.notify import notify_due, notify_each, notify_test
+from onnx_ops.release.rollback import roll_back
 from onnx_ops.testing.fakes import FakeNotifier
-from tests.engine.engine_parts import PIPELINE
-from tests.operations.release_parts import CANARY, Scene
 from tests.orchestration.test_orchestration_flows import SERVED, UNSERVED, summary
+from tests.pipeline.plan_parts import PIPELINE
+from tests.release.release_parts import CANARY, Scene
 
 assert PIPELINE.register is not None
 PIPE = replace(PIPELINE, register=replace(PIPELINE.register, model="digits-mlp"))

@@ -15,8 +15,8 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
-from onnx_ops.engine import RunResult, Silent, run
 from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.pipeline import RunResult, Silent, run
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import TaskRun

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
+from onnx_ops.app.project import open_project
+from onnx_ops.app.summary import Summary
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
@@ -21,13 +23,11 @@ from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, Stage
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
 from onnx_ops.errors import MeasurementFailure
-from onnx_ops.operations.glance import Glance, ask
-from onnx_ops.operations.journal import Journal
-from onnx_ops.operations.promote import configure
+from onnx_ops.release.glance import Glance, ask
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.promote import configure
 from onnx_ops.testing.models import FEATURES, rows, write_perceptron
-from onnx_ops.wiring.project import open_project
-from onnx_ops.wiring.summary import Summary
-from tests.operations.release_parts import Scene
+from tests.release.release_parts import Scene
 
 if TYPE_CHECKING:
     from prefect import Flow, State

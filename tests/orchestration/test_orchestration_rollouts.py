@@ -14,12 +14,12 @@ import pytest
 from onnx_ops.domain.rollout import RolloutPolicy, Word
 from onnx_ops.domain.rollout_policy import Guardrail
 from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
-from onnx_ops.operations.observe import RECORD_EVERY_S
 from onnx_ops.orchestration.notifier import PrefectNotifier
+from onnx_ops.release.observe import RECORD_EVERY_S
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.inbox import Inbox
 from onnx_ops.testing.notifiers import ROLLED_BACK
-from tests.operations.release_parts import CANARY, Scene
+from tests.release.release_parts import CANARY, Scene
 
 if TYPE_CHECKING:
     from prefect import State

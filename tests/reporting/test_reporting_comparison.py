@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from onnx_ops.analysis.judge import judge
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.evidence import ChampionFacts, Evidence, Interval, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import Verdict
@@ -23,6 +22,7 @@ from onnx_ops.reporting.comparison import (
 from onnx_ops.reporting.description import made_by, version_description
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, page
+from onnx_ops.statistics.judge import judge
 from tests.reporting.test_reporting_html import GATES, LINEAGE, comparison, evidence_of
 from tests.support.golden import Golden
 

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.analysis.choice import choose
-from onnx_ops.analysis.judge import judge
-from onnx_ops.analysis.parity import LARGEST
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.evidence import (
     Divergence,
@@ -44,6 +41,9 @@ from onnx_ops.domain.gate import (
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.release import Choice, Lineage
 from onnx_ops.reporting.html import release_report
+from onnx_ops.statistics.choice import choose
+from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.parity import LARGEST
 from tests.support.golden import Golden
 
 GATES: tuple[Gate, ...] = (

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from onnx_ops.analysis.judge import judge
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.gate import Gate, MetricGate, SizeGate
 from onnx_ops.reporting.measured import headline, task_metric, unit_of
+from onnx_ops.statistics.judge import judge
 from tests.reporting.test_reporting_html import evidence_of, page_of
 
 ERROR = Interval(estimate=2.5, low=2.25, high=2.75)

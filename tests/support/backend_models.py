@@ -124,8 +124,8 @@ def _lines(process: subprocess.Popen[bytes], timeout: float, wanted: int) -> tup
 
 def look(model: Path) -> Outcome:
     """What `inspect` makes of a file."""
-    from onnx_ops.graph.cost import cost
-    from onnx_ops.graph.survey import survey
+    from onnx_ops.onnx_graph.cost import cost
+    from onnx_ops.onnx_graph.survey import survey
 
     def run() -> tuple[str, str]:
         found = survey(model)
@@ -138,9 +138,9 @@ def look(model: Path) -> Outcome:
 def hold_against_itself(model: Path) -> Outcome:
     """What the parity of `judge` makes of a file and itself, on a few random rows."""
     from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
-    from onnx_ops.spec.builtin import BUILTIN
-    from onnx_ops.stages.compare import compare
-    from onnx_ops.stages.probing import made_up, shared_inputs
+    from onnx_ops.config.builtin import BUILTIN
+    from onnx_ops.tools.compare import compare
+    from onnx_ops.tools.probing import made_up, shared_inputs
 
     def run() -> tuple[str, str]:
         samples = made_up(shared_inputs(model, model), count=4, dims={})

@@ -31,7 +31,7 @@ SHARED: dict[str, str] = {
     "tests/adapters/test_endpoint_azureml_faults.py": "azure",
     "tests/adapters/test_endpoint_azureml_registry.py": "azure",
     "tests/adapters/test_metrics_azuremonitor.py": "azure",
-    "tests/operations/test_operations_azureml.py": "azure",
+    "tests/release/test_release_azureml.py": "azure",
     "tests/adapters/test_endpoint_sagemaker.py": "sagemaker",
     "tests/adapters/test_endpoint_sagemaker_faults.py": "sagemaker",
     "tests/adapters/test_endpoint_sagemaker_rollouts.py": "sagemaker",
@@ -66,7 +66,7 @@ FIRST = (
     "tests/e2e/test_main_job.py",
     "tests/adapters/test_registry_mlflow.py",
     "tests/serving/test_serving_server.py",
-    "tests/operations/test_operations_faults.py",
+    "tests/release/test_release_faults.py",
     "torch",
 )
 """Groups and files that take longest, longest first: begun first, so that no worker ends long before the other."""

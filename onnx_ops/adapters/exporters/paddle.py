@@ -10,7 +10,7 @@ from typing import Any, Literal
 from onnx_ops.adapters.exporters.naming import check_opset, name_axes, output_names, output_values, rename_outputs
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFound, UserError, quoted
-from onnx_ops.graph.files import read_model, write_model
+from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
 from onnx_ops.scratch import Scratch

@@ -15,8 +15,8 @@ from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.adapters.exporters.sklearn_inputs import Layout, connect, layout_of, rows_of
 from onnx_ops.adapters.exporters.sklearn_outputs import check_runnable, tidy_outputs
 from onnx_ops.errors import NotFound, UserError, quoted
-from onnx_ops.graph.files import write_model
-from onnx_ops.graph.hygiene import renumber
+from onnx_ops.onnx_graph.files import write_model
+from onnx_ops.onnx_graph.hygiene import renumber
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tree
 

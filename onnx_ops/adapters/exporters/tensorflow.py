@@ -20,8 +20,8 @@ from onnx_ops.adapters.exporters.naming import (
 )
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFound, UserError, quoted
-from onnx_ops.graph.files import write_model
-from onnx_ops.graph.hygiene import renumber
+from onnx_ops.onnx_graph.files import write_model
+from onnx_ops.onnx_graph.hygiene import renumber
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
 

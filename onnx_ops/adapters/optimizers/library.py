@@ -13,8 +13,8 @@ from typing import Any
 
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import OnnxOpsError, StageFailure, UserError, quoted
-from onnx_ops.graph.files import constants, nodes
-from onnx_ops.graph.inspect import info
+from onnx_ops.onnx_graph.files import constants, nodes
+from onnx_ops.onnx_graph.inspect import info
 
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
 _FLOAT = 1

@@ -17,9 +17,9 @@ from onnx_ops.adapters.optimizers.options import Kind, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFound, StageFailure, UserError, quoted
-from onnx_ops.graph.exclusion import follow, still_quantized
-from onnx_ops.graph.files import read_model, write_model
-from onnx_ops.graph.hygiene import like_source
+from onnx_ops.onnx_graph.exclusion import follow, still_quantized
+from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.onnx_graph.hygiene import like_source
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
@@ -119,7 +119,7 @@ class OliveOptimizer:
 
 
 def _read(root: Path, name: str, where: str) -> Any:
-    from onnx_ops.spec.text import read_file  # not to be had where passes run
+    from onnx_ops.config.text import read_file  # not to be had where passes run
 
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()):

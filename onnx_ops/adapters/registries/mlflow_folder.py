@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_file
 from onnx_ops.domain.release import VariantRecord
 from onnx_ops.errors import DigestMismatch, Refused, UserError
-from onnx_ops.graph.files import external_names, parse
+from onnx_ops.onnx_graph.files import external_names, parse
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature

@@ -14,7 +14,7 @@ from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, quoted
-from onnx_ops.graph.files import model_digest
+from onnx_ops.onnx_graph.files import model_digest
 
 _CACHE = "{cache}"
 

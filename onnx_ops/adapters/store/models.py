@@ -13,7 +13,7 @@ from pathlib import Path
 from onnx_ops.adapters.objects import TEMPORARY, UNFINISHED_S, fsync_folder
 from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_file, hex_of, is_digest, short
 from onnx_ops.errors import DigestMismatch, UserError, storage_errors
-from onnx_ops.graph.files import read_structure
+from onnx_ops.onnx_graph.files import read_structure
 
 
 class ModelFolders:

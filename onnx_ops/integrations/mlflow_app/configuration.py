@@ -8,10 +8,10 @@ from pathlib import Path
 
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
 from onnx_ops.attestation import TrustedKeys
+from onnx_ops.config.policy import LocatedPolicy, load_policy
 from onnx_ops.domain.artifact import short
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Signer
-from onnx_ops.spec.policy import LocatedPolicy, load_policy
 
 TRUSTED_KEYS = "ONNX_OPS_TRUSTED_KEYS"
 POLICY = "ONNX_OPS_PROMOTION_POLICY"

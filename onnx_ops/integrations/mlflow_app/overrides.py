@@ -13,8 +13,8 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import Refused
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
-from onnx_ops.operations.decided import override_of
 from onnx_ops.ports import Clock
+from onnx_ops.release.decided import override_of
 
 _REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
 

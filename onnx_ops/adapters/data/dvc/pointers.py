@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from onnx_ops.adapters.data.dvc.git import Commit
+from onnx_ops.config.document import Document, Loc
+from onnx_ops.config.text import read_text
 from onnx_ops.errors import DigestMismatch, NotFound, Refused, SpecError, UserError
-from onnx_ops.spec.document import Document, Loc
-from onnx_ops.spec.text import read_text
 
 SUFFIX = ".dvc"
 LOCK = "dvc.lock"

@@ -25,7 +25,7 @@ from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementFailure, UserError
-from onnx_ops.graph.files import external_names
+from onnx_ops.onnx_graph.files import external_names
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,

@@ -1,0 +1,139 @@
+"""Which pipelines a change touches: by their files, targets, data, models, and the code that they reach."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.app.history import ask_git
+from onnx_ops.app.project import Project, check
+from onnx_ops.config.parameters import FILE as PARAMETERS
+from onnx_ops.config.settings import FILE
+from onnx_ops.config.targets import FOLDER
+from onnx_ops.domain.gate import MetricGate
+from onnx_ops.domain.pipeline import FileData, Pipeline
+from onnx_ops.domain.search import AUTO
+from onnx_ops.errors import OnnxOpsError, UserError
+from onnx_ops.pipeline import referred_modules, user_code
+from onnx_ops.pipeline.stages.data import source_of
+from onnx_ops.ports import ConfiguredOptimizer, TracedSource
+
+PIPELINES = Path("configs") / "pipelines"
+_POINTERS = (".dvc",)
+"""A large file may stand in the repository as a small one that names its content: `data.npz.dvc`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affected:
+    """A pipeline file, relative to the project's root, and the changed paths that it rests on.
+
+    `problem` says why it cannot be read; nobody knows then what it rests on, so that every change counts.
+    """
+
+    file: str
+    because: tuple[str, ...]
+    problem: str = ""
+
+
+def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]:
+    """The pipelines that rest on a changed path.
+
+    Args:
+        project: its pipelines are those in `configs/pipelines`.
+        changed: paths relative to the project's root; they need not exist any more.
+    """
+    root = project.settings.root
+    found = []
+    for path in sorted((root / PIPELINES).glob("*.yaml")):
+        name, problem = path.relative_to(root).as_posix(), ""
+        try:
+            rests_on = frozenset(_rests_on(project, name, check(project, path, static=True).pipeline))
+        except OnnxOpsError as error:
+            rests_on, problem = frozenset((name, *changed)), str(error)
+        because = tuple(sorted(one for one in changed if _touches(one, rests_on)))
+        if because:
+            found.append(Affected(file=name, because=because, problem=problem))
+    return tuple(found)
+
+
+def changed_since(root: Path, base: str) -> frozenset[str]:
+    """Paths that differ from where this branch left `base`, committed or not, relative to the project's root.
+
+    Without a `base` all paths count.
+
+    Raises:
+        UserError: there is no repository, or no such commit.
+        EnvironmentFailure: git failed.
+    """
+    if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
+        raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")
+    if not base:
+        listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+        return frozenset(name for name in listed.split("\0") if name)
+    if not knows_commit(root, base):
+        raise UserError(
+            f"git knows no commit {base!r}",
+            where=str(root),
+            remedy="Name a branch, tag or commit. A shallow clone has no history: fetch it, in GitHub's checkout with "
+            "`fetch-depth: 0`.",
+        )
+    fork = ask_git(root, "merge-base", "--end-of-options", base, "HEAD", may_fail=True).strip() or base
+    listed = ask_git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", fork, "--")
+    loose = ask_git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    return frozenset(name for name in (listed + loose).split("\0") if name)
+
+
+def knows_commit(root: Path, name: str) -> bool:
+    """Whether the repository around `root` has this commit."""
+    return bool(
+        ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", may_fail=True)
+    )
+
+
+def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
+    """Paths of the project that shape what the pipeline gives; a folder stands for all in it."""
+    root = project.settings.root
+    yield from (name, FILE)
+    yield from ((FOLDER / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
+    for target in pipeline.benchmark.targets:
+        if (file := project.targets.path(target)) is not None:
+            yield _inside(str(file), root)
+        yield from (_inside(library.path, root) for library in project.targets.load(target).custom_ops)
+    for section in pipeline.data.values():
+        source = project.ports.source(source_of(section))
+        if isinstance(section, FileData):
+            yield from _with_pointers(section.file)
+        elif isinstance(source, TracedSource):
+            yield from source.rests_on(section)
+    if pipeline.parameters:
+        yield PARAMETERS
+    if pipeline.model:
+        yield from _with_pointers(pipeline.model)
+        if pipeline.export.framework != "onnx":  # whose files hold all that they compute
+            yield from user_code(referred_modules(root / pipeline.model, root), root).files
+    if pipeline.train is not None:
+        yield from user_code((pipeline.train.run,), root, pipeline.train.depends).files
+    if table := pipeline.export.translations:
+        yield from user_code((table,), root).files
+    for entry in pipeline.quantize:
+        optimizer = None if entry.method == AUTO else project.ports.optimizer(entry.method, entry.env)
+        if isinstance(optimizer, ConfiguredOptimizer):
+            yield from optimizer.files(entry)
+    for gate in pipeline.gates:
+        if isinstance(gate, MetricGate) and gate.use:
+            yield from user_code((gate.use,), root).files
+
+
+def _with_pointers(path: str) -> Iterator[str]:
+    yield path
+    yield from (f"{path}{suffix}" for suffix in _POINTERS)
+
+
+def _inside(path: str, root: Path) -> str:
+    place = Path(path)
+    return place.relative_to(root).as_posix() if place.is_relative_to(root) else path
+
+
+def _touches(changed: str, rests_on: frozenset[str]) -> bool:
+    return changed in rests_on or any(parent.as_posix() in rests_on for parent in Path(changed).parents)

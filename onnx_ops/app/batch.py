@@ -1,0 +1,87 @@
+"""Many pipelines, some of them side by side: each as if it ran alone, and what two of them share is done once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnx_ops.app.history import find_base
+from onnx_ops.app.project import Project, execute, prepare
+from onnx_ops.app.summary import Summary, summarise
+from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.pipeline import in_order
+from onnx_ops.ports import Observer
+
+_WORST_FIRST = (2, 5, 1, 4, 3)
+"""Wrong input, refused, a gate failed, the environment failed, inconclusive: as one run orders them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What became of one pipeline of several: a summary with the errors of its stages, or why it was not begun."""
+
+    file: Path
+    summary: Summary | None = None
+    errors: Mapping[str, OnnxOpsError] = field(default_factory=dict)
+    refused: OnnxOpsError | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """As `onnx-ops run` of this file alone would have it."""
+        if self.refused is not None:
+            return self.refused.exit_code
+        return 0 if self.summary is None else self.summary.exit_code
+
+
+def run_files(
+    project: Project,
+    files: Iterable[Path],
+    *,
+    jobs: int = 1,
+    overrides: Sequence[str] = (),
+    until: StageKind | None = None,
+    fresh: Collection[StageKind] = (),
+    abandon: str = "",
+    observe: Callable[[], Observer | None] = lambda: None,
+    actor: str = "",
+    base: str = "",
+) -> Iterator[Ended]:
+    """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
+
+    A file that is wrong, or fails, stops no other. What was yielded is not kept, nor is a plan once it has run.
+
+    Args:
+        project: measurements of its pipelines take turns.
+        files: pipeline files.
+        jobs: pipelines that run side by side at most.
+        overrides: values to override in each of them.
+        until: stop after this kind of stage.
+        fresh: kinds of stages to do again.
+        abandon: why endpoints may be left behind that a file names no longer, or elsewhere.
+        observe: a new observer for each pipeline.
+        actor: who is answerable for what they release.
+        base: branch, tag or commit that their reports compare with.
+    """
+    root = project.settings.root
+
+    def led(file: Path) -> Ended:
+        try:
+            prepared = prepare(project, file, overrides=overrides, until=until)
+            against = find_base(root, project.ports.store, prepared.pipeline.pipeline, base) if base else None
+            result = execute(
+                project, prepared, fresh=fresh, observer=observe(), actor=actor, abandon=abandon, base=against
+            )
+            summary = summarise(prepared.pipeline, result, project.ports)
+        except OnnxOpsError as error:
+            return Ended(file=file, refused=error)
+        return Ended(file=file, summary=summary, errors=result.errors)
+
+    return in_order(jobs, led, files)
+
+
+def worst(codes: Iterable[int]) -> int:
+    """One exit code for several runs."""
+    found = set(codes)
+    return next((code for code in _WORST_FIRST if code in found), max(found, default=0))

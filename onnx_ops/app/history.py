@@ -1,0 +1,185 @@
+"""What git says of the project, and what is recorded of its commits: who made a release, and what its base measured."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.app.summary import Summary, evidence_of
+from onnx_ops.domain.artifact import Digest, Manifest, digest_json
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.release import BaseRelease, Choice, Provenance
+from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, UserError
+from onnx_ops.ports import Store
+
+_CHOICES, _EVIDENCE, _RAW = "choices.json", "evidence/", "raw/"
+_COMMITS = 100
+"""Commits of the base branch that are looked through: most touch no model, so that nothing was measured for them."""
+
+_SHARED = 20
+"""Commits whose figures a folder keeps."""
+
+_COMMIT_VARIABLES = ("GITHUB_SHA", "CI_COMMIT_SHA", "BUILD_SOURCEVERSION")
+_AUTHOR_VARIABLES = ("GITHUB_ACTOR", "GITLAB_USER_NAME", "BUILD_REQUESTEDFOR")
+_BRANCH_VARIABLES = ("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME", "BUILD_SOURCEBRANCHNAME")
+_BASE_VARIABLES = ("GITHUB_BASE_REF", "CI_MERGE_REQUEST_TARGET_BRANCH_NAME", "SYSTEM_PULLREQUEST_TARGETBRANCH")
+"""Of GitHub, GitLab and Azure, in this order."""
+
+
+def provenance_of(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
+    """Return who made this state of the project, by git and else by the variables of a CI service.
+
+    Args:
+        root: folder of the project.
+        now: seconds since the epoch.
+        environ: environment variables.
+    """
+    head = "HEAD"
+    if _first(environ, _BASE_VARIABLES) and ask_git(root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True):
+        head = "HEAD^2"  # a pull request is checked out as its merge, which the service has made
+    commit, _, author = ask_git(root, "log", "-1", "--format=%H%x00%an", head, may_fail=True).strip().partition("\0")
+    branch = ask_git(root, "rev-parse", "--abbrev-ref", "HEAD", may_fail=True).strip()
+    return Provenance(
+        at=datetime.datetime.fromtimestamp(now, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        author=author or _first(environ, _AUTHOR_VARIABLES),
+        commit=commit or _first(environ, _COMMIT_VARIABLES),
+        branch=_first(environ, _BRANCH_VARIABLES) or (branch if branch != "HEAD" else ""),
+        changed=_is_changed(root),
+    )
+
+
+def base_branch(environ: Mapping[str, str]) -> str:
+    """Return the branch that a pull request goes to, by the variables of a CI service; empty outside of one."""
+    return _first(environ, _BASE_VARIABLES).removeprefix("refs/heads/")
+
+
+def record_commit(root: Path, store: Store, summary: Summary) -> None:
+    """Record choices and evidence of a run under the commit that is checked out, for runs that compare with it.
+
+    Nothing is recorded outside a repository, or where files differ from the commit.
+    """
+    commit = ask_git(root, "rev-parse", "HEAD", may_fail=True).strip()
+    if not summary.choices or not commit or _is_changed(root):
+        return
+    wanted = {(choice.variant or EXPORT, choice.target) for choice in summary.choices}
+    files = {_CHOICES: store.put_bytes(codec.dumps(summary.choices))}
+    for digest, one in evidence_of(summary, store).items():
+        if (one.variant, one.target) in wanted:
+            files[f"{_EVIDENCE}{one.variant}@{one.target}.json"] = digest
+            files |= {f"{_RAW}{one.variant}@{one.target}.npz": one.raw} if one.raw is not None else {}
+    store.record(_key(root, summary.pipeline, commit), Manifest(files=files))
+
+
+def share_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
+    """Copy what is recorded of the commit that is checked out to a folder, for runs that have another store.
+
+    The folder keeps the newest commits.
+    """
+    commit = _commit(root, "HEAD")
+    found = store.lookup(_key(root, pipeline, commit)) if commit else None
+    if found is None:
+        return
+    for name, digest in found.files.items():
+        place = folder / commit / pipeline / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(store.read(digest))
+    (folder / commit).touch()
+    for old in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:-_SHARED]:
+        shutil.rmtree(old)
+
+
+def take_commits(root: Path, store: Store, folder: Path) -> None:
+    """Record what `share_commit` left in a folder; nothing if there is no such folder."""
+    for place in sorted(folder.glob("*/*/")):
+        files = {
+            path.relative_to(place).as_posix(): store.put_file(path)
+            for path in place.rglob("*")
+            if path.is_file() and not path.is_symlink()
+        }
+        if _CHOICES in files:  # the key cannot be that of a stage, whoever filled the folder
+            store.record(_key(root, place.name, place.parent.name), Manifest(files=files))
+
+
+def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = "") -> BaseRelease:
+    """Return what is recorded of the commit where this branch left its base, or of the last one before it.
+
+    Args:
+        root: folder of the project.
+        store: where runs have recorded their figures.
+        pipeline: name of the pipeline.
+        base: branch, tag or commit; a branch may be known as that of `origin` only.
+        name: what people call it, if not by `base`.
+    """
+    name = name or base
+    try:
+        tip = _commit(root, base) or _commit(root, f"origin/{base}")
+        if not tip:
+            return BaseRelease(
+                branch=name, why=f"git knows no commit {base!r} here: fetch the branch with its history."
+            )
+        fork = ask_git(root, "merge-base", "--end-of-options", tip, "HEAD", may_fail=True).strip() or tip
+        listed = ask_git(root, "rev-list", "--first-parent", f"--max-count={_COMMITS}", fork, "--").split()
+        own = "" if _is_changed(root) else _commit(root, "HEAD")
+        for commit in listed:
+            found = None if commit == own else store.lookup(_key(root, pipeline, commit))
+            if found is not None:
+                return _read(store, name, commit, found)
+    except OnnxOpsError as error:
+        return BaseRelease(branch=name, why=str(error))
+    why = f"Nothing is recorded for {name}: a run of this pipeline on one of its commits, with this store, records it."
+    return BaseRelease(branch=name, why=why)
+
+
+def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
+    """Return what git prints; with `may_fail` nothing where it fails, or is not installed.
+
+    Raises:
+        UserError: git failed.
+        EnvironmentFailure: git is not installed.
+    """
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False
+        )
+    except OSError as error:
+        if may_fail:
+            return ""
+        raise EnvironmentFailure("git is not installed", where=str(root)) from error
+    if done.returncode and not may_fail:
+        lines = done.stderr.strip().splitlines()
+        raise UserError("git does not answer", where=str(root), why=lines[-1] if lines else "it said nothing")
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _read(store: Store, name: str, commit: str, recorded: Manifest) -> BaseRelease:
+    evidence = [digest for file, digest in recorded.files.items() if file.startswith(_EVIDENCE)]
+    return BaseRelease(
+        branch=name,
+        commit=commit,
+        choices=codec.loads(store.read(recorded[_CHOICES]), tuple[Choice, ...]),
+        evidence=tuple(codec.loads(store.read(digest), Evidence) for digest in evidence),
+    )
+
+
+def _key(root: Path, pipeline: str, commit: str) -> Digest:
+    """One repository may hold several projects."""
+    folder = ask_git(root, "rev-parse", "--show-prefix", may_fail=True).strip()
+    return digest_json(["commit", folder, pipeline, commit])
+
+
+def _commit(root: Path, name: str) -> str:
+    asked = f"{name}^{{commit}}"
+    return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", asked, may_fail=True).strip()
+
+
+def _is_changed(root: Path) -> bool:
+    return bool(ask_git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", may_fail=True))
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((environ[name] for name in names if environ.get(name)), "")

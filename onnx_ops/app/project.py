@@ -1,0 +1,400 @@
+"""A project: its settings, its outside world, and what can be done with its pipeline files.
+
+What reads and runs pipelines is imported where it is used: a rollback needs none of it, and would be done before all of
+that is read from disk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnx_ops import plugins
+from onnx_ops.app import connect
+from onnx_ops.app.turns import Quiet
+from onnx_ops.config.settings import Settings, load_settings
+from onnx_ops.errors import MissingPackage, OnnxOpsError, UserError
+from onnx_ops.ports import Executor, Observer, Ports
+
+if TYPE_CHECKING:
+    from onnx_ops.app.handler import StageHandler
+    from onnx_ops.config import TargetFiles
+    from onnx_ops.config.document import Finding
+    from onnx_ops.config.draft import Draft
+    from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind, StageOutcome
+    from onnx_ops.domain.release import BaseRelease
+    from onnx_ops.domain.target import Target
+    from onnx_ops.pipeline import RunResult
+
+
+@dataclass(frozen=True)
+class Project:
+    """Settings and ports of one project, and what its pipelines that run side by side take turns by."""
+
+    settings: Settings
+    ports: Ports
+    quiet: Quiet = field(default_factory=Quiet)
+    releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
+
+    @property
+    def targets(self) -> TargetFiles:
+        from onnx_ops.config import TargetFiles
+
+        return TargetFiles(self.settings.root, self.settings.shared_targets)
+
+    def handler(self, actor: str = "", observer: Observer | None = None, abandon: str = "") -> StageHandler:
+        """How stages are done; `actor` is answerable for what they release, `observer` hears how far they are, and
+        `abandon` is why endpoints may be left behind."""
+        from onnx_ops.app.child import Performer
+        from onnx_ops.app.handler import StageHandler
+        from onnx_ops.pipeline import Silent
+
+        tell = (observer or Silent()).told
+        return StageHandler(
+            ports=self.ports,
+            perform=Performer(settings=self.settings, ports=self.ports, tell=tell, quiet=self.quiet),
+            actor=actor,
+            abandon=abandon,
+            claims=self.settings.claims,
+            releasing=self.releasing,
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked pipeline, its targets and its plan. `overridden` says that values differ from the file's."""
+
+    pipeline: Pipeline
+    targets: Mapping[str, Target]
+    plan: Plan
+    notes: tuple[str, ...] = ()
+    overridden: bool = False
+
+
+def open_project(start: Path | None = None) -> Project:
+    """The project around a folder; raises UserError for a bad settings file."""
+    settings = load_settings(start)
+    return Project(settings=settings, ports=connect(settings))
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """A pipeline that could run, and what is worth knowing before it does."""
+
+    pipeline: Pipeline
+    notes: tuple[str, ...]
+
+
+def check(
+    project: Project, file: Path, overrides: Sequence[str] = (), *, static: bool = False, machine: bool = False
+) -> CheckedFile:
+    """Check a pipeline file.
+
+    Args:
+        project: that the file belongs to.
+        file: path of the file.
+        overrides: `path=value`.
+        static: look at the file and the project's source code only, not at data and models.
+        machine: look also for the packages and credentials that a whole run needs here.
+
+    Raises:
+        SpecError: the file has problems; the error holds all of them.
+        NotReady: the file has none, and a package or a credential is missing.
+    """
+    from onnx_ops.config import check_pipeline
+    from onnx_ops.config.project import no_preflight
+
+    known = {kind: plugins.names(kind) for kind in plugins.KINDS}
+    notes: list[str] = []
+
+    def preflight(draft: Draft, targets: Mapping[str, Target], pipeline: Pipeline | None) -> list[Finding]:
+        from onnx_ops.app.preflight import Preflight
+
+        look = Preflight(project.ports, draft, targets)
+        findings = look.findings()
+        notes.extend(look.notes)
+        if not machine:
+            return [finding for finding in findings if not finding.environment]
+        if pipeline is not None and all(finding.environment for finding in findings):
+            findings += _machine_findings(project, pipeline, targets, look.absent)
+            notes.extend(_silent_notifiers(project) if pipeline.deploy else ())
+        return findings
+
+    pipeline = check_pipeline(
+        file,
+        root=project.settings.root,
+        plugins=known,
+        settings=lambda provider, settings: project.ports.provider(provider).check(settings),
+        metrics=_check_source,
+        capabilities=lambda entry: abilities(project, entry),
+        unservable=lambda entry, target: project.ports.provider(entry.provider).unservable(target),
+        preflight=no_preflight if static else preflight,
+        shared=project.settings.shared_targets,
+        overrides=tuple(overrides),
+        environ=os.environ,
+    )
+    return CheckedFile(pipeline=pipeline, notes=tuple(notes))
+
+
+def _machine_findings(
+    project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
+) -> list[Finding]:
+    """Packages that a run of the whole pipeline needs here and that are missing, but for those reported already."""
+    from onnx_ops.app.probe import OutlineProbe
+    from onnx_ops.config.document import Finding
+    from onnx_ops.pipeline import plan
+
+    probe = OutlineProbe(project.ports, signing=project.settings.signing)
+    try:
+        planned = plan(pipeline, {name: targets[name] for name in pipeline.benchmark.targets}, probe)
+    except OnnxOpsError as error:
+        return [Finding(loc=(), message=str(error), environment=isinstance(error, MissingPackage))]
+    findings = []
+    for stage, names in _missing_packages(project, planned):
+        if new := [name for name in names if name not in reported]:
+            text = f"needs {', '.join(new)}, not installed. {plugins.install_hint(*new)}"
+            findings.append(Finding(loc=_location(pipeline, stage), message=text, environment=True))
+    seen: set[str] = set()
+    for stage in planned.stages:
+        for lack in _lacking(project, stage):
+            if lack.what not in seen:  # a provider's own metrics need what it needs itself
+                loc = _location(pipeline, stage)
+                findings.append(Finding(loc=loc, message=lack.without_place(), environment=True))
+            seen.add(lack.what)
+    return findings
+
+
+def _silent_notifiers(project: Project) -> Iterator[str]:
+    """Notifiers that reach nobody, which stops no rollout."""
+    for name in project.settings.notifiers:
+        try:
+            project.ports.notifiers()[name].check()
+        except OnnxOpsError as error:
+            yield f"notifier {name}: {error}"
+
+
+def _lacking(project: Project, stage: Stage) -> Iterator[OnnxOpsError]:
+    """What a stage that deploys lacks here, as far as that shows without network."""
+    from onnx_ops.app.handler import binding
+    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.ports import Requiring
+
+    if stage.kind is not StageKind.DEPLOY:
+        return
+    config, _ = binding(stage)
+    for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
+        if isinstance(part, Requiring) and (error := part.lacking(config)):
+            yield error
+
+
+def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
+    """Where a pipeline file asks for a stage."""
+    from onnx_ops.domain.pipeline import StageKind
+
+    match stage.kind:
+        case StageKind.DATA:
+            return ("data", stage.id.partition("/")[2])
+        case StageKind.TRAIN | StageKind.EXPORT | StageKind.VALIDATE:
+            return ("export", "framework")
+        case StageKind.SEARCH | StageKind.QUANTIZE:
+            entries = (
+                i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variants())
+            )
+            return ("quantize", next(entries, 0), "method")
+        case StageKind.BENCHMARK | StageKind.GATE:
+            return ("benchmark", "targets", pipeline.benchmark.targets.index(stage.target or ""))
+        case StageKind.DEPLOY:
+            return ("deploy", [entry.endpoint for entry in pipeline.deploy].index(_endpoint(stage)), "provider")
+        case _:
+            return ("register",)
+
+
+def _endpoint(stage: Stage) -> str:
+    from onnx_ops.app.handler import binding
+
+    return binding(stage)[0].endpoint
+
+
+def abilities(project: Project, entry: Deploy) -> frozenset[str]:
+    """What can be done for an endpoint, by its provider and by whatever counts its requests."""
+    provider = project.ports.provider(entry.provider)
+    able = provider.capabilities(entry.settings)
+    settings = dict(entry.metrics)
+    source = settings.pop("source", None)
+    if source not in plugins.names("metrics"):
+        return able
+    try:
+        told: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
+    except UserError:  # its settings are a problem of their own
+        return able
+    # Copies, clients' reports and cold starts come to be at the endpoint, whoever counts them.
+    return (able - provider.metrics().capabilities()) | (told - ({"shadow", "outcomes", "cold_starts"} - able))
+
+
+def _check_source(source: str, settings: Mapping[str, str | int | float | bool]) -> None:
+    """Raises UserError for settings that this source of metrics does not take."""
+    plugins.load("metrics", source, settings)
+
+
+def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:
+    """What its rollouts will take, for a person who writes the file."""
+    if not any(entry.rollout.judged for entry in pipeline.deploy):
+        return []
+    from onnx_ops.statistics.rollout.notes import notes
+
+    return [
+        f"{entry.endpoint}: {note}"
+        for entry in pipeline.deploy
+        for note in notes(entry.rollout, abilities(project, entry))
+    ]
+
+
+def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None) -> Prepared:
+    """Check a file and plan it.
+
+    Raises:
+        SpecError: the file has problems.
+        UserError: something that it names does not exist.
+    """
+    from onnx_ops.app.probe import ProjectProbe
+    from onnx_ops.pipeline import plan
+
+    checked = check(project, file, overrides)
+    pipeline = checked.pipeline
+    files = project.targets
+    targets = {name: files.load(name) for name in pipeline.benchmark.targets}
+    planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
+    return Prepared(pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides))
+
+
+def foresee(
+    project: Project, prepared: Prepared, fresh: Collection[StageKind] = ()
+) -> Mapping[str, StageOutcome | None]:
+    """What a run would find known, and what it would do."""
+    from onnx_ops.pipeline import preview
+
+    return preview(prepared.plan, handler=replace(project.handler(), confirms=False), fresh=fresh)
+
+
+def require_packages(project: Project, plan: Plan) -> None:
+    """Refuse a plan that needs packages which are not installed here, before any of its stages begins.
+
+    Raises:
+        MissingPackage: names all of them, the first stage that needs each, and the extras that bring them.
+    """
+    if found := _missing_packages(project, plan):
+        missing = [name for _, names in found for name in names]
+        why = "; ".join(f"{stage.id} needs {', '.join(names)}" for stage, names in found)
+        raise plugins.missing_package(*missing, where=f"pipeline {plan.pipeline}", why=why)
+
+
+def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[str]]]:
+    """Packages that are not installed, each with the first stage that needs it."""
+    missing: dict[str, Stage] = {}
+    for stage in plan.stages:
+        for name in plugins.absent(_packages(project, stage)):
+            missing.setdefault(name, stage)
+    stages = dict.fromkeys(stage.id for stage in missing.values())
+    return [(plan[stage], [name for name, first in missing.items() if first.id == stage]) for stage in stages]
+
+
+def _packages(project: Project, stage: Stage) -> Iterator[str]:
+    """Distributions that a stage needs in this installation, those that are missing among them."""
+    from onnx_ops.app.handler import RELEASE, binding
+    from onnx_ops.app.remote import pool_of
+    from onnx_ops.domain.pipeline import StageKind
+
+    settings: Mapping[str, Any] = stage.settings
+    yield from (name for name, version in stage.tools.items() if version == plugins.MISSING)
+    if stage.kind is StageKind.DATA:
+        section = settings["section"]
+        if str(section.get("file") or section.get("with", {}).get("path", "")).lower().endswith((".csv", ".parquet")):
+            yield "pyarrow"
+    compared = stage.kind is StageKind.BENCHMARK and settings["model"]
+    if compared or stage.kind is StageKind.REGISTER or stage.kind in RELEASE:
+        yield from plugins.EXTRAS["mlflow"]
+    if stage.kind is StageKind.DEPLOY:
+        yield from plugins.tools(project.ports.provider(binding(stage)[0].provider))
+    if pool_of(stage):
+        yield from plugins.EXTRAS["prefect"]
+
+
+def execute(
+    project: Project,
+    prepared: Prepared,
+    *,
+    fresh: Collection[StageKind] = (),
+    executor: Executor | None = None,
+    observer: Observer | None = None,
+    actor: str = "",
+    abandon: str = "",
+    jobs: int = 1,
+    base: BaseRelease | None = None,
+) -> RunResult:
+    """Run a plan, `jobs` stages at once; `actor` is answerable for what it releases, by default whoever runs this
+    process. The report compares the release with `base`, by default the branch that a pull request goes to.
+
+    The figures of a commit that nothing was changed of are recorded under it. A run does not fail where that fails:
+    later comparisons say that nothing is recorded.
+
+    Raises:
+        MissingPackage: a package that a stage needs is not installed; nothing was done.
+        Refused: an endpoint would be left behind, and `abandon` gives no reason why it may.
+        UserError: an endpoint that exists cannot be changed as the file says.
+    """
+    from onnx_ops.app.handler import binding
+    from onnx_ops.app.history import base_branch, find_base, record_commit
+    from onnx_ops.app.summary import summarise
+    from onnx_ops.domain.pipeline import StageKind, StageStatus
+    from onnx_ops.pipeline import InlineExecutor, Silent, run
+    from onnx_ops.release.abandon import leave_dropped, refuse_orphans
+
+    require_packages(project, prepared.plan)
+    name, stages = prepared.plan.pipeline, prepared.plan.stages
+    releases = any(stage.kind is StageKind.REGISTER for stage in stages)
+    deploys = [stage for stage in stages if stage.kind is StageKind.DEPLOY]
+    configs = [binding(stage)[0] for stage in deploys]
+    if releases:
+        refuse_orphans(project.ports, name, configs, abandon=abandon)
+    if base is None and (branch := base_branch(os.environ)):
+        base = find_base(project.settings.root, project.ports.store, name, branch)
+    result = run(
+        _with_hints(project, prepared.plan, base),
+        handler=project.handler(actor, observer, abandon),
+        executor=executor or InlineExecutor(),
+        observer=observer or Silent(),
+        clock=project.ports.clock,
+        fresh=fresh,
+        jobs=jobs,
+    )
+    served = (StageStatus.DONE, StageStatus.CACHED)
+    if releases and abandon and all(result.outcomes[stage.id].status in served for stage in deploys):
+        leave_dropped(project.ports, name, configs, reason=abandon, actor=actor)
+    if not prepared.overridden:
+        summary = summarise(prepared.pipeline, result, project.ports)
+        with suppress(OnnxOpsError, OSError):
+            record_commit(project.settings.root, project.ports.store, summary)
+    return result
+
+
+def _with_hints(project: Project, plan: Plan, base: BaseRelease | None) -> Plan:
+    """Return the plan whose registration knows who made the release, and what it is compared with."""
+    from onnx_ops import codec
+    from onnx_ops.app.history import provenance_of
+    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
+
+    if not any(stage.kind is StageKind.REGISTER for stage in plan.stages):
+        return plan
+    made = provenance_of(project.settings.root, project.ports.clock.now(), os.environ)
+    hints = {PROVENANCE: codec.to_json(made), **({} if base is None else {BASE: codec.to_json(base)})}
+    stages = (
+        replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))

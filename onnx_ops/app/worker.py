@@ -1,0 +1,79 @@
+"""The child's side: reads one request, does one stage, writes one result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.adapters.objects import durable_file
+from onnx_ops.app import connect
+from onnx_ops.app.child import PROGRESS
+from onnx_ops.config.settings import load_settings
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.errors import OnnxOpsError, StageFailure, storage_errors
+from onnx_ops.pipeline.stages import execute
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_die_with_parent, args=(Path(request["scratch"]),), daemon=True).start()
+    document = _answer(request)
+    with durable_file(Path(request["result"])) as temporary:
+        temporary.write_text(json.dumps(document), encoding="utf-8")
+
+
+def _die_with_parent(scratch: Path) -> None:
+    """The parent holds the other end of standard input; when it is gone, nobody waits for the result.
+
+    The processes that the stage has started go too: they are of this process's group, which is its own. So does what
+    they have written, as the parent can no longer remove it.
+    """
+    sys.stdin.read()
+    shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        scratch.parent.rmdir()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    stage = codec.from_json(request["stage"], Stage)
+    inputs = {name: Manifest(files=files) for name, files in request["inputs"].items()}
+    limit = stage.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
+    try:
+        with storage_errors(stage.id):
+            ports = replace(connect(load_settings()), tell=_tell)
+            manifest = execute(stage, Digest(request["key"]), inputs, ports)
+    except OnnxOpsError as error:
+        return {"error": error.as_document()}
+    except MemoryError:
+        failure = StageFailure(
+            f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
+            where=stage.id,
+            remedy="Raise `memory` in the pipeline file if the machine has more.",
+        )
+        return {"error": failure.as_document()}
+    return {"files": dict(manifest.files)}
+
+
+def _tell(line: str) -> None:
+    """To the parent, which reads what this process prints."""
+    os.write(sys.stdout.fileno(), PROGRESS + line.replace("\n", " ").encode("utf-8") + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Finds a function by `package.module:function` in source text. Nothing is imported, so nothing of it runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from onnx_ops.config.text import MAX_BYTES, shown_path
+from onnx_ops.config.words import did_you_mean, listing, shorten
+
+_REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
+_PARSING = threading.Lock()
+
+
+def parse_python(source: bytes) -> ast.Module:
+    """Parse one source at a time: Python 3.11 counts the depth of the trees of all threads together (CPython #106905).
+
+    Raises:
+        SyntaxError: it is not Python.
+        ValueError: it has a null byte.
+    """
+    with _PARSING:
+        return ast.parse(source)
+
+
+def function_problem(reference: str, root: Path) -> str | None:
+    """Why the reference leads to no function, or None if it leads to one.
+
+    Modules are looked for below the project's root, then on `sys.path`. A module that takes names from elsewhere by
+    `from … import *` is trusted to have the function.
+    """
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        return f"'{shorten(reference)}' is not of the form package.module:function"
+    module, function = match.groups()
+    path = _source(module, root)
+    if path is None:
+        hint = did_you_mean(module, siblings(module, root))
+        return f"no module '{module}' in the project or on sys.path{hint}"
+    try:
+        tree = _parsed(path)
+    except SyntaxError as error:
+        return f"{shown_path(path)}, line {error.lineno}, is not valid Python: {error.msg}"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{shown_path(path)} cannot be read: {error}"
+    known = set(_names(tree.body))
+    if function in known or "*" in known:
+        return None
+    return f"no function '{function}' in {shown_path(path)}{did_you_mean(function, known)}"
+
+
+def argument_problems(reference: str, given: Iterable[str], root: Path) -> list[tuple[str, str]]:
+    """Return why the function cannot be called with its data and the given parameters.
+
+    Decorators may change what a function takes: of one that has some, nothing is known.
+
+    Returns:
+        Each problem's parameter, which is empty for one that is missing, and its message.
+    """
+    found = _definition(reference, root)
+    if found is None or found[1].decorator_list:
+        return []
+    path, function = found
+    takes = function.args
+    positional = [*takes.posonlyargs, *takes.args]
+    place = f"{function.name}() in {shown_path(path)}, line {function.lineno},"
+    if not positional and takes.vararg is None:
+        return [("", f"{place} takes no data: its first parameter receives the data sets")]
+    known = [one.arg for one in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]]
+    problems = []
+    for name in given:
+        if name not in known and takes.kwarg is None:
+            hint = did_you_mean(name, known) or f"; it takes {listing(known) or 'none'}"
+            problems.append((name, f"{place} takes no parameter '{name}'{hint}"))
+    bound = positional[1:]
+    optional = {one.arg for one in bound[len(bound) - min(len(bound), len(takes.defaults)) :]}
+    optional |= {one.arg for one, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is not None}
+    needed = [one.arg for one in [*bound, *takes.kwonlyargs] if one.arg not in optional]
+    if missing := [name for name in needed if name not in set(given)]:
+        problems.append(("", f"{place} needs {listing(missing)}, which 'with' does not give"))
+    return problems
+
+
+def import_problems(reference: str, root: Path) -> list[tuple[str, str]]:
+    """Return what the module of a function, and the project's modules that it imports, cannot import.
+
+    Only statements at the top level of a module count: others may never run.
+
+    Returns:
+        Each package that is not there, and where it is imported.
+    """
+    problems: dict[str, str] = {}
+    waiting, seen = [reference.partition(":")[0]], set[Path]()
+    while waiting:
+        name = waiting.pop()
+        path = _source(name, root)
+        if path is None or path in seen or not _is_own(path, root):
+            continue
+        seen.add(path)
+        try:
+            tree = _parsed(path)
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue
+        package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        for line, module in _imported_modules(tree.body, package):
+            if _is_importable(module, root):
+                waiting.append(module)
+            else:
+                problems.setdefault(module, f"{shown_path(path)}, line {line}, imports '{module}'")
+    return list(problems.items())
+
+
+def _is_own(path: Path, root: Path) -> bool:
+    """Whether a module is the project's: an environment below its root is not."""
+    return path.is_relative_to(root) and not {"site-packages", "dist-packages"}.intersection(path.parts)
+
+
+def _imported_modules(body: Iterable[ast.stmt], package: Sequence[str]) -> Iterator[tuple[int, str]]:
+    for statement in body:
+        match statement:
+            case ast.Import(names=names):
+                yield from ((statement.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield statement.lineno, module
+            case ast.ImportFrom(module=module, level=level) if level:
+                above = package[: len(package) - level + 1]
+                yield statement.lineno, ".".join([*above, *([module] if module else [])])
+            case _:
+                pass
+
+
+def _is_importable(module: str, root: Path) -> bool:
+    """Whether a module is the project's, or the package that it begins with is installed. Nothing is imported."""
+    first = module.partition(".")[0]
+    if (root / first).is_dir() and not (root / f"{first}.py").is_file() and any((root / first).glob("*.py")):
+        relative = root.joinpath(*module.split("."))
+        return relative.is_dir() or relative.with_suffix(".py").is_file()
+    if _source(first, root) is not None or first in sys.builtin_module_names or first in sys.stdlib_module_names:
+        return True
+    try:
+        return first in sys.modules or importlib.util.find_spec(first) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _definition(
+    reference: str, root: Path, deep: int = 8
+) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef] | None:
+    """Return where a function is defined, in the module named or in one that it is imported from."""
+    module, _, function = reference.partition(":")
+    path = _source(module, root)
+    if path is None or not deep:
+        return None
+    try:
+        tree = _parsed(path)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    for statement in reversed(tree.body):
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name == function:
+                return path, statement
+            case ast.ImportFrom(module=str(source), level=0, names=names):
+                for alias in names:
+                    if (alias.asname or alias.name) == function:
+                        return _definition(f"{source}:{alias.name}", root, deep - 1)
+            case _ if function in _names([statement]):
+                return None
+    return None
+
+
+def _parsed(path: Path) -> ast.Module:
+    with path.open("rb") as stream:
+        return parse_python(stream.read(MAX_BYTES))
+
+
+def _source(module: str, root: Path) -> Path | None:
+    relative = Path(*module.split("."))
+    for base in (root, *map(Path, sys.path)):
+        for candidate in (base / relative.with_suffix(".py"), base / relative / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def siblings(module: str, root: Path) -> list[str]:
+    """Return the project's modules beside the place where a module would be."""
+    package = module.rpartition(".")[0]
+    folder = root.joinpath(*package.split(".")) if package else root
+    stems = [path.stem for path in folder.glob("*.py")] if folder.is_dir() else []
+    return [f"{package}.{stem}" if package else stem for stem in stems]
+
+
+def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that a module binds at its top level, inside `if` and `try` too."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If(body=inner, orelse=other):
+                yield from _names([*inner, *other])
+            case ast.Try(body=inner, orelse=other, handlers=handlers):
+                yield from _names([*inner, *other, *(line for handler in handlers for line in handler.body)])
+            case ast.With(body=inner):
+                yield from _names(inner)
+            case _:
+                pass

@@ -1,0 +1,46 @@
+"""The way every file goes: text, version, overrides, environment, types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from onnx_ops.config.binding import Bound, bind
+from onnx_ops.config.document import Document, Finding
+from onnx_ops.config.environment import substitute
+from onnx_ops.config.messages import explain
+from onnx_ops.config.overrides import apply_overrides
+from onnx_ops.config.text import read_file
+from onnx_ops.errors import Problem, SpecError
+
+NEWEST_SCHEMA = 1
+"""The newest version of the file formats that this release reads; a file without `schema` has version 1."""
+
+
+def read_document(path: Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Document:
+    """Read a file and apply overrides and environment variables.
+
+    Without `environ` no variable is known, so every `${env:NAME}` is a problem.
+
+    Raises:
+        NotFound, UserError: there is no such file, or it cannot be read.
+        SpecError: it is not YAML, is empty or of a newer version.
+    """
+    document = read_file(path)
+    if document.value is None:
+        raise SpecError((document.problem(Finding(loc=(), message="the file is empty")),))
+    apply_overrides(document, overrides)
+    version = document.at(("schema",))
+    if isinstance(version, int) and version > NEWEST_SCHEMA:
+        message = f"this file needs a newer onnx-ops: it has schema {version}, this release reads up to {NEWEST_SCHEMA}"
+        raise SpecError((document.problem(Finding(loc=("schema",), message=message)),))
+    substitute(document, environ or {})
+    return document
+
+
+def bind_document(document: Document, kind: type) -> tuple[Bound, list[Problem]]:
+    """Bind it to a dataclass; the problems are those of its overrides, its values and its types."""
+    bound = bind(document.value, kind)
+    known = {finding.loc for finding in document.findings if not finding.on_key}
+    document.findings += [finding for finding in explain(bound, document) if finding.on_key or finding.loc not in known]
+    return bound, [*document.refused, *(document.problem(finding) for finding in document.findings)]

@@ -1,0 +1,112 @@
+"""Target files: `configs/targets/NAME.yaml` below a project's root, those that projects share, and shipped profiles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from onnx_ops.config.document import Document, Finding
+from onnx_ops.config.gates import gate_findings
+from onnx_ops.config.reading import bind_document, read_document
+from onnx_ops.config.words import did_you_mean
+from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.domain.provider_options import PROVIDER_OPTIONS
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import NotFound, SpecError, UserError
+
+FOLDER = Path("configs") / "targets"
+PROFILES = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """Where targets are defined: in the project at `root`, in the folder that several projects share, by us.
+
+    The first that has a name wins. Paths of libraries are below `root` wherever the target is defined. All methods
+    raise UserError if the shared folder is not there.
+    """
+
+    root: Path
+    shared: Path | None = None
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the project's targets and of the shared ones, sorted."""
+        return tuple(sorted({path.stem for folder in self._folders for path in folder.glob("*.yaml")}))
+
+    def path(self, name: str) -> Path | None:
+        """The target's file, or that of the profile, if there is one.
+
+        A name that is not a target's name leads nowhere, whatever it spells.
+        """
+        folders = (*self._folders, PROFILES)
+        paths = (folder / f"{name}.yaml" for folder in folders if re.fullmatch(NAME_PATTERN, name))
+        return next((path for path in paths if path.is_file()), None)
+
+    def source(self, name: str) -> str:
+        """Where the target's file is, for people: below the project, elsewhere, or `shipped`."""
+        path = self.path(name)
+        if path is None or path.parent == PROFILES:
+            return "shipped"
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
+
+    def load(self, name: str) -> Target:
+        """Read one target, or the profile of that name; its libraries' paths are absolute then.
+
+        Raises:
+            NotFound: there is neither.
+            SpecError: its file has problems; all of them at once.
+        """
+        path = self.path(name)
+        if path is None:
+            names, profiles = self.names(), profile_names()
+            hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
+            remedy = hint or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
+            raise NotFound(f"no target is called {name!r}", where=str(FOLDER), remedy=remedy)
+        target = _read(path)
+        libraries = tuple(replace(library, path=str(self.root / library.path)) for library in target.custom_ops)
+        return replace(target, custom_ops=libraries)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        if self.shared is None:
+            return (self.root / FOLDER,)
+        if not self.shared.is_dir():
+            remedy = "Correct `targets` in onnx-ops.toml, or ONNX_OPS_TARGETS."
+            raise UserError("the shared targets' folder is not there", where=str(self.shared), remedy=remedy)
+        return (self.root / FOLDER, self.shared)
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the profiles that are shipped, sorted."""
+    return tuple(sorted(path.stem for path in PROFILES.glob("*.yaml")))
+
+
+def _read(path: Path) -> Target:
+    document = read_document(path)
+    bound, problems = bind_document(document, Target)
+    target: Target | None = bound.result
+    if target is not None and target.name != path.stem:
+        finding = Finding(loc=("name",), message=f"'{target.name}' is not the name of its file, '{path.stem}'")
+        problems.append(document.problem(finding))
+    if target is not None:
+        limits = gate_findings((("gates", index), gate) for index, gate in enumerate(target.gates))
+        problems += [document.problem(finding) for finding in (*_option_findings(target, document), *limits)]
+    if target is None or problems:
+        raise SpecError(tuple(problems))
+    return target
+
+
+def _option_findings(target: Target, document: Document) -> Iterator[Finding]:
+    """Options that their provider does not read, each where it is written."""
+    for index, provider in enumerate(target.providers):
+        known = PROVIDER_OPTIONS.get(provider.name)
+        for option in provider.options if known is not None else ():
+            if known is not None and option not in known:
+                hint = did_you_mean(option, known) or ("; it has none" if not known else "")
+                yield Finding(
+                    loc=document.written(("providers", index, "options", option)),
+                    message=f"{provider.name} has no option '{option}'{hint}",
+                    on_key=True,
+                )

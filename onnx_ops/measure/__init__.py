@@ -1,0 +1,1 @@
+"""Measurements that pipelines and the tools for single files share."""

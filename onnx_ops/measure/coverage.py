@@ -1,0 +1,59 @@
+"""What of a variant a target really runs in few bits, and what slows it down there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.domain.recipes import arithmetic
+from onnx_ops.domain.structure import Advice, Int8Coverage
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.onnx_graph.advice import advise
+from onnx_ops.onnx_graph.coverage import int8_coverage
+from onnx_ops.onnx_graph.files import nodes, read_structure
+from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.ports import RewritingRuntime, Runtime
+from onnx_ops.scratch import Scratch
+
+_INTEGERS = frozenset(
+    {"ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
+)
+"""Operators of which a float model has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What the rewritten graph shows; nothing where a runtime does not show it, or the variant is float."""
+
+    coverage: Int8Coverage | None = None
+    advice: tuple[Advice, ...] = ()
+
+
+def examine(runtime: Runtime, source: Path, variant: Path, target: Target, excluded: Iterable[str] = ()) -> Examined:
+    """Read off the graph that the runtime makes of the variant.
+
+    Args:
+        runtime: runs the variant.
+        source: the float export, whose names are told.
+        variant: the derived file.
+        target: as on which.
+        excluded: names of nodes that were to stay in float.
+    """
+    if not isinstance(runtime, RewritingRuntime) or is_ort(variant):
+        return Examined()
+    with Scratch() as folder:
+        copy = folder / "rewritten.onnx"
+        try:
+            runtime.rewritten(variant, target, copy)
+        except MeasurementFailure:
+            return Examined()
+        coverage = int8_coverage(source, copy, excluded) if has_integers(variant) else None
+        machine = arithmetic(runtime.fingerprint(target), target)
+        return Examined(coverage=coverage, advice=advise(variant, copy, target, machine, coverage))
+
+
+def has_integers(model: Path) -> bool:
+    """Whether any operator of the file computes in integers, or writes or reads them."""
+    return any(node.op_type in _INTEGERS for node in nodes(read_structure(model)))

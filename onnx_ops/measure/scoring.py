@@ -1,0 +1,250 @@
+"""Task metrics of a variant: its answers to the scored rows, alone and beside those of what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
+from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure, OnnxOpsError, UserError
+from onnx_ops.measure.answers import read_answers
+from onnx_ops.measure.labels import (
+    classes_of,
+    column_labels,
+    label_of,
+    positive_of,
+    positive_scores,
+)
+from onnx_ops.measure.pairs import paired, rows_of
+from onnx_ops.measure.predictions import Reading, joined, read
+from onnx_ops.ports import Dataset, Runtime, Tensors
+from onnx_ops.statistics.grouping import grouping_signs
+from onnx_ops.statistics.metrics import Array, OwnMetric, top_k_rows
+from onnx_ops.statistics.scores import CANDIDATE, refused, score
+
+Readings = Mapping[str, Reading | OnnxOpsError]
+"""By label of the metric: what was read for it, or why nothing could be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """What metrics are measured with. `models` are named as in the evidence, the candidate by `CANDIDATE`.
+
+    `known` holds what was read of some of them before.
+    """
+
+    runtime: Runtime
+    target: Target
+    models: Mapping[str, Path]
+    dataset: Dataset
+    seed: int
+    functions: Mapping[str, OwnMetric] = field(default_factory=dict)
+    known: Mapping[str, Readings] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskMetrics:
+    """`rows` is what `measure.pairs` reads: the candidate's answers row by row."""
+
+    counts: tuple[PairedCounts, ...] = ()
+    scores: tuple[ScoreComparison, ...] = ()
+    grouped: tuple[str, ...] = ()
+    rows: Mapping[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """The label as a metric needs it, and which one is positive, where one is."""
+
+    label: Array | None
+    positive: str | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answers:
+    label: Array | None
+    by_model: Mapping[str, Array]
+
+
+def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
+    """Every metric that the data set can tell; those that need labels are left out where it has none.
+
+    What cannot be read, or is not defined on these rows, is told in an entry of its own.
+
+    Raises:
+        MeasurementFailure: the candidate or the export does not run. A champion that does not take these rows is told.
+    """
+    asked = [d for d in definitions if scorer.dataset.label is not None or d.label_free]
+    if not asked:
+        return TaskMetrics()
+    readings = {name: scorer.known.get(name) or read_model(scorer, name, asked) for name in scorer.models}
+    counts: list[PairedCounts] = []
+    scores: list[ScoreComparison] = []
+    signals: list[Array] = []
+    rows: dict[str, Array] = {}
+    group = scorer.dataset.group
+    for definition in asked:
+        found = {name: read_of[definition.label] for name, read_of in readings.items()}
+        answers, problems = _comparable(definition, scorer.dataset.label, found)
+        scores += problems
+        if CANDIDATE not in answers.by_model:
+            continue
+        if definition.name in ("accuracy", "top_k"):
+            right = answers.by_model
+            counts += [paired(definition.label, name, right[name], right[CANDIDATE], group) for name in right]
+        else:
+            function = scorer.functions.get(definition.use)
+            scores += score(
+                definition, answers.label, answers.by_model, seed=scorer.seed, function=function, group=group
+            )
+        signals += _signals(definition, answers)
+        rows |= rows_of(definition, answers.label, answers.by_model[CANDIDATE])
+    grouped: tuple[str, ...] = ()
+    if group is None and signals:
+        data = scorer.dataset
+        grouped = grouping_signs(data.inputs, data.columns, signals, data.label, scorer.seed)
+    return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
+
+
+def label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
+    """Return why a metric cannot be computed with these labels and with such outputs of a model; empty if it can.
+
+    Args:
+        definition: of the metric.
+        label: of the data set.
+        outputs: as many rows, of the shapes and types that the model answers with; None if these are not known.
+    """
+    try:
+        terms = _terms(definition, label)
+        if outputs is not None:
+            _in_terms(definition, terms, read(definition, outputs), None)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
+    """What rows that belong together would have in common: right or wrong, the rank of the error, and its change."""
+    mine = answers.by_model[CANDIDATE]
+    others = [array for name, array in answers.by_model.items() if name != CANDIDATE]
+    if definition.name in ("accuracy", "top_k"):
+        return [mine.astype(np.float64), *(mine.astype(np.float64) - other for other in others)]
+    if definition.name in ("mae", "rmse", "r2") and answers.label is not None:
+        error = np.abs(mine - answers.label)
+        changes = [error, *(error - np.abs(other - answers.label) for other in others)]
+        return [np.argsort(np.argsort(change, kind="stable")).astype(np.float64) for change in changes]
+    return []
+
+
+def read_model(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> Readings:
+    """What one of the models says in the terms of each metric.
+
+    Raises:
+        MeasurementFailure: the candidate or the export does not run.
+    """
+
+    def read_all(outputs: Tensors) -> dict[str, Reading | OnnxOpsError]:
+        return {definition.label: _read(definition, outputs) for definition in asked}
+
+    try:
+        parts = read_answers(scorer.runtime, scorer.models[name], scorer.target, scorer.dataset.inputs, read_all)
+    except (MeasurementFailure, UserError) as error:
+        if name in (CANDIDATE, EXPORT) and isinstance(error, MeasurementFailure):
+            raise
+        return {definition.label: error for definition in asked}
+    return {definition.label: _joined([part[definition.label] for part in parts]) for definition in asked}
+
+
+def _read(definition: MetricDefinition, outputs: Tensors) -> Reading | OnnxOpsError:
+    try:
+        return read(definition, outputs)
+    except UserError as error:
+        return error
+
+
+def _joined(parts: Sequence[Reading | OnnxOpsError]) -> Reading | OnnxOpsError:
+    readings = [part for part in parts if isinstance(part, Reading)]
+    if len(readings) < len(parts):
+        return next(part for part in parts if isinstance(part, OnnxOpsError))
+    try:
+        return joined(readings)
+    except UserError as error:
+        return error
+
+
+def _comparable(
+    definition: MetricDefinition, label: Array | None, found: Mapping[str, Reading | OnnxOpsError]
+) -> tuple[_Answers, list[ScoreComparison]]:
+    """Answers that can be scored, and what is wrong with the others."""
+    try:
+        terms = _terms(definition, label)
+    except UserError as error:
+        return _Answers(label=None, by_model={}), [refused(definition, failed=str(error))]
+    answers: dict[str, Array] = {}
+    problems = []
+    for name, reading in found.items():
+        why = str(reading)
+        if isinstance(reading, Reading) and reading.broken:
+            count = len(reading.values)
+            why = f"the model answers with NaN on {reading.broken} of {count} rows"
+            if name == CANDIDATE:
+                problems.append(refused(definition, count, broken=why))
+                continue
+        elif isinstance(reading, Reading):
+            try:
+                answers[name] = _in_terms(definition, terms, reading, answers.get(CANDIDATE))
+                continue
+            except UserError as error:
+                why = str(error)
+        if name == CANDIDATE:
+            problems.append(refused(definition, failed=why))
+        else:
+            problems.append(refused(definition, against=name, undefined=f"{name} cannot be scored: {why}"))
+    return _coded(definition, terms, answers), problems
+
+
+def _terms(definition: MetricDefinition, label: Array | None) -> _Terms:
+    own_label = label_of(definition, label)
+    binary = definition.name == "auc" or definition.average == "binary"
+    positive = positive_of(definition, own_label) if binary and own_label is not None else None
+    return _Terms(label=own_label, positive=positive)
+
+
+def _in_terms(definition: MetricDefinition, terms: _Terms, reading: Reading, candidate: Array | None) -> Array:
+    """One model's answers: right or wrong, class labels, scores, or whatever the metric takes as it is."""
+    where, label = definition.label, terms.label
+    if label is not None and definition.name == "accuracy":
+        return np.asarray(classes_of(label, reading, where) == label)
+    if label is not None and definition.k is not None:
+        names = column_labels(label, reading.columns, where)
+        return top_k_rows(np.searchsorted(names, label), reading.values, definition.k)
+    if label is not None and definition.name == "f1":
+        return classes_of(label, reading, where)
+    if label is not None and terms.positive is not None:
+        return positive_scores(label, terms.positive, reading, where)
+    beside = candidate if label is None else label
+    if definition.label_free and beside is not None and beside.shape != reading.values.shape:
+        shapes = f"{tuple(reading.values.shape)} and {tuple(beside.shape)}"
+        raise UserError(f"answers of shapes {shapes} cannot be compared row by row", where=where)
+    return reading.values
+
+
+def _coded(definition: MetricDefinition, terms: _Terms, answers: Mapping[str, Array]) -> _Answers:
+    """Labels and answers as `score` takes them: classes by number, or by whether they are the positive one."""
+    label, positive = terms.label, terms.positive
+    if label is None or definition.name not in ("f1", "auc"):
+        return _Answers(label=label, by_model=answers)
+    if definition.name == "auc":
+        return _Answers(label=label == positive, by_model=answers)
+    if positive is not None:
+        by_model = {name: (said == positive).astype(np.intp) for name, said in answers.items()}
+        return _Answers(label=(label == positive).astype(np.intp), by_model=by_model)
+    known = np.unique(np.concatenate([label, *answers.values()]))
+    by_model = {name: np.searchsorted(known, said) for name, said in answers.items()}
+    return _Answers(label=np.searchsorted(known, label), by_model=by_model)

@@ -1,0 +1,123 @@
+"""A model as Python source that builds it anew, byte for byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnx_ops.errors import StageFailure
+from onnx_ops.onnx_graph.files import parse
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+WEIGHTS = ".weights"
+"""What follows the source's name in that of the file with its large constants."""
+
+_INLINE = 64
+"""Bytes of a constant that stands in the source itself."""
+
+_WIDTH = 100
+
+_HEAD = '''# Builds {name!r} anew: python THIS_FILE OUTPUT.onnx
+
+from pathlib import Path
+import sys
+
+from onnx import {types}  # fmt: skip
+
+WEIGHTS = Path(__file__).with_name({weights!r})
+
+
+def stored(start, length):
+    """Bytes of a large constant, from the file beside this one."""
+    with WEIGHTS.open("rb") as stream:
+        stream.seek(start)
+        return stream.read(length)
+
+
+def build():
+    return {model}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(build().SerializeToString(deterministic=True))
+'''
+
+
+class _Writer:
+    """Renders messages as calls of their types. What is large goes to `weights`."""
+
+    def __init__(self) -> None:
+        self.weights = bytearray()
+        self.types: set[str] = set()
+
+    def render(self, message: Message, indent: int) -> str:
+        kind = message.DESCRIPTOR
+        name = kind.full_name.removeprefix("onnx.")
+        self.types.add(name.partition(".")[0])
+        parts = [f"{field.name}={self._field(field, value, indent + 4)}" for field, value in message.ListFields()]
+        return _laid_out(f"{name}(", parts, ")", indent)
+
+    def _field(self, field: Any, value: Any, indent: int) -> str:
+        if field.is_repeated:
+            return _laid_out("[", [self._value(field, entry, indent + 4) for entry in value], "]", indent)
+        return self._value(field, value, indent)
+
+    def _value(self, field: Any, value: Any, indent: int) -> str:
+        if field.message_type is not None:
+            return self.render(value, indent)
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        if isinstance(value, bytes) and len(value) > _INLINE:
+            start = len(self.weights)
+            self.weights += value
+            return f"stored({start}, {len(value)})"
+        return repr(value)
+
+
+def as_python(path: Path, source: Path) -> tuple[Path, ...]:
+    """Write source that builds the model, and its large constants beside it; returns the files.
+
+    External weights are not copied: the model that is built names them as the original does. The source was run, and
+    what it built was held against the original, before this returns.
+
+    Raises:
+        NotFound, UserError: as for reading the model.
+        StageFailure: what the source builds is another model.
+    """
+    model, writer = parse(path), _Writer()
+    body = writer.render(model, 4)
+    place = source.with_name(source.name + WEIGHTS)
+    types = ", ".join(sorted(writer.types))
+    text = _HEAD.format(name=path.name, types=types, weights=place.name, model=body)
+    source.write_text(text, encoding="utf-8")
+    if writer.weights:
+        place.write_bytes(writer.weights)
+    if _built(source) != model.SerializeToString(deterministic=True):
+        raise StageFailure("the source that was written builds another model", where=str(source))
+    return (source, place) if writer.weights else (source,)
+
+
+def _built(source: Path) -> bytes:
+    """What a source builds, in this process: it was written a moment ago, from data rendered as literals only."""
+    names: dict[str, Any] = {"__file__": str(source), "__name__": "rebuilt"}
+    exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), names)  # noqa: S102
+    data: bytes = names["build"]().SerializeToString(deterministic=True)
+    return data
+
+
+def _laid_out(head: str, parts: list[str], tail: str, indent: int) -> str:
+    line = head + ", ".join(parts) + tail
+    if len(line) + indent <= _WIDTH and "\n" not in line:
+        return line
+    return "\n".join(_lines(head, parts, tail, indent))
+
+
+def _lines(head: str, parts: list[str], tail: str, indent: int) -> Iterator[str]:
+    yield head
+    for part in parts:
+        yield f"{' ' * (indent + 4)}{part},"
+    yield " " * indent + tail

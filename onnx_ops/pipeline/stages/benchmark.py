@@ -1,0 +1,236 @@
+"""Benchmark: everything that is measured about one variant on one target, as evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import CUSTOM_OPS, MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.evidence import ChampionFacts, Divergence, Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.measuring import Asked
+from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.pipeline import EXPORT, Stage
+from onnx_ops.domain.release import Lineage
+from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits, TreeStructure
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.measure.coverage import Examined, examine
+from onnx_ops.measure.files import MODEL, PACKAGE, checkout, get_dataset, pack, put_document, put_folder
+from onnx_ops.measure.hardware import departure
+from onnx_ops.measure.invariance import measure_invariance
+from onnx_ops.measure.machine import fitting
+from onnx_ops.measure.pairs import identity
+from onnx_ops.measure.parity import measure_parity
+from onnx_ops.measure.predictions import flat
+from onnx_ops.measure.reference import get_reference
+from onnx_ops.measure.scoring import Scorer, TaskMetrics, measure_metrics
+from onnx_ops.measure.speed import Contest, measure_speed
+from onnx_ops.measure.timing import feed_of
+from onnx_ops.measure.user_code import importable, load_function
+from onnx_ops.onnx_graph.check import refusal
+from onnx_ops.onnx_graph.files import read_structure
+from onnx_ops.onnx_graph.inspect import count_operators, info
+from onnx_ops.pipeline.stages.champion import Champion, champion_of
+from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
+from onnx_ops.scratch import Scratch
+from onnx_ops.statistics.scores import CANDIDATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """The files and the runtime that one benchmark works with."""
+
+    runtime: Runtime
+    target: Target
+    candidate: Path
+    export: Path
+    champion: Champion | None
+    dataset: Dataset
+    seed: int
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    settings: Mapping[str, Any] = stage.settings
+    target = codec.from_json(stage.hints["target"], Target, where=stage.id)
+    store = ports.store
+    variant = inputs[settings["source"]]
+    data = get_dataset(store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
+    runtime = ports.runtime(target.runtime)
+    hardware = fitting(runtime, target)
+    with Scratch() as folder:
+        champion = champion_of(stage, ports)
+        manifest = variant.subset(MODEL)
+        bench = Bench(
+            runtime=runtime,
+            target=target,
+            candidate=checkout(store, variant, MODEL, folder / "candidate") / MODEL_FILE,
+            export=checkout(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE,
+            champion=champion if champion and champion.manifest != manifest.digest() else None,
+            dataset=data,
+            seed=int(key[-8:], 16),
+        )
+        _check_ceiling(bench, stage.id)
+        is_export = stage.variant == EXPORT
+        metrics = _metrics(bench, is_export, settings, ports)
+        speed = measure_speed(_contest(bench, is_export, settings["batch"]), _asked(stage))
+        quantized = bool(settings["quantized"])
+        examined = Examined() if is_export else _examined(ports, bench, variant)
+        reference = get_reference(store, inputs["export"]["reference.npz"])
+        parity = () if quantized else measure_parity(bench.runtime, bench.candidate, target, reference)
+        package = _package(bench, folder / "package", ports)
+        divergence = next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
+        evidence = Evidence(
+            pipeline=settings["pipeline"],
+            variant=stage.variant or "",
+            target=target.name,
+            quantized=quantized,
+            release=codec.loads(store.read(inputs["export"]["lineage.json"]), Lineage).release,
+            manifest=manifest.digest(),
+            target_digest=target.digest(),
+            dedicated=target.dedicated,
+            size_bytes=_size(package or manifest.files, ports),
+            hardware=hardware,
+            conditions=dict(ports.conditions()),
+            runtime=bench.runtime.facts(bench.candidate, target),
+            baseline="champion" if bench.champion else ("" if is_export else EXPORT),
+            champion=None if champion is None else _facts(champion),
+            parity=parity,
+            export_parity=_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
+            batch_invariance=measure_invariance(bench.runtime, bench.candidate, target, data.inputs, reference),
+            divergence=divergence or departure(ports, bench.runtime, target, bench.candidate, reference, parity),
+            weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
+            source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
+            trees=next(iter(_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),
+            activations=_documents(ports, variant["activations.json"], ActivationMeasurement) if quantized else (),
+            coverage=examined.coverage,
+            advice=examined.advice,
+            recipe=() if is_export else _documents(ports, variant["recipe.json"], str),
+            metrics=metrics.counts,
+            scores=metrics.scores,
+            grouped=metrics.grouped,
+            opsets=info(bench.candidate).opsets,
+            operators=count_operators(read_structure(bench.candidate)),
+            comparisons=speed.comparisons,
+            latency=speed.latency,
+            throughput=speed.throughput,
+            starts=speed.starts,
+            ratios=speed.ratios,
+            raw=store.put_bytes(pack({**speed.raw, **metrics.rows, **identity(data)})),
+        )
+    found = {"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")}
+    return Manifest(files={**package, **found})
+
+
+def _package(bench: Bench, folder: Path, ports: Ports) -> dict[str, Digest]:
+    """What a target with a format of its own gets of the model."""
+    if bench.target.ort_format is None:
+        return {}
+    if not isinstance(bench.runtime, PackagingRuntime):
+        raise UserError(
+            f"runtime {bench.target.runtime} makes no .ort files",
+            where=f"target {bench.target.name}: ort_format",
+            remedy="Use runtime onnxruntime, node or browser.",
+        )
+    folder.mkdir()
+    bench.runtime.package(bench.candidate, bench.target, folder)
+    return put_folder(ports.store, folder, PACKAGE)
+
+
+def _facts(champion: Champion) -> ChampionFacts:
+    folder = Path(champion.location)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] != CUSTOM_OPS]
+    size = sum(path.stat().st_size for path in files)
+    return ChampionFacts(version=champion.version, manifest=champion.manifest, size_bytes=size)
+
+
+def _size(files: Mapping[str, Digest], ports: Ports) -> int:
+    """Bytes of the model; libraries of operators belong to targets, and what is said about a package to nobody."""
+    packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
+    own = packaged or {name: digest for name, digest in files.items() if not name.startswith(f"{CUSTOM_OPS}/")}
+    return sum(ports.store.path(digest).stat().st_size for digest in own.values())
+
+
+def _check_ceiling(bench: Bench, where: str) -> None:
+    """A runtime tells of a file that is too new for it in words of its own, or of none."""
+    if reason := refusal(bench.candidate, bench.target):
+        raise UserError(
+            reason,
+            where=where,
+            remedy=f"Export what all targets accept, give the target its custom_ops, or leave {bench.target.name} out.",
+        )
+
+
+def _documents(ports: Ports, digest: Digest, kind: Any) -> Any:
+    return codec.loads(ports.store.read(digest), tuple[kind, ...])
+
+
+def _examined(ports: Ports, bench: Bench, variant: Manifest) -> Examined:
+    excluded = _documents(ports, variant["excluded.json"], str)
+    return examine(bench.runtime, bench.export, bench.candidate, bench.target, excluded)
+
+
+def _metrics(bench: Bench, is_export: bool, settings: Mapping[str, Any], ports: Ports) -> TaskMetrics:
+    """The task metrics of the variant, alone and on the same rows as what it is compared with."""
+    definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
+    definitions, default = with_default(definitions, bench.dataset)
+    models = {CANDIDATE: bench.candidate}
+    if not is_export:
+        models[EXPORT] = bench.export
+    if bench.champion is not None:
+        models["champion"] = Path(bench.champion.location) / MODEL_FILE
+    with importable(ports.root):
+        functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
+        scorer = Scorer(
+            runtime=bench.runtime,
+            target=bench.target,
+            models=models,
+            dataset=bench.dataset,
+            seed=bench.seed,
+            functions=functions,
+        )
+        found = measure_metrics(scorer, definitions)
+    if default is not None and any(counts.metric == ACCURACY.label for counts in found.counts):
+        return replace(found, scores=tuple(one for one in found.scores if one.metric != default.label))
+    return found
+
+
+def with_default(
+    asked: tuple[MetricDefinition, ...], dataset: Dataset
+) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
+    """Add rmse where labels are numbers and no gate asks for an error of numbers.
+
+    Whether a model gives classes or numbers is known once it has answered: then either accuracy or rmse is told.
+    """
+    numbers = dataset.label is not None and dataset.label.dtype.kind in "fiu" and flat(dataset.label).ndim == 1
+    if not numbers or any(definition.name in ("mae", "rmse", "r2") for definition in asked):
+        return asked, None
+    default = MetricDefinition(name="rmse")
+    return (*asked, default), default
+
+
+def _contest(bench: Bench, is_export: bool, batch: int) -> Contest:
+    """Against the export, and against the champion, which is the baseline where there is one."""
+    rivals = {} if is_export else {EXPORT: bench.export}
+    if bench.champion is not None:
+        rivals["champion"] = Path(bench.champion.location) / MODEL_FILE
+    return Contest(
+        runtime=bench.runtime,
+        target=bench.target,
+        candidate=bench.candidate,
+        rivals=rivals,
+        feed=feed_of(bench.candidate, bench.dataset.inputs, batch),
+        seed=bench.seed,
+    )
+
+
+def _asked(stage: Stage) -> Asked:
+    settings: Mapping[str, Any] = stage.settings
+    hints: Mapping[str, Any] = stage.hints
+    return Asked(
+        throughput=tuple(settings.get("throughput", ())),
+        starts=bool(settings.get("starts", False)),
+        tolerances=hints.get("tolerances", {}),
+    )

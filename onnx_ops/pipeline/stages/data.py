@@ -1,0 +1,163 @@
+"""Data: arrays from a source, under the names the model uses."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
+from onnx_ops.errors import Conflict, UserError
+from onnx_ops.measure.files import put_dataset
+from onnx_ops.ports import Dataset, Ports, TracedSource
+
+_MATRIX = "*"
+"""In place of an array's name: all columns of numbers."""
+
+
+def source_of(section: DataSection) -> str:
+    """Name of the data source plugin that brings a data set."""
+    match section:
+        case FileData():
+            return "file"
+        case SklearnData():
+            return "sklearn"
+        case PluginData():
+            return section.use
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    del key, inputs
+    section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
+    source = ports.source(source_of(section))
+    arrays = source.load(section, ports.root)
+    if isinstance(source, TracedSource) and source.fingerprint(section, ports.root) != stage.settings["fingerprint"]:
+        raise Conflict(
+            "the data was changed after the run was planned",
+            where=stage.id,
+            why="its revision names other content now",
+            remedy="Run again; a tag or commit as `rev` does not move.",
+        )
+    return put_dataset(ports.store, build_dataset(arrays, section, stage.id))
+
+
+def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -> Dataset:
+    """Return the data set that a section makes of the arrays of its source.
+
+    Raises:
+        UserError: the first of `data_problems`.
+    """
+    for _, problem in data_problems(arrays, section, where):
+        raise problem
+    return Dataset(
+        inputs=_inputs(arrays, section),
+        label=_label(arrays[section.label]) if section.label else None,
+        **_grouping(arrays, section),
+    )
+
+
+def data_problems(
+    arrays: Mapping[str, Any], section: DataSection, where: str
+) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
+    """Yield why the arrays do not make the section's data set, each with the location in the section that asks for it.
+
+    The arrays may be the first rows of those that are meant.
+    """
+    grouped = None if isinstance(section, SklearnData) else section.group
+    columns = () if isinstance(section, SklearnData) else section.columns or ()
+    wanted: list[tuple[tuple[str | int, ...], str]] = [
+        (("inputs", name), array) for name, array in section.inputs.items() if array != _MATRIX
+    ]
+    wanted += [(("columns", index), name) for index, name in enumerate(columns)]
+    wanted += [((key,), name) for key, name in (("label", section.label), ("group", grouped)) if name is not None]
+    missing = [(loc, name) for loc, name in wanted if name not in arrays]
+    for loc, name in missing:
+        yield loc, _absent(arrays, name, where)
+    if missing:
+        return
+    for name, array in section.inputs.items():
+        if array == _MATRIX and (problem := _matrix_problem({n: arrays[n] for n in _columns(arrays, section)}, where)):
+            yield ("inputs", name), problem
+    if grouped is not None and (problem := _group_problem(arrays[grouped], grouped, where)):
+        yield ("group",), problem
+    used = {name for _, name in wanted} | (set(_columns(arrays, section)) if _takes_all(section) else set())
+    lengths = {name: len(arrays[name]) if arrays[name].ndim else 0 for name in sorted(used)}
+    if len(set(lengths.values())) != 1 or not all(lengths.values()):
+        text = f"arrays must have the same number of rows, and at least one: {lengths}"
+        yield (), UserError(text, where=where)
+
+
+def _takes_all(section: DataSection) -> bool:
+    return not section.inputs or _MATRIX in section.inputs.values()
+
+
+def _inputs(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
+    """The inputs that are named; where none is, each array; for `*` all columns of numbers side by side."""
+    if not section.inputs:
+        return {name: arrays[name] for name in _columns(arrays, section)}
+    return {
+        name: _matrix([arrays[one] for one in _columns(arrays, section)]) if array == _MATRIX else arrays[array]
+        for name, array in section.inputs.items()
+    }
+
+
+def _columns(arrays: Mapping[str, Any], section: DataSection) -> list[str]:
+    """Names of the arrays that become inputs without being named one by one."""
+    chosen = None if isinstance(section, SklearnData) else section.columns
+    if chosen is not None:
+        return list(chosen)
+    aside = {section.label, None if isinstance(section, SklearnData) else section.group, *section.inputs.values()}
+    return [name for name in arrays if name not in aside]
+
+
+def _matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | None:
+    for name, array in columns.items():
+        if array.dtype.kind not in "fiub" or array.ndim > 2:
+            return UserError(
+                f"column {name!r} does not fit into a matrix of numbers: it is {array.dtype} {tuple(array.shape)}",
+                where=where,
+                remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`: one input a column.",
+            )
+    return None if columns else UserError("there is no column to make a matrix of", where=where)
+
+
+def _matrix(columns: Sequence[Any]) -> Any:
+    import numpy as np
+
+    return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in columns], axis=1)
+
+
+def _label(array: Any) -> Any:
+    """A column of a table is one value a row."""
+    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+
+
+def _group_problem(array: Any, name: str, where: str) -> UserError | None:
+    from onnx_ops.statistics.grouping import group_numbers  # numpy: what names a source needs none
+
+    if group_numbers(array) is not None:
+        return None
+    return UserError(
+        f"the group must be one value a row, none of them missing; it is {array.dtype} {tuple(array.shape)}",
+        where=f"{where}: group {name!r}",
+        remedy="Name an array such as the patient's or the customer's number.",
+    )
+
+
+def _grouping(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
+    """The group of each row by number, or the arrays that nothing names and that may tell it."""
+    from onnx_ops.statistics.grouping import group_columns, group_numbers
+
+    name = None if isinstance(section, SklearnData) else section.group
+    if name is not None:
+        return {"group": group_numbers(arrays[name])}
+    used = {*(_columns(arrays, section) if _takes_all(section) else ()), *section.inputs.values(), section.label}
+    return {"columns": group_columns({n: array for n, array in arrays.items() if n not in used})}
+
+
+def _absent(arrays: Mapping[str, Any], name: str, where: str) -> UserError:
+    close = difflib.get_close_matches(name, list(arrays), n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(sorted(arrays))}."
+    return UserError(f"the data set has no array {name!r}", where=where, remedy=hint)

@@ -1,0 +1,72 @@
+"""Export: the trained model as ONNX at a pinned opset and IR version, with the source's own answers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.inputs import InputValues
+from onnx_ops.domain.pipeline import Export, Stage
+from onnx_ops.domain.release import Lineage, flat_origins
+from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits
+from onnx_ops.measure.files import FRACTIONS, MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, widen
+from onnx_ops.measure.reference import put_reference
+from onnx_ops.measure.user_code import importable
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.metadata import write_lineage
+from onnx_ops.onnx_graph.operators import carry_libraries
+from onnx_ops.pipeline.stages.asking import ask_source
+from onnx_ops.pipeline.stages.source import exporter_of, operators_of
+from onnx_ops.ports import ExportRequest, Ports
+from onnx_ops.scratch import Scratch
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """The stage's key is the release: the digest of data, training and export."""
+    settings: Mapping[str, Any] = stage.settings
+    section = codec.from_json(settings["section"], Export, where=stage.id)
+    exporter = exporter_of(stage, ports, section.framework)
+    dataset = get_dataset(ports.store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
+    if FRACTIONS in inputs["train"].files:
+        fractions = codec.loads(ports.store.read(inputs["train"][FRACTIONS]), tuple[str, ...])
+        dataset = replace(dataset, inputs=widen(dataset.inputs, fractions))
+    lineage = Lineage(
+        pipeline=settings["pipeline"],
+        release=key,
+        git_sha=ports.git_sha(),
+        data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
+        origins=codec.from_json(stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id),
+    )
+    with Scratch() as folder, importable(ports.root):
+        model = exporter.load(checkout(ports.store, inputs["train"], TRAINED, folder / "trained"))
+        exported = folder / "onnx"
+        exported.mkdir()
+        path = exported / MODEL_FILE
+        exporter.export(model, ExportRequest(section=section, samples=dataset.inputs, path=path))
+        declared = codec.from_json(settings["inputs"], Mapping[str, InputValues], where=stage.id)
+        asked = ask_source(exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"])
+        write_lineage(path, _properties(lineage, asked.limits))
+        carry_libraries(path, operators_of(stage))
+        return Manifest(
+            files={
+                **put_folder(ports.store, exported, MODEL),
+                "info.json": put_document(ports.store, info(path)),
+                "lineage.json": put_document(ports.store, lineage),
+                "reference.npz": put_reference(ports.store, asked.groups),
+                "source.json": put_document(ports.store, asked.limits),
+            }
+        )
+
+
+def _properties(lineage: Lineage, limits: SourceLimits) -> dict[str, str]:
+    """What the file itself tells of where it comes from, and whether its source refuses NaN."""
+    properties = {"onnx-ops.pipeline": lineage.pipeline, "onnx-ops.release": lineage.release}
+    if lineage.git_sha:
+        properties["onnx-ops.git.sha"] = lineage.git_sha
+    if limits.nan:
+        properties[NAN_PROPERTY] = limits.nan
+    properties |= {f"onnx-ops.origin.{key}": value for key, value in flat_origins(lineage).items()}
+    return properties | {f"onnx-ops.data.{name}": digest for name, digest in lineage.data.items()}

@@ -1,0 +1,62 @@
+"""Gate: evidence against the pipeline's gates, as a decision, signed where a key is at hand."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.execution import Execution
+from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, Verdict, combine
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.measure.files import put_document
+from onnx_ops.ports import Ports
+from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.rules.invariance import METRIC as BATCH_INVARIANCE
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """The gates themselves are stored too: whoever holds the signed decision can judge again from its digests."""
+    del key
+    settings: Mapping[str, Any] = stage.settings
+    source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
+    evidence = codec.loads(ports.store.read(source), Evidence, where=stage.id)
+    gates = codec.from_json(settings["gates"], tuple[Gate, ...], where=stage.id)
+    decision = judge(gates, evidence)
+    files = {
+        "decision.json": put_document(ports.store, decision),
+        "gates.json": put_document(ports.store, gates),
+    }
+    signer = ports.signer()
+    if settings["model"] and signer is not None:
+        record = _record(decision, evidence, settings, files["gates.json"], source, ports.clock.now())
+        files["signed.json"] = put_document(ports.store, sign(record, signer).envelope)
+    return Manifest(files=files)
+
+
+def _record(
+    decision: Decision, evidence: Evidence, settings: Mapping[str, Any], gates: Digest, source: Digest, now: float
+) -> DecisionRecord:
+    together = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
+    moment = datetime.datetime.fromtimestamp(now, tz=datetime.UTC)
+    return DecisionRecord(
+        model=settings["model"],
+        release=evidence.release,
+        variant=evidence.variant,
+        target=evidence.target,
+        manifest=evidence.manifest,
+        target_digest=evidence.target_digest,
+        gates_digest=gates,
+        evidence=source,
+        verdict=decision.verdict,
+        verdicts=decision.verdicts,
+        custom_ops=tuple(settings["custom_ops"]),
+        execution=codec.from_json(settings["execution"], Execution, where=evidence.target),
+        batchable=bool(together) and combine(together) is Verdict.PASS,
+        decided_at=moment.isoformat(timespec="seconds"),
+        sequence=int(now * 1000),
+    )

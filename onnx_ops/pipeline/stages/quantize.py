@@ -1,0 +1,102 @@
+"""Quantize: a variant derived from the export, how it was made, and the error of each weight and activation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.pipeline import Quantize, Stage
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.search import SEARCH_FILE, SearchRecord, Trial
+from onnx_ops.measure.activations import AS_WRITTEN, ROWS, measure_activations
+from onnx_ops.measure.files import MODEL, checkout, get_dataset, put_document, put_folder
+from onnx_ops.measure.search import recipe_notes
+from onnx_ops.measure.weights import measure_weights
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.metadata import write_lineage
+from onnx_ops.onnx_graph.operators import carry_libraries
+from onnx_ops.pipeline.stages.source import environment_of, operators_of
+from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
+from onnx_ops.scratch import Scratch
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    del key
+    settings: Mapping[str, Any] = stage.settings
+    section = codec.from_json(settings["section"], Quantize, where=stage.id)
+    dataset = (
+        get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"], inputs["export"])
+        if section.calibrate
+        else None
+    )
+    with Scratch() as folder:
+        source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
+        made = _chosen(settings, inputs, ports, folder) if "search" in settings else None
+        made = made or _derived(section, stage, dataset, source, folder, ports)
+        write_lineage(made.path, {"onnx-ops.variant": stage.variant or section.name})
+        carry_libraries(made.path, operators_of(stage))
+        files = put_folder(ports.store, made.path.parent, MODEL)
+        runtime = ports.runtime(AS_WRITTEN.runtime)
+        unseen = _unseen(dataset, section.calibrate.samples) if dataset and section.calibrate else None
+        activations = measure_activations(runtime, source, made.path, unseen) if unseen else ()
+        searched = {SEARCH_FILE: inputs[settings["search"]][SEARCH_FILE]} if "search" in settings else {}
+        return Manifest(
+            files={
+                **files,
+                **searched,
+                "info.json": put_document(ports.store, info(made.path)),
+                "weights.json": put_document(ports.store, measure_weights(source, made.path, runtime, unseen)),
+                "activations.json": put_document(ports.store, activations),
+                "excluded.json": put_document(ports.store, made.excluded),
+                "recipe.json": put_document(ports.store, made.recipe),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """A variant, the nodes that were to stay in float, and how it was made."""
+
+    path: Path
+    excluded: tuple[str, ...]
+    recipe: tuple[str, ...]
+
+
+def _derived(
+    section: Quantize,
+    stage: Stage,
+    dataset: Dataset | None,
+    source: Path,
+    folder: Path,
+    ports: Ports,
+) -> _Made:
+    derived = folder / "onnx"
+    derived.mkdir()
+    told: Any = stage.settings["machines"]
+    machines = tuple(codec.from_json(one, Arithmetic) for one in told)
+    calibration = dataset.head(section.calibrate.samples).inputs if dataset and section.calibrate else None
+    request = OptimizeRequest(
+        section=section, source=source, path=derived / MODEL_FILE, calibration=calibration, machines=machines
+    )
+    recipe = ports.optimizer(section.method, environment_of(stage)).optimize(request)
+    return _Made(path=request.path, excluded=section.exclude, recipe=recipe)
+
+
+def _chosen(settings: Mapping[str, Any], inputs: Mapping[str, Manifest], ports: Ports, folder: Path) -> _Made:
+    """What the search found for the role."""
+    found, role = inputs[settings["search"]], settings["role"]
+    trial = codec.loads(ports.store.read(found[f"{role}/trial.json"]), Trial)
+    record = codec.loads(ports.store.read(found[SEARCH_FILE]), SearchRecord)
+    path = checkout(ports.store, found, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
+    return _Made(path=path, excluded=trial.excluded, recipe=tuple(recipe_notes(record, trial)))
+
+
+def _unseen(dataset: Dataset, calibrated: int) -> Tensors:
+    """Rows of the calibration set that no range was read off, before those that were: never rows that are scored."""
+    count = len(dataset)
+    order = [*range(min(calibrated, count), count), *range(min(calibrated, count))]
+    return {name: array[order[:ROWS]] for name, array in dataset.inputs.items()}

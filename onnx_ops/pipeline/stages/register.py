@@ -1,0 +1,190 @@
+"""Register: one version per variant, with its evidence, and the choice of each target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import attestation, codec
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Decision, DecisionRecord, SignedDecision, Verdict
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.release import (
+    BaseRelease,
+    Choice,
+    Lineage,
+    Provenance,
+    Publication,
+    Registration,
+    VariantRecord,
+)
+from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
+from onnx_ops.domain.standing import Policy
+from onnx_ops.measure.files import MODEL, PACKAGE, put_document
+from onnx_ops.measure.pairs import compare_rows
+from onnx_ops.pipeline.stages.example import request_example
+from onnx_ops.ports import Ports
+from onnx_ops.reporting.comparison import figures_of
+from onnx_ops.reporting.description import model_description, version_description
+from onnx_ops.reporting.html import release_report
+from onnx_ops.reporting.plain import plain_figures
+from onnx_ops.statistics.choice import choose
+
+REPORT = "report.html"
+"""Path of the release's report among the evidence of each version."""
+
+
+PROVENANCE, BASE = "provenance", "base"
+"""Hints, no part of the stage's key: what the pipeline file says of itself, who made the release when, and what is
+recorded of its base branch."""
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    settings: Mapping[str, Any] = stage.settings
+    hints: Mapping[str, Any] = stage.hints
+    lineage = codec.loads(ports.store.read(inputs["export"]["lineage.json"]), Lineage)
+    lineage = replace(
+        lineage,
+        run=key,
+        parameters=settings["parameters"],
+        data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
+    )
+    policies = {name: codec.from_json(one, Policy) for name, one in settings["policies"].items()}
+    chosen = choices(policies, decisions(inputs, ports))
+    provenance = codec.from_json(hints[PROVENANCE], Provenance) if PROVENANCE in hints else Provenance()
+    base = codec.from_json(hints[BASE], BaseRelease) if BASE in hints else None
+    shared = {REPORT: ports.store.path(_report(inputs, ports, lineage, chosen, provenance, base))}
+    for choice in chosen:
+        shared[f"evidence/{choice.target}.choice.json"] = ports.store.path(put_document(ports.store, choice))
+    example = request_example(inputs["export"], ports.store)
+    records = tuple(
+        replace(
+            _variant(
+                entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, shared, provenance
+            ),
+            measured_on=settings["measured_on"],
+            example=example,
+        )
+        for entry in settings["variants"]
+        if entry["stage"] in inputs
+    )
+    registry = ports.registry()
+    about = model_description(
+        hints.get("about", ""), lineage.pipeline, [entry["name"] for entry in settings["variants"]], settings["targets"]
+    )
+    versions = registry.publish(Publication(model=settings["model"], lineage=lineage, variants=records, about=about))
+    registration = Registration(
+        run=key,
+        model=settings["model"],
+        release=lineage.release,
+        versions=versions,
+        choices=chosen,
+        where=registry.where(settings["model"]),
+        report=registry.page(settings["model"], next(iter(versions.values())), REPORT),
+        evidence={record.variant: record.evidence_digest() for record in records},
+    )
+    return Manifest(files={"registration.json": put_document(ports.store, registration)})
+
+
+def decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decision, ...]:
+    """The decisions among some stages' results, in the order of the pipeline."""
+    return tuple(
+        codec.loads(ports.store.read(manifest["decision.json"]), Decision)
+        for name, manifest in inputs.items()
+        if name.startswith("gate/")
+    )
+
+
+def choices(policies: Mapping[str, Policy], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
+    """Per target the variant to serve. A target of which nothing could be measured is an ERROR, not a failure."""
+    found = []
+    for target, policy in policies.items():
+        here = tuple(d for d in judged if d.target == target)
+        if here:
+            found.append(choose(here, policy))
+        else:
+            reason = "nothing could be measured"
+            found.append(
+                Choice(target=target, variant=None, verdict=Verdict.ERROR, reason=reason, prefer=policy.prefer)
+            )
+    return tuple(found)
+
+
+def _report(
+    inputs: Mapping[str, Manifest],
+    ports: Ports,
+    lineage: Lineage,
+    chosen: tuple[Choice, ...],
+    provenance: Provenance,
+    base: BaseRelease | None,
+) -> Digest:
+    """One page about the whole release, the same for each of its versions; their numbers are not known yet."""
+    stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
+    evidence = {digest: codec.loads(ports.store.read(digest), Evidence) for digest in stored}
+    digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
+    found = dict.fromkeys(m[SEARCH_FILE] for m in inputs.values() if SEARCH_FILE in m)
+    page = release_report(
+        decisions(inputs, ports),
+        tuple(evidence.values()),
+        chosen,
+        lineage,
+        versions={},
+        digests=digests,
+        searches=tuple(codec.loads(ports.store.read(digest), SearchRecord) for digest in found),
+        provenance=provenance,
+        base=base,
+        pairs=partial(compare_rows, ports.store),
+    )
+    return ports.store.put_bytes(page.encode("utf-8"))
+
+
+def _variant(
+    name: str,
+    manifest: Manifest,
+    targets: list[str],
+    inputs: Mapping[str, Manifest],
+    ports: Ports,
+    lineage: Lineage,
+    shared: Mapping[str, Path],
+    provenance: Provenance,
+) -> VariantRecord:
+    model = manifest.subset(MODEL)
+    store = ports.store
+    evidence: dict[str, Path] = dict(shared)
+    if SEARCH_FILE in manifest:
+        evidence[SEARCH_FILE] = store.path(manifest[SEARCH_FILE])
+    judged: dict[str, Decision] = {}
+    signed: dict[str, SignedDecision] = {}
+    metrics: dict[str, float] = {}
+    figures: list[str] = []
+    for target in targets:
+        gate = inputs.get(f"gate/{name}@{target}")
+        benchmark = inputs.get(f"benchmark/{name}@{target}")
+        if gate is None or benchmark is None:
+            continue
+        judged[target] = codec.loads(store.read(gate["decision.json"]), Decision)
+        if "signed.json" in gate:
+            signed[target] = attestation.read(store.read(gate["signed.json"]), DecisionRecord)
+            evidence[f"evidence/{target}.decision.json"] = store.path(gate["signed.json"])
+        evidence[f"evidence/{target}.json"] = store.path(benchmark["evidence.json"])
+        evidence[f"evidence/{target}.gates.json"] = store.path(gate["gates.json"])
+        evidence[f"evidence/{target}.npz"] = store.path(benchmark["raw.npz"])
+        for file, digest in benchmark.subset(PACKAGE).files.items():
+            evidence[f"packages/{target}/{file}"] = store.path(digest)
+        measured = codec.loads(store.read(benchmark["evidence.json"]), Evidence)
+        metrics |= plain_figures(target, measured)
+        figures.append(figures_of(measured))
+    return VariantRecord(
+        variant=name,
+        files={file: store.path(digest) for file, digest in model.files.items()},
+        manifest=model,
+        evidence=evidence,
+        metrics=metrics,
+        decisions=judged,
+        signed=signed,
+        description=version_description(name, judged, lineage, figures=figures, provenance=provenance),
+    )

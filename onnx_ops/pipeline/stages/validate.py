@@ -1,0 +1,100 @@
+"""Validate: is the export the same function?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.evidence import Divergence
+from onnx_ops.domain.pipeline import Export, Stage
+from onnx_ops.domain.structure import TreeStructure
+from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.measure.divergence import Look, locate, worst_of
+from onnx_ops.measure.files import MODEL, TRAINED, checkout, put_document
+from onnx_ops.measure.hardware import REFERENCE_TARGET
+from onnx_ops.measure.parity import measure_parity, mismatched
+from onnx_ops.measure.reference import get_reference
+from onnx_ops.measure.user_code import importable
+from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.forest import has_trees, read_trees
+from onnx_ops.pipeline.stages.source import exporter_of, operators_here
+from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
+from onnx_ops.scratch import Scratch
+from onnx_ops.statistics.trees import compare_trees
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    del key
+    export = inputs["export"]
+    target = replace(REFERENCE_TARGET, custom_ops=operators_here(stage))
+    divergence: tuple[Divergence, ...] = ()
+    trees: tuple[TreeStructure, ...] = ()
+    with Scratch() as folder:
+        path = checkout(ports.store, export, MODEL, folder) / MODEL_FILE
+        try:
+            full_check(path)
+            runtime = ports.runtime(target.runtime)
+            reference = get_reference(ports.store, export["reference.npz"])
+            measured = measure_parity(runtime, path, target, reference)
+            source = _Source(stage, inputs["train"], ports, folder / "trained")
+            trees = source.trees(path)
+        except (MeasurementFailure, UserError) as error:
+            measured = (mismatched("*", "load", f"it does not run: {error}"),)
+        else:
+            if worst := worst_of(measured):
+                look = Look(runtime=runtime, target=target, model=path, reference=reference, worst=worst)
+                divergence = (locate(look, source.tracer),)
+    return Manifest(
+        files={
+            "parity.json": put_document(ports.store, measured),
+            "divergence.json": put_document(ports.store, divergence),
+            "trees.json": put_document(ports.store, trees),
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The source model, which is loaded only where something of it is asked: most exports need no more than answers."""
+
+    stage: Stage
+    trained: Manifest
+    ports: Ports
+    folder: Path
+
+    def tracer(self, samples: Tensors) -> Tracer | None:
+        """Looks inside the source, if its exporter can."""
+        section = self._section()
+        exporter = exporter_of(self.stage, self.ports, section.framework)
+        if not isinstance(exporter, TracingExporter):
+            return None
+        with self._loaded(exporter) as model:
+            request = ExportRequest(section=section, samples=samples, path=self.folder / MODEL_FILE)
+            return exporter.tracer(model, request)
+
+    def trees(self, path: Path) -> tuple[TreeStructure, ...]:
+        """The trees of the export at `path` beside the source's; nothing if it has none, or its exporter cannot tell.
+
+        Raises:
+            UserError: the export's trees are not well-formed.
+        """
+        exporter = exporter_of(self.stage, self.ports, self._section().framework)
+        if not has_trees(path) or not isinstance(exporter, TreeExporter):
+            return ()
+        with self._loaded(exporter) as model:
+            expected = exporter.trees(model)
+        return () if expected is None else (compare_trees(read_trees(path), expected),)
+
+    def _section(self) -> Export:
+        settings: Mapping[str, Any] = self.stage.settings
+        return codec.from_json(settings["export"], Export, where=self.stage.id)
+
+    @contextmanager
+    def _loaded(self, exporter: Exporter) -> Iterator[object]:
+        with importable(self.ports.root):
+            yield exporter.load(checkout(self.ports.store, self.trained, TRAINED, self.folder))

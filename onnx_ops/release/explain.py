@@ -1,0 +1,139 @@
+"""Judges a version again from the evidence that is stored, and says whether that is what was signed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnx_ops import codec
+from onnx_ops.attestation import verified
+from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, SignedDecision
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.errors import DigestMismatch, NotFound, SignatureInvalid, StateCorrupt
+from onnx_ops.ports import Ports
+from onnx_ops.statistics.judge import judge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One target's decision, judged again.
+
+    `reproduced` says that the verdicts, of the whole and of each gate, are the signed ones.
+    """
+
+    target: str
+    decision: Decision
+    evidence: Evidence
+    signed: SignedDecision
+    reproduced: bool
+    signature: str
+
+
+def explain(ports: Ports, model: str, version: str, target: str | None = None) -> tuple[Explanation, ...]:
+    """Judge every target of a version again, or one of them.
+
+    Raises:
+        NotFound: no such version, or no decision for the target.
+        DigestMismatch: the stored evidence is not what was signed.
+    """
+    record = ports.registry().version(model, version)
+    targets = [target] if target is not None else sorted(record.decisions)
+    missing = [name for name in targets if name not in record.decisions]
+    if missing or not targets:
+        known = ", ".join(sorted(record.decisions)) or "none"
+        raise NotFound(
+            f"no decision for target {missing[0] if missing else '(any)'}",
+            where=f"{model}/{version}",
+            remedy=f"Targets with one: {known}.",
+        )
+    return tuple(_explain(ports, record, name) for name in targets)
+
+
+def explain_release(ports: Ports, model: str, version: str) -> dict[str, tuple[Explanation, ...]]:
+    """Every judged variant of the release that a version belongs to, by name; the newest version of each counts.
+
+    Raises:
+        NotFound: no such version, or no decision for any.
+        DigestMismatch: the stored evidence is not what was signed.
+    """
+    registry = ports.registry()
+    release = registry.version(model, version).release
+    newest: dict[str, str] = {}
+    for one in sorted(registry.versions(model), key=lambda one: int(one.version)):
+        if one.release == release and registry.version(model, one.version).decisions:
+            newest[one.variant] = one.version
+    if not newest:
+        raise NotFound(
+            "no variant of the release has a signed decision",
+            where=f"{model}/{version}",
+            remedy="Decisions are signed where the settings say `signing = 'auto'` or 'required'.",
+        )
+    return {variant: explain(ports, model, number) for variant, number in newest.items()}
+
+
+def _explain(ports: Ports, record: VersionRecord, target: str) -> Explanation:
+    signed = record.decisions[target]
+    evidence, gates = _basis(ports, record, target)
+    decision = judge(gates, evidence)
+    return Explanation(
+        target=target,
+        decision=decision,
+        evidence=evidence,
+        signed=signed,
+        reproduced=(decision.verdict, decision.verdicts) == (signed.record.verdict, signed.record.verdicts),
+        signature=_signature(ports, signed),
+    )
+
+
+def decided(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+    """What a version was decided upon and by which gates, if the decision is validly signed and is about its files.
+
+    Raises:
+        NotFound: there is no decision for the target.
+        SignatureInvalid: nobody who is trusted has signed it.
+        DigestMismatch: it is about other files, or the stored evidence is not what was signed.
+    """
+    where = f"{record.model}/{record.version}"
+    signed = record.decisions.get(target)
+    if signed is None:
+        remedy = "It serves by an override, which rests on no measurement; run its pipeline for this target."
+        raise NotFound(f"no decision for target {target}", where=where, remedy=remedy)
+    verified(signed.envelope, DecisionRecord, ports.verifier(), where=where)
+    if signed.record.manifest != record.manifest:
+        raise DigestMismatch(
+            "the decision is about other files", where=where, remedy="Promote a version that was decided as it is."
+        )
+    return _basis(ports, record, target)
+
+
+def _basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+    """The documents behind a signed decision, by the digests that it holds."""
+    signed = record.decisions[target].record
+    evidence = _document(ports, record, f"evidence/{target}.json", signed.evidence)
+    gates = _document(ports, record, f"evidence/{target}.gates.json", signed.gates_digest)
+    where = f"evidence of {record.model}/{record.version}"
+    return codec.loads(evidence, Evidence, where=where), codec.loads(gates, tuple[Gate, ...])
+
+
+def _signature(ports: Ports, signed: SignedDecision) -> str:
+    try:
+        verified(signed.envelope, DecisionRecord, ports.verifier())
+    except SignatureInvalid as error:
+        return f"not valid: {error}"
+    return "valid"
+
+
+def _document(ports: Ports, record: VersionRecord, name: str, digest: Digest) -> bytes:
+    """From the store of this machine, else from the registry; either way with the digest that was signed."""
+    try:
+        return ports.store.read(digest)
+    except StateCorrupt:
+        data = ports.registry().document(record, name)
+    if digest_bytes(data) != digest:
+        raise DigestMismatch(
+            f"{name} is not what was signed",
+            where=f"{record.model}/{record.version}",
+            remedy="The evidence was changed after the decision; run the pipeline again.",
+        )
+    return data

@@ -1,0 +1,269 @@
+"""Reading and writing the ledger of one endpoint: intent before effect, outcome after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
+
+from onnx_ops.attestation import authority_of
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, gives_all_to
+from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, Renewed, fold, follow
+from onnx_ops.domain.rollout import Action
+from onnx_ops.errors import (
+    Conflict,
+    EnvironmentFailure,
+    NotFound,
+    OnnxOpsError,
+    Overtaken,
+    Refused,
+    ServiceUnavailable,
+    StateCorrupt,
+)
+from onnx_ops.ports import Ports
+from onnx_ops.release.decided import COME_BACK, why_rejected
+from onnx_ops.release.lease import LEASE_SECONDS, kept
+
+LOOKS = 10
+"""Times a decision is made anew because somebody else wrote first. Each of these times somebody else got further."""
+
+Effect: TypeAlias = Callable[[int], None]
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True)
+class Journal:
+    """The state of one endpoint, kept current by what is appended through it."""
+
+    ports: Ports
+    state: ReleaseState
+    actor: str
+
+    @classmethod
+    def open(cls, ports: Ports, endpoint: str, *, actor: str = "") -> Journal:
+        """Raises StateCorrupt if the ledger cannot be read."""
+        return cls(ports, ports.ledger.state(endpoint), actor or ports.host.actor())
+
+    @property
+    def config(self) -> EndpointConfig:
+        """Raises NotFound if no pipeline has bound this endpoint."""
+        if self.state.config is None:
+            known = ", ".join(bound_endpoints(self.ports)) or "none"
+            raise NotFound(
+                "no endpoint of that name",
+                where=self.state.endpoint,
+                remedy=f"Known endpoints: {known}. An endpoint is bound by the first `onnx-ops run` that deploys it.",
+            )
+        return self.state.config
+
+    def refuse_while_changed(self) -> None:
+        """Raises Conflict while the lease of a driver that lives is open."""
+        if (intent := self.at_work()) is None:
+            return
+        raise Conflict(
+            f"{intent.holder} is changing this endpoint",
+            where=self.state.endpoint,
+            why=intent.action.why,
+            remedy="Try again when that is done.",
+        )
+
+    def append(self, body: Body, *, actor: str = "") -> int:
+        """Write one entry after the last one known; returns its sequence. `actor` is answerable if it is another.
+
+        Raises:
+            Overtaken: somebody else wrote first; nothing was changed.
+        """
+        entry = LedgerEntry(
+            endpoint=self.state.endpoint,
+            sequence=self.state.head + 1,
+            at=self.ports.clock.now(),
+            actor=actor or self.actor,
+            body=body,
+        )
+        self.ports.ledger.append(entry)
+        self.state = follow(self.state, entry)
+        return entry.sequence
+
+    def at_work(self) -> Intent | None:
+        """What is open, as long as it is a lease; None if nothing is, or its driver died."""
+        intent = self.state.open_intent
+        if intent is None or self.ports.clock.now() >= intent.expires_at or not self.ports.host.alive(intent.holder):
+            return None
+        return intent
+
+    def perform(self, action: Action, effect: Effect | None = None) -> None:
+        """Intent, effect, outcome. The lease is kept meanwhile.
+
+        An effect that failed may have taken place all the same, as an answer can be lost: then the endpoint shows it.
+        The way back counts as done only once it was observed.
+
+        Args:
+            action: what is to be done.
+            effect: how, given the intent's sequence; by default the provider applies the action's state.
+
+        Raises:
+            Overtaken: somebody else acted in between; what they wrote counts.
+            Refused: it brings what nobody has approved; nothing was done.
+            OnnxOpsError: the effect failed; the outcome says so and the roles stay as they were.
+        """
+        config = self.config
+        if effect is None:
+            self._allow(action)
+        holder = self.ports.host.holder()
+        expires = self.ports.clock.now() + LEASE_SECONDS
+        sequence = self.append(Intent(action=action, holder=holder, expires_at=expires))
+        with kept(lambda: self.renewed(sequence), self.ports.clock):
+            failure = self._attempt(config, action, sequence, effect)
+            if (failure is not None or action.gives_back) and not self._shows(config, action, failure):
+                failure = failure or ServiceUnavailable(
+                    "the endpoint was not observed where it should be yet", where=config.endpoint
+                )
+                self._conclude(Outcome(of=sequence, ok=False, detail=str(failure)))
+                raise failure
+        self._conclude(Outcome(of=sequence, ok=True))
+
+    def _attempt(
+        self, config: EndpointConfig, action: Action, sequence: int, effect: Effect | None
+    ) -> OnnxOpsError | None:
+        try:
+            if effect is not None:
+                effect(sequence)
+            else:
+                state = numbered(action.state, sequence)
+                self.ports.provider(config.provider).apply(config, state, generation=sequence)
+        except OnnxOpsError as error:
+            return error
+        except OSError as error:
+            return EnvironmentFailure(
+                "the endpoint cannot be changed",
+                where=config.endpoint,
+                why=str(error),
+                remedy="Free the disk, or give back access to what the reason names.",
+            )
+        return None
+
+    def _allow(self, action: Action) -> None:
+        """Whatever the ledger says: only what a trusted key has signed for this model and target is ever applied.
+
+        Raises:
+            Refused: a deployment is not approved, or a candidate was rolled back here and nobody overrode that.
+        """
+        state, config, verifier = self.state, self.config, self.ports.verifier()
+        for deployment in action.state.deployments:
+            about = authority_of(deployment, verifier)
+            if (about.model, about.target) != (config.model, config.target):
+                raise Refused(
+                    f"it was approved for {about.model} on {about.target}",
+                    where=f"{config.endpoint}, which serves {config.model} on {config.target}",
+                    why=f"the ledger names {deployment.name}",
+                    remedy="Somebody has changed the ledger; restore it from a backup.",
+                )
+        for role in (action.roles.stable, action.roles.candidate):
+            if role is not None and (why := why_rejected(state, role, config.target, verifier)) is not None:
+                raise Refused(f"{role.name} was rolled back here", where=config.endpoint, why=why, remedy=COME_BACK)
+
+    def _shows(self, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> bool:
+        """Whether the endpoint does what the action asks for. After a conflict that is somebody else's doing."""
+        if isinstance(failure, Conflict):
+            return False
+        try:
+            actual = self.ports.provider(config.provider).observe(config)
+        except OnnxOpsError:
+            return False
+        if actual is None:
+            return False
+        return gives_all_to(actual, action.state.leader()) if action.gives_back else actual.same_as(action.state)
+
+    def renewed(self, sequence: int) -> bool:
+        """Let the lease of the intent in entry `sequence` last from now on; false if it is not the open one any more.
+
+        Raises:
+            Overtaken: somebody else wrote just now; call again.
+        """
+        endpoint = self.state.endpoint
+        there = Journal(self.ports, self.ports.ledger.state(endpoint), self.actor)
+        if there.state.open_intent is None or there.state.generation != sequence:
+            return False
+        there.append(Renewed(of=sequence, expires_at=self.ports.clock.now() + LEASE_SECONDS))
+        return True
+
+    def _conclude(self, outcome: Outcome) -> None:
+        """Write the outcome, after whatever else was appended meanwhile.
+
+        Raises:
+            Overtaken: another intent has overtaken this one, or somebody else has concluded it.
+        """
+        while True:
+            try:
+                self.append(outcome)
+            except Overtaken:
+                self.state = self.ports.ledger.state(self.state.endpoint)
+                if self.state.open_intent is None or self.state.generation != outcome.of:
+                    raise
+            else:
+                return
+
+
+def looking_again(attempt: Callable[[], _Result]) -> _Result:
+    """What `attempt` returns, which reads the ledger, decides and writes. Who is overtaken looks and decides again.
+
+    Raises:
+        Overtaken: others never let it write.
+    """
+    for _ in range(LOOKS - 1):
+        try:
+            return attempt()
+        except Overtaken:
+            continue
+    return attempt()
+
+
+def numbered(state: EndpointState, generation: int) -> EndpointState:
+    return EndpointState(deployments=state.deployments, split=state.split, generation=generation)
+
+
+def bound_endpoints(ports: Ports) -> tuple[str, ...]:
+    """Names of all endpoints that a pipeline has bound; with those whose ledger is damaged, as they may be bound."""
+    names = (name for name in ports.ledger.endpoints() if "@" not in name)
+    return tuple(name for name in names if readable(ports, name).config is not None or damage(ports, name) is not None)
+
+
+def readable(ports: Ports, endpoint: str) -> ReleaseState:
+    """State by as much of the ledger as can be read. Of a damaged one, what the endpoint is bound to can be believed,
+    and nothing that moves."""
+    try:
+        return ports.ledger.state(endpoint)
+    except StateCorrupt:
+        return fold(endpoint, ports.ledger.sound(endpoint))
+
+
+def damage(ports: Ports, endpoint: str) -> StateCorrupt | None:
+    """Why the endpoint's state cannot be read."""
+    try:
+        ports.ledger.state(endpoint)
+    except StateCorrupt as error:
+        return error
+    return None
+
+
+def siblings(ports: Ports, model: str, target: str) -> tuple[ReleaseState, ...]:
+    """State of every endpoint that serves this model on this target, as far as it is `readable`."""
+    states = (readable(ports, name) for name in ports.ledger.endpoints() if "@" not in name)
+    return tuple(s for s in states if s.config is not None and (s.config.model, s.config.target) == (model, target))
+
+
+def pinned(ports: Ports, config: EndpointConfig, action: Action) -> Action:
+    """The way back on one of several endpoints is its own; the aliases speak for all of them."""
+    return replace(action, aliases={}) if len(siblings(ports, config.model, config.target)) > 1 else action
+
+
+def stream(model: str, target: str) -> str:
+    """Ledger of a model and target that no endpoint serves."""
+    return f"{model}@{target}"
+
+
+def stream_of(name: str) -> tuple[str, str] | None:
+    """Model and target of such a ledger; None for the ledger of an endpoint."""
+    model, at, target = name.rpartition("@")
+    return (model, target) if at else None

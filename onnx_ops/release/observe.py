@@ -1,0 +1,95 @@
+"""What was counted of a rollout in progress: read, judged by, and written down so that any driver can go on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.ledger import Frozen, Observed
+from onnx_ops.domain.rollout import Action, ActionKind, Wait, next_action
+from onnx_ops.domain.rollout_observed import Observations
+from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.release.desired import Desired
+from onnx_ops.release.journal import Journal
+
+RECORD_EVERY_S = 60.0
+"""A reading that changes nothing is written down this often: a driver that dies loses a minute's counts from the
+evidence, and a rollout of a week leaves some thousand entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What was counted until now, the present reading included; `blind` is why there is none."""
+
+    observations: Observations | None
+    blind: str = ""
+
+
+def look(journal: Journal) -> Look:
+    """Read the counts of the rollout in progress, if figures decide about it. Nothing is written."""
+    state, roles = journal.state, journal.state.roles
+    if not state.policy.judged or state.trial is None or roles.stable is None or roles.candidate is None:
+        return Look(observations=None)
+    candidate, stable = roles.candidate.name, roles.stable.name
+    limits = {candidate: state.trial.slower, stable: state.trial.thresholds}
+    try:
+        reading = journal.ports.metrics(journal.config).read(journal.config, limits)
+    except ServiceUnavailable as error:
+        return Look(observations=None, blind=str(error))
+    return Look(observations=state.trial.after(reading, stable=stable, candidate=candidate))
+
+
+def next_move(journal: Journal, wish: Desired, actual: EndpointState | None, seen: Look) -> Action | Wait:
+    """The one thing to do next, by everything that is known. Without counts nothing moves but the way back."""
+    roles, policy, target = journal.state.roles, journal.state.policy, journal.config.target
+    word, now = journal.state.word, journal.ports.clock.now()
+    if seen.observations is None:
+        move = next_action(
+            wanted=wish.wanted, actual=actual, roles=roles, policy=policy, target=target, word=word, now=now
+        )
+        if not isinstance(move, Wait):
+            return move
+        why = wish.waits if roles.candidate is None and wish.waits else move.why
+        return replace(move, why=f"{why}: {seen.blind}" if seen.blind else why)
+    # The statistics take longer to import than a rollback takes, and most looks need none.
+    from onnx_ops.statistics.rollout import decide
+
+    return decide(
+        wanted=wish.wanted,
+        actual=actual,
+        roles=roles,
+        observations=seen.observations,
+        policy=policy,
+        target=target,
+        word=word,
+        now=now,
+    )
+
+
+def write_down(journal: Journal, seen: Look, move: Action | Wait) -> None:
+    """Keep what a move rests on before it is made: the counts that were judged, and the thresholds of a rollout that
+    begins.
+
+    Raises:
+        Conflict: somebody else acted meanwhile.
+        ServiceUnavailable: a rollout cannot begin while nobody can tell how fast the stable version is.
+    """
+    if seen.observations is not None and (reading := seen.observations.reading) is not None:
+        last = journal.state.trial.reading if journal.state.trial is not None else None
+        if isinstance(move, Action) or last is None or reading.at - last.at >= RECORD_EVERY_S:
+            journal.append(Observed(reading=reading))
+    if isinstance(move, Action) and move.kind is ActionKind.START:
+        _freeze(journal, move)
+
+
+def _freeze(journal: Journal, start: Action) -> None:
+    state, candidate, stable = journal.state, start.roles.candidate, start.roles.stable
+    if candidate is None or stable is None or not state.policy.judged:
+        return
+    if state.frozen is not None and state.frozen.candidate == candidate.manifest:
+        return
+    from onnx_ops.statistics.rollout import freeze
+
+    found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
+    thresholds, slower = (None, None) if found is None else freeze(*found, state.policy.slower())
+    journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds, slower=slower))

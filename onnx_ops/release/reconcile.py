@@ -1,0 +1,227 @@
+"""Moves an endpoint toward what the registry wants, one judged effect at a time, and writes every move down.
+
+`step` is level-triggered and idempotent: it reads what is wanted and what is, does at most one thing, and can be
+killed anywhere. The next call continues or undoes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from onnx_ops.domain.ledger import RefusedVersion
+from onnx_ops.domain.rollout import Action, ActionKind, take_back
+from onnx_ops.errors import EnvironmentFailure, MissingPackage, OnnxOpsError, Refused, RolledBackByAlarm
+from onnx_ops.ports import Ports
+from onnx_ops.release.delete import finish_deletion
+from onnx_ops.release.desired import Desired, desired
+from onnx_ops.release.journal import Journal, looking_again, pinned, readable
+from onnx_ops.release.mirror import (
+    conclude_refusal,
+    note_mirrored,
+    put_back,
+    take_note,
+    tell_rejected,
+    write_owed_aliases,
+)
+from onnx_ops.release.notify import note_wait
+from onnx_ops.release.observe import look, next_move, write_down
+from onnx_ops.release.patience import LONGEST_PAUSE
+from onnx_ops.release.rollback import go_back, pay
+
+MAX_STEPS = 20
+"""A rollout has a few steps; more than this in one go means that two parties undo each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step did and why. `settled` says that a further step would do nothing now."""
+
+    endpoint: str
+    did: str
+    why: str
+    settled: bool
+    refused: bool = False
+    registry_down: str = ""
+
+
+def settle(
+    ports: Ports,
+    endpoint: str,
+    *,
+    actor: str = "",
+    told: Callable[[StepReport], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[StepReport]:
+    """Steps until nothing is left to do now; the last report says why. Between two steps it may be `stopped`.
+
+    A step that somebody else has overtaken is decided anew: a rollback's own background job is at work, for example.
+
+    Raises:
+        OnnxOpsError: as `step` does.
+    """
+    reports: list[StepReport] = []
+    while len(reports) < MAX_STEPS:
+        report = looking_again(lambda: step(ports, endpoint, actor=actor))
+        reports.append(report)
+        if told is not None:
+            told(report)
+        if report.settled or stopped():
+            break
+    return reports
+
+
+def settle_each(
+    ports: Ports, endpoints: Sequence[str], *, actor: str = ""
+) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
+    """`settle` of several: what was done and what failed. One endpoint's trouble does not keep the others back."""
+    reports: dict[str, list[StepReport]] = {}
+    errors: dict[str, OnnxOpsError] = {}
+    for name in endpoints:
+        try:
+            reports[name] = settle(ports, name, actor=actor)
+        except OnnxOpsError as error:
+            errors[name] = error
+    return reports, errors
+
+
+def settle_owed(
+    ports: Ports, endpoints: Sequence[str], *, actor: str = "", for_s: float
+) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
+    """`settle_each`, again and again with growing pauses, until nothing fails and no rollback is owed, or `for_s`
+    seconds are over. What fails for want of a package is not tried again."""
+    deadline, pause = time.monotonic() + for_s, 1.0
+    while True:
+        reports, errors = settle_each(ports, endpoints, actor=actor)
+        if not errors and not any(readable(ports, name).pending_rollback for name in endpoints):
+            return reports, errors
+        if errors and all(isinstance(error, MissingPackage) for error in errors.values()):
+            return reports, errors
+        if time.monotonic() + pause > deadline:
+            return reports, errors
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def tell_registry(ports: Ports, endpoint: str, *, actor: str = "") -> str:
+    """Write the aliases that a rollback owes; why not, if that fails.
+
+    Traffic has moved already, so nothing is raised: the reconciler tries again.
+    """
+    try:
+        return settle(ports, endpoint, actor=actor)[-1].registry_down
+    except OnnxOpsError as error:
+        return str(error)
+
+
+def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
+    """Do the one thing that is due.
+
+    Raises:
+        NotFound: no such endpoint.
+        Overtaken: somebody else acted meanwhile; call again.
+        Conflict: somebody else is changing the endpoint, past the ledger.
+        ServiceUnavailable: the endpoint could not be reached.
+        Refused: the registry does not let us write an alias; an endpoint that died is restored all the same.
+    """
+    journal = Journal.open(ports, endpoint, actor=actor)
+    config = journal.config
+    if journal.state.deleting:
+        finish_deletion(journal)
+        return StepReport(endpoint=endpoint, did="deleted", why="somebody asked for it", settled=True)
+    if (report := _at_work(journal) or _unfinished(journal)) is not None:
+        return report
+    wish = desired(journal)
+    if (report := _refusal(journal, wish)) is not None:
+        return report
+    unwritten: OnnxOpsError | None = None
+    try:
+        if (report := _told_registry(journal, wish)) is not None:
+            return report
+    except (EnvironmentFailure, Refused) as error:
+        unwritten = error
+    seen = look(journal)
+    action = next_move(journal, wish, ports.provider(config.provider).observe(config), seen)
+    if unwritten is not None and not (isinstance(action, Action) and action.kind is ActionKind.RESTORE):
+        raise unwritten
+    write_down(journal, seen, action)
+    if not isinstance(action, Action):
+        note_wait(journal, action)
+        return StepReport(endpoint=endpoint, did="", why=action.why, settled=True, registry_down=wish.unreachable)
+    if action.gives_back:
+        go_back(journal, pinned(ports, config, action))
+    else:
+        action = _perform(journal, action)
+    did = action.kind.value
+    return StepReport(endpoint=endpoint, did=did, why=action.why, settled=False, registry_down=wish.unreachable)
+
+
+def _perform(journal: Journal, action: Action) -> Action:
+    """Do it; what an alarm of the provider takes back is rolled back, and so rejected. Return what was done."""
+    roles, config = journal.state.roles, journal.config
+    try:
+        journal.perform(action)
+    except RolledBackByAlarm as error:
+        back = take_back(roles, action, config.target, why=str(error))
+        if back is None:
+            raise
+        go_back(journal, pinned(journal.ports, config, back))
+        return back
+    return action
+
+
+def _told_registry(journal: Journal, wish: Desired) -> StepReport | None:
+    """Make the registry say what the ledger says, and the ledger what somebody else has made the registry say."""
+    if wish.unreachable:
+        return None
+    endpoint = journal.state.endpoint
+    told = tell_rejected(journal)
+    if written := write_owed_aliases(journal):
+        return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
+    if told:
+        note_mirrored(journal, {})
+    if take_note(journal, wish.champion):
+        why = f"the champion in the registry is v{wish.champion}, which serves here"
+        return StepReport(endpoint=endpoint, did="took note", why=why, settled=False)
+    return None
+
+
+def _refusal(journal: Journal, wish: Desired) -> StepReport | None:
+    """Put an alias back that may not stand; or finish what a driver began that died while it did so."""
+    begun, refused = journal.state.refusing, wish.refused
+    if begun is not None and not wish.unreachable and not _same(begun, refused):
+        conclude_refusal(journal, begun)
+        refused = begun
+    elif refused is not None:
+        put_back(journal, refused)
+    else:
+        return None
+    did = f"refused {refused.alias} on version {refused.version}"
+    return StepReport(endpoint=journal.state.endpoint, did=did, why=refused.reason, settled=False, refused=True)
+
+
+def _same(begun: RefusedVersion, refused: RefusedVersion | None) -> bool:
+    return refused is not None and (begun.alias, begun.version) == (refused.alias, refused.version)
+
+
+def _at_work(journal: Journal) -> StepReport | None:
+    """An open intent is the lease of whoever wrote it, unless that driver died."""
+    if (intent := journal.at_work()) is None:
+        return None
+    why = f"{intent.holder} is at work: {intent.action.why}"
+    return StepReport(endpoint=journal.state.endpoint, did="", why=why, settled=True)
+
+
+def _unfinished(journal: Journal) -> StepReport | None:
+    """What is owed, or was begun by a driver that died, is done before anything else."""
+    intent, pending = journal.state.open_intent, journal.state.pending_rollback
+    if pending is not None:
+        pay(journal)
+        kind, why = pending.action.kind, f"{pending.actor} asked for it: {pending.action.why}"
+    elif intent is not None:
+        done = _perform(journal, intent.action)
+        kind, why = done.kind, f"finished what {intent.holder} began: {done.why}"
+    else:
+        return None
+    return StepReport(endpoint=journal.state.endpoint, did=kind.value, why=why, settled=False)

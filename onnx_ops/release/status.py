@@ -1,0 +1,263 @@
+"""What an endpoint does, and what happened to it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
+from onnx_ops.domain.ledger import (
+    Abandoned,
+    Configured,
+    Deleted,
+    Frozen,
+    Held,
+    Intent,
+    LedgerEntry,
+    Mirrored,
+    Notified,
+    Observed,
+    Outcome,
+    Override,
+    RefusedVersion,
+    ReleaseState,
+    Renewed,
+    RollbackRequested,
+    Spoken,
+    Withdrawn,
+)
+from onnx_ops.domain.rollout import Action, ActionKind, Roles
+from onnx_ops.domain.rollout_policy import QUANTILES
+from onnx_ops.errors import NotFound, OnnxOpsError, StateCorrupt
+from onnx_ops.ports import Outliving, Ports
+from onnx_ops.release.journal import Journal, bound_endpoints, readable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointStatus:
+    """The ledger's view and the provider's. `actual` is None if the endpoint does not answer whoever manages it.
+
+    Then `unsupervised` says that it answers its clients all the same.
+    """
+
+    state: ReleaseState
+    actual: EndpointState | None
+    address: str | None
+    unsupervised: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryLine:
+    """One ledger entry for people and auditors. `at` is ISO 8601 in UTC, `kind` that of the entry or its action.
+
+    `versions` are the deployments by role once the entry has taken effect, with the digests of their release, their
+    files and the evidence that they were approved on; empty where an entry changes no roles. `traffic` holds the shares
+    of the versions after it, in percent; empty where it moves none, or failed to.
+    """
+
+    endpoint: str
+    sequence: int
+    at: str
+    actor: str
+    kind: str
+    what: str
+    why: str
+    versions: Mapping[str, Deployment] = field(default_factory=dict)
+    traffic: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which endpoints and entries are asked for; what is left out asks for all. `since` is seconds since the epoch."""
+
+    endpoints: tuple[str, ...] = ()
+    model: str = ""
+    target: str = ""
+    actor: str = ""
+    since: float = 0.0
+    limit: int | None = None
+    traffic: bool = False
+    """Only entries that moved traffic."""
+
+
+def status(ports: Ports, endpoint: str) -> EndpointStatus:
+    """Raises NotFound if no pipeline has bound this endpoint."""
+    journal = Journal.open(ports, endpoint)
+    config = journal.config
+    provider = ports.provider(config.provider)
+    actual = provider.observe(config)
+    return EndpointStatus(
+        state=journal.state,
+        actual=actual,
+        address=provider.address(config),
+        unsupervised=actual is None and isinstance(provider, Outliving) and provider.unsupervised(config),
+    )
+
+
+def status_each(ports: Ports, endpoints: Sequence[str]) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
+    """`status` of several: what they do, and why of some it cannot be told."""
+    found: list[EndpointStatus] = []
+    errors: dict[str, OnnxOpsError] = {}
+    for name in endpoints:
+        try:
+            found.append(status(ports, name))
+        except OnnxOpsError as error:
+            errors[name] = error
+    return tuple(found), errors
+
+
+def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
+    """Names of the bound endpoints that are asked for; with those that nobody can tell of, as their ledger is damaged.
+
+    Raises:
+        NotFound: one that was named is not bound.
+    """
+    for name in wanted.endpoints:
+        Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
+    names = wanted.endpoints or bound_endpoints(ports)
+    configs = {name: readable(ports, name).config for name in names}
+    return tuple(name for name, config in configs.items() if config is None or _fits(config, wanted))
+
+
+def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict[str, StateCorrupt]]:
+    """Entries of ledgers, oldest first; also of endpoints that are gone, and of models that no endpoint serves.
+
+    Of a damaged ledger only what comes before the damage can be told, and why no more, by name.
+
+    Raises:
+        NotFound: an endpoint that was named has no history.
+    """
+    names = wanted.endpoints or ports.ledger.endpoints()
+    found: list[LedgerEntry] = []
+    errors: dict[str, StateCorrupt] = {}
+    for name in names:
+        entries, error = _entries(ports, name)
+        if not entries and error is None and wanted.endpoints:
+            known = ", ".join(ports.ledger.endpoints()) or "none"
+            raise NotFound("no endpoint of that name", where=name, remedy=f"Known: {known}.")
+        bound = error is None or any(isinstance(entry.body, Configured) for entry in entries)
+        if bound and not _was_ever(name, entries, wanted):
+            continue
+        if error is not None:
+            errors[name] = error
+        found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
+    found.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
+    failed = {(e.endpoint, e.body.of) for e in found if isinstance(e.body, Outcome) and not e.body.ok}
+    lines = [_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in found]
+    if wanted.traffic:
+        lines = [line for line in lines if line.traffic]
+    return tuple(lines[-wanted.limit :] if wanted.limit else lines), errors
+
+
+def _entries(ports: Ports, name: str) -> tuple[Sequence[LedgerEntry], StateCorrupt | None]:
+    try:
+        return ports.ledger.read(name), None
+    except StateCorrupt as error:
+        return ports.ledger.sound(name), error
+
+
+def _fits(config: EndpointConfig | None, wanted: Wanted) -> bool:
+    return config is not None and wanted.model in ("", config.model) and wanted.target in ("", config.target)
+
+
+def _was_ever(name: str, entries: Sequence[LedgerEntry], wanted: Wanted) -> bool:
+    """Whether the ledger is about that model and target."""
+    model, _, target = name.partition("@")
+    if target:
+        return wanted.model in ("", model) and wanted.target in ("", target)
+    if not (wanted.model or wanted.target):
+        return True
+    return any(isinstance(e.body, Configured) and _fits(e.body.config, wanted) for e in entries)
+
+
+def _line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
+    what, why = _told(entry)
+    at = datetime.datetime.fromtimestamp(entry.at, tz=datetime.UTC).isoformat(timespec="seconds")
+    action = entry.body.action if isinstance(entry.body, Intent) else None
+    roles = {} if action is None else _by_role(action.roles)
+    return HistoryLine(
+        endpoint=entry.endpoint,
+        sequence=entry.sequence,
+        at=at,
+        actor=entry.actor,
+        kind=entry.body.kind if action is None else action.kind.value,
+        what=what,
+        why=why,
+        versions=roles,
+        traffic={} if action is None or failed else dict(action.state.split.weights),
+    )
+
+
+def _by_role(roles: Roles) -> dict[str, Deployment]:
+    named = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
+    return {role: deployment for role, deployment in named.items() if deployment is not None}
+
+
+def _told(entry: LedgerEntry) -> tuple[str, str]:
+    body = entry.body
+    match body:
+        case Configured():
+            return f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
+        case Intent() | RollbackRequested():
+            asks = "asks for " if isinstance(body, RollbackRequested) else ""
+            return asks + _action_told(body.action), body.action.why
+        case Outcome():
+            return f"{'done' if body.ok else 'failed'} (entry {body.of})", body.detail
+        case Spoken():
+            return f"operator says {body.word.value}", body.reason
+        case Mirrored():
+            told = ", ".join(f"{name} -> {version or 'none'}" for name, version in body.aliases.items())
+            return f"registry: {told}", ""
+        case RefusedVersion():
+            restored = f"restored to {body.restored_to}" if body.restored_to else "removed"
+            return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
+        case Override():
+            return f"override for version {body.version}", body.reason
+        case Deleted() | Abandoned() | Frozen() | Observed() | Held() | Notified() | Renewed() | Withdrawn():
+            return _noted_told(body)
+        case _:
+            assert_never(body)
+
+
+def _noted_told(
+    body: Deleted | Abandoned | Frozen | Observed | Held | Notified | Renewed | Withdrawn,
+) -> tuple[str, str]:
+    if isinstance(body, Abandoned | Withdrawn):
+        what = f"left behind: {body.place}" if isinstance(body, Abandoned) else "withdrew what was owed"
+        return what, body.reason
+    if isinstance(body, Deleted):
+        return "deleted" if body.done else "is to be deleted", body.reason
+    if isinstance(body, Held):
+        return f"goes on by a person only ({body.wait.value})", body.why
+    if isinstance(body, Notified):
+        return f"told people by {body.notifier}, up to entry {body.of}", ""
+    if isinstance(body, Renewed):
+        return f"still at it (entry {body.of})", ""
+    if isinstance(body, Observed):
+        counts = sorted(body.reading.tallies.items())
+        return "read the counts", ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)
+    found = body.thresholds
+    if found is None:
+        return "froze no latency thresholds", "too few requests to tell"
+    told = [
+        ", ".join(
+            f"{name.removeprefix('latency_')} {limit_s * 1e3:.3g} ms"
+            for name, limit_s in one.by_guardrail().items()
+            if name in QUANTILES
+        )
+        for one in (found, body.slower or found)
+    ]
+    what = f"{told[0]}, read off {found.requests} requests; the candidate's: {told[1]}"
+    return "froze latency thresholds", what
+
+
+def _action_told(action: Action) -> str:
+    """What the action does to traffic, and for a change of the stable version from which to which."""
+    weights, stable = action.state.split.weights, action.roles.stable
+    split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
+    before = next((name for name, weight in weights.items() if not weight), None)
+    if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and before is not None:
+        return f"{action.kind.value} {before} -> {stable.name}: {split}"
+    return f"{action.kind.value}: {split}"

@@ -1,0 +1,165 @@
+"""What has become of a variant since it was decided: the same files, measured then and now. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
+from onnx_ops.domain.gate import Gate, GateResult, LatencyGate, MetricGate, Verdict
+from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.latency import quantile_gate
+from onnx_ops.statistics.rules.common import milliseconds
+from onnx_ops.statistics.rules.limit import Limit, limits_of
+from onnx_ops.statistics.standing import standing
+
+_ROUNDING = 1e-9
+"""So far beyond a limit is still on it: a share of rows is no exact number."""
+
+
+def drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
+    """What the gates say now, and how far the figures have moved since.
+
+    A gate that the old figures fail as well, held against what the variant is compared with now, tells no drift: its
+    result is advisory. Figures may move as far as the gates let a release move them: `max_regression` of latency,
+    `max_drop` and `max_increase` of a metric.
+
+    Args:
+        gates: those it was decided by.
+        then: what it was decided upon.
+        now: the same files on the same target, measured again.
+    """
+    before = {
+        (result.gate, result.metric)
+        for result in judge(gates, replace(then, baseline=now.baseline)).results
+        if result.verdict is Verdict.FAIL
+    }
+    judged = (
+        replace(result, advisory=True, reason=f"{result.reason}; it was so when it was decided")
+        if result.verdict is Verdict.FAIL and (result.gate, result.metric) in before
+        else result
+        for result in judge(gates, now).results
+    )
+    return (*judged, *(result for gate in gates for result in _moved(gate, gates, then, now)))
+
+
+def changes(then: Evidence, now: Evidence) -> tuple[str, ...]:
+    """What is different of the runtime and the machine, in words."""
+    told = {name: (_facts(then).get(name, ""), value) for name, value in _facts(now).items()}
+    return tuple(f"{name} {new or 'none'}, was {old or 'none'}" for name, (old, new) in told.items() if old != new)
+
+
+def _facts(evidence: Evidence) -> dict[str, str]:
+    hardware, runtime = evidence.hardware, evidence.runtime
+    found = {
+        "runtime": f"{hardware.runtime} {hardware.runtime_version}",
+        "architecture": hardware.machine,
+        "CPU": hardware.cpu_model,
+        "CPU features": " ".join(sorted(hardware.cpu_flags)),
+        "cores": str(hardware.cores),
+        "memory": f"{hardware.memory_bytes / 2**30:.0f} GiB",
+        "accelerators": ", ".join(hardware.accelerators),
+        "driver": hardware.driver,
+    }
+    if runtime is not None:
+        found |= {"build": runtime.build, "providers": ", ".join(runtime.used)}
+    return found
+
+
+def _moved(gate: Gate, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    match gate:
+        case LatencyGate() if gate.max_regression is not None:
+            yield from _ratio(gate.max_regression, gates, then, now)
+            yield from _median(gate.max_regression, then, now)
+        case MetricGate():
+            for limit in limits_of(gate):
+                if limit.of_change:
+                    yield from _metric(gate.definition().label, limit, then, now)
+        case _:
+            return
+
+
+def _ratio(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    """The speed against the export, measured in pairs on one machine at either time: no host is in it."""
+    if now.variant == EXPORT:
+        return
+    old, new = standing(gates, then).ratio, standing(gates, now).ratio
+    if old is not None and new is not None and min(old.low, old.estimate) > 0:
+        told = f"{old.estimate:.4g}x of {EXPORT} then, {new.estimate:.4g}x now"
+        yield _growth(f"ratio vs {EXPORT} since", limit, old, new, told, advisory=False)
+
+
+def _median(limit: float, then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    """The median alone. On a machine that others use too it tells of them, and is advisory."""
+    if then.latency is None or now.latency is None:
+        return
+    old, new = (quantile_gate(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency))
+    if old.low > 0 and math.isfinite(old.high) and math.isfinite(new.high):
+        yield _growth(
+            "p50 since",
+            limit,
+            Interval(estimate=old.quantile, low=old.low, high=old.high),
+            Interval(estimate=new.quantile, low=new.low, high=new.high),
+            f"{milliseconds(old.quantile)} then, {milliseconds(new.quantile)} now",
+            advisory=not (then.dedicated and now.dedicated),
+        )
+
+
+def _growth(metric: str, limit: float, old: Interval, new: Interval, told: str, *, advisory: bool) -> GateResult:
+    """New over old; the interval is the widest that both allow."""
+    low, high = new.low / old.high, new.high / old.low
+    bound = 1 + limit
+    verdict = Verdict.PASS if high <= bound else Verdict.FAIL if low > bound else Verdict.INCONCLUSIVE
+    estimate = new.estimate / old.estimate
+    return GateResult(
+        gate="latency",
+        metric=metric,
+        limit=f"≤ {bound:.4g}x",
+        verdict=verdict,
+        reason=f"{told}: {estimate:.4g}x [{low:.4g}, {high:.4g}], limit {bound:.4g}x",
+        estimate=estimate,
+        low=low,
+        high=high,
+        bound=bound,
+        unit="x",
+        advisory=advisory,
+    )
+
+
+def _metric(name: str, limit: Limit, then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    """The value on the same rows: how far it moved is a fact and has no interval."""
+    old, new = _values(name, then), _values(name, now)
+    if old is None or new is None or old[1] != new[1]:
+        return
+    moved = new[0] - old[0]
+    if limit.kind == "max_increase":
+        if old[0] <= 0:
+            return
+        moved /= old[0]
+    beyond = limit.bound - moved if limit.kind == "max_drop" else moved - limit.bound
+    yield GateResult(
+        gate="metric",
+        metric=f"{name} since",
+        limit=limit.text,
+        verdict=Verdict.PASS if beyond <= _ROUNDING else Verdict.FAIL,
+        reason=f"{name} was {old[0]:.4g} and is {new[0]:.4g}: {limit.told(moved)}, limit {limit.told(limit.bound)}",
+        estimate=moved,
+        bound=limit.bound,
+        unit="1",
+        n=new[1],
+    )
+
+
+def _values(name: str, evidence: Evidence) -> tuple[float, int] | None:
+    """The variant's own value of a metric, and how many rows it is of."""
+    entries: tuple[PairedCounts | ScoreComparison, ...] = (*evidence.metrics, *evidence.scores)
+    for entry in entries:
+        if entry.metric != name or not entry.n:
+            continue
+        if isinstance(entry, PairedCounts):
+            return (entry.both + entry.only_candidate) / entry.n, entry.n
+        if entry.candidate is not None and math.isfinite(entry.candidate.estimate):
+            return entry.candidate.estimate, entry.n
+    return None

@@ -1,0 +1,166 @@
+"""The judge: gates and evidence in, a decision with reasons out. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import assert_never
+
+from onnx_ops.domain.evidence import (
+    Evidence,
+    LatencyComparison,
+    PairedRatios,
+    ParityMeasurement,
+    Starts,
+    Throughput,
+    WeightMeasurement,
+    gate_of,
+    throughput_figure,
+)
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Decision,
+    Gate,
+    GateResult,
+    LatencyGate,
+    MemoryGate,
+    MetricGate,
+    ParityGate,
+    SizeGate,
+    ThroughputGate,
+    Verdict,
+)
+from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.structure import ActivationMeasurement
+from onnx_ops.statistics.latency import compare
+from onnx_ops.statistics.rules.common import one_line
+from onnx_ops.statistics.rules.latency import judge_latency
+from onnx_ops.statistics.rules.metric import judge_independence, judge_metric
+from onnx_ops.statistics.rules.parity import judge_parity
+from onnx_ops.statistics.rules.provider import judge_provider
+from onnx_ops.statistics.rules.size import judge_size
+from onnx_ops.statistics.rules.starts import judge_cold_start, judge_memory
+from onnx_ops.statistics.rules.throughput import judge_throughput
+from onnx_ops.statistics.standing import standing
+
+_STANDINGS = 2
+"""Schema of evidence since which decisions tell figures for a choice; older is judged as it was, to the byte."""
+
+
+def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
+    """What the gates say about the evidence.
+
+    A measurement that failed makes every gate an ERROR with its reason. A figure that is no number is an ERROR and
+    is not judged any further. A gate that does not apply (the first export has no baseline) says nothing; one
+    that applies and finds nothing measured is INCONCLUSIVE.
+    """
+    if evidence.failure:
+        reason = one_line(evidence.failure)
+        results = tuple(_error(gate.kind, reason) for gate in gates)
+        return Decision(variant=evidence.variant, target=evidence.target, results=results)
+    sound = _sound(evidence)
+    results = (
+        *(result for gate in gates for result in _apply(gate, sound)),
+        *judge_independence(gates, sound),
+        *_not_numbers(evidence),
+        *judge_provider(evidence),
+    )
+    against_export = [
+        compare(c.log_ratios, tolerance=0.0)
+        for c in sound.comparisons
+        if c.against == EXPORT != evidence.variant and any(c.log_ratios)
+    ]
+    ratio = max((c.ratio for c in against_export), default=math.inf)
+    return Decision(
+        variant=evidence.variant,
+        target=evidence.target,
+        results=results,
+        faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
+        latency_ratio=ratio if math.isfinite(ratio) else None,
+        standing=standing(gates, sound) if evidence.schema >= _STANDINGS else None,
+    )
+
+
+def _apply(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
+    match gate:
+        case ParityGate():
+            return judge_parity(gate, evidence)
+        case MetricGate():
+            return judge_metric(gate, evidence)
+        case LatencyGate():
+            return judge_latency(gate, evidence)
+        case ThroughputGate():
+            return judge_throughput(gate, evidence)
+        case ColdStartGate():
+            return judge_cold_start(gate, evidence)
+        case MemoryGate():
+            return judge_memory(gate, evidence)
+        case SizeGate():
+            return judge_size(gate, evidence)
+        case _:
+            assert_never(gate)
+
+
+def _sound(evidence: Evidence) -> Evidence:
+    """The evidence without the entries that hold something that is no number."""
+    return replace(
+        evidence,
+        parity=tuple(m for m in evidence.parity if m.mismatch or _measured(m)),
+        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _measured(m)),
+        weights=tuple(w for w in evidence.weights if _weighed(w)),
+        activations=tuple(a for a in evidence.activations if _watched(a)),
+        comparisons=tuple(c for c in evidence.comparisons if _compared(c)),
+        ratios=tuple(r for r in evidence.ratios if _compared(r)),
+        throughput=tuple(t for t in evidence.throughput if _counted(t)),
+        starts=evidence.starts if evidence.starts and _started(evidence.starts) else None,
+    )
+
+
+def _not_numbers(evidence: Evidence) -> Iterator[GateResult]:
+    """One ERROR for each kind of figure that is NaN or infinite, whether or not a gate asks for it."""
+    for name, measurements in (("outputs", evidence.parity), ("export", evidence.export_parity)):
+        for m in sorted((m for m in measurements if not _measured(m)), key=lambda m: (m.output, m.group))[:1]:
+            yield _error("parity", f"output {m.output!r}, inputs {m.group!r}: a figure is not a number", name)
+    if bad := sorted(w.tensor for w in evidence.weights if not _weighed(w)):
+        yield _error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
+    if strange := sorted(a.tensor for a in evidence.activations if not _watched(a)):
+        yield _error("parity", f"activation {strange[0]!r}: a figure is not a number", "activations")
+    if against := sorted(c.against for c in evidence.comparisons if not _compared(c)):
+        yield _error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
+    if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
+        yield _error("latency", "a quantile is not a number", "quantiles")
+    for r in sorted((r for r in evidence.ratios if not _compared(r)), key=lambda r: (r.figure, r.against)):
+        yield _error(gate_of(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
+    for t in (t for t in evidence.throughput if not _counted(t)):
+        yield _error("throughput", "a rate is not a positive number", throughput_figure(t.concurrency))
+    if evidence.starts and not _started(evidence.starts):
+        yield _error("cold_start", "a figure of a fresh process is not a positive number", "processes")
+
+
+def _measured(m: ParityMeasurement) -> bool:
+    return all(map(math.isfinite, (m.error, m.noise, m.ratio)))
+
+
+def _counted(t: Throughput) -> bool:
+    return all(0 < rate < math.inf for rate in t.per_second)
+
+
+def _started(s: Starts) -> bool:
+    return all(0 < value < math.inf for value in (*s.load_s, *s.first_s, *s.peak_bytes))
+
+
+def _weighed(w: WeightMeasurement) -> bool:
+    return all(math.isfinite(v) for v in (w.steps, w.output_error, w.stretch) if v is not None)
+
+
+def _watched(a: ActivationMeasurement) -> bool:
+    return all(math.isfinite(v) for v in (a.noise, a.saturated, a.clipping, a.stretch) if v is not None)
+
+
+def _compared(c: LatencyComparison | PairedRatios) -> bool:
+    return all(math.isfinite(v) for pairs in (c.log_ratios, c.self_log_ratios) for pair in pairs for v in pair)
+
+
+def _error(gate: str, reason: str, metric: str = "") -> GateResult:
+    return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.ERROR, reason=reason)

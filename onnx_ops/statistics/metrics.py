@@ -1,0 +1,157 @@
+"""Task metrics as functions of row weights: `statistic(weights)` of shape (resamples, rows) gives (resamples,) values.
+
+A value is NaN where the weighted rows do not define it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.domain.metric import Average
+from onnx_ops.statistics.resampling import Statistic, Weights
+
+Array: TypeAlias = npt.NDArray[Any]
+OwnMetric: TypeAlias = Callable[[Array, Array], float]
+
+
+def mean(values: Array) -> Statistic:
+    """Mean of one value a row."""
+    return lambda weights: weights @ values / weights.sum(axis=1)
+
+
+def rmse(errors: Array) -> Statistic:
+    """Root of the mean of squared errors, one error a row."""
+    squared = mean(np.square(errors, dtype=np.float64))
+    return lambda weights: np.sqrt(squared(weights))
+
+
+def r2(labels: Array, predictions: Array) -> Statistic:
+    """Share of the labels' variance that the predictions explain; undefined for constant labels."""
+    centred = labels - labels.mean()
+    residuals = np.square(labels - predictions)
+
+    def statistic(weights: Weights) -> npt.NDArray[np.float64]:
+        total = weights @ np.square(centred) - np.square(weights @ centred) / weights.sum(axis=1)
+        with np.errstate(all="ignore"):
+            return np.where(total > 1e-12 * np.square(centred).sum(), 1 - weights @ residuals / total, np.nan)
+
+    return statistic
+
+
+def f1(labels: Array, predictions: Array, classes: int, average: Average, positive: int = 0) -> Statistic:
+    """Harmonic mean of precision and recall.
+
+    Args:
+        labels: class numbers of shape (rows,), below `classes`.
+        predictions: likewise.
+        classes: how many there are.
+        average: `binary` is that of the class `positive`; `macro` the mean over the classes that occur; `weighted` the
+            same by their number of labels; `micro` from the counts over all classes.
+        positive: number of a class.
+    """
+    right = _indicator(labels, classes, labels == predictions)
+    true, said = _indicator(labels, classes), _indicator(predictions, classes)
+
+    def statistic(weights: Weights) -> npt.NDArray[np.float64]:
+        hits, support, total = right @ weights.T, true @ weights.T, (true + said) @ weights.T
+        with np.errstate(all="ignore"):
+            each = 2 * hits / total
+            match average:
+                case "binary":
+                    return np.asarray(each[positive])
+                case "micro":
+                    return np.asarray(2 * hits.sum(axis=0) / total.sum(axis=0))
+                case "macro":
+                    return np.asarray(np.nansum(each, axis=0) / (total > 0).sum(axis=0))
+                case "weighted":
+                    return np.asarray(np.nansum(support * each, axis=0) / support.sum(axis=0))
+
+    return statistic
+
+
+def f1_step(labels: Array, predictions: Array, classes: int, average: Average, positive: int = 0) -> float:
+    """Upper bound of what one more row of a wrong class takes off the F1 of these predictions."""
+    hits = np.bincount(labels[labels == predictions], minlength=classes)
+    support = np.bincount(labels, minlength=classes)
+    total = support + np.bincount(predictions, minlength=classes)
+    with np.errstate(all="ignore"):
+        missed = np.where(hits > 0, 2 * hits / total - 2 * (hits - 1) / np.maximum(total - 1, 1), 0)
+        taken = np.where(total > 0, 2 * hits / total - 2 * hits / (total + 1), 0)
+    match average:
+        case "binary":
+            return float(max(missed[positive], taken[positive]))
+        case "micro":
+            return 1 / len(labels)
+        case "macro":
+            return float(missed.max() + taken.max()) / max(1, int((total > 0).sum()))
+        case "weighted":
+            share = support / support.sum()
+            return float((share * missed).max() + (share * taken).max())
+
+
+def _indicator(numbers: Array, classes: int, kept: Array | None = None) -> Any:
+    """Sparse (classes, rows): 1 where the row is of the class, and kept."""
+    from scipy import sparse  # takes long to import, and few metrics need it
+
+    rows = np.arange(len(numbers)) if kept is None else np.flatnonzero(kept)
+    shape = (classes, len(numbers))
+    return sparse.csr_array((np.ones(len(rows)), (numbers[rows], rows)), shape=shape)
+
+
+def auc(positive: Array, scores: Array) -> Statistic:
+    """Area under the ROC curve: the chance that a positive row scores above a negative one, ties counted half.
+
+    Undefined where one of the classes has no rows.
+    """
+    order = np.argsort(scores, kind="stable")
+    is_positive = positive[order].astype(np.float64)
+    begins = np.flatnonzero(np.r_[True, np.diff(scores[order]) != 0])
+
+    def statistic(weights: Weights) -> npt.NDArray[np.float64]:
+        ordered = weights[:, order]
+        won, lost = ordered * is_positive, ordered * (1 - is_positive)
+        if len(begins) < len(order):
+            won, lost = (np.add.reduceat(counts, begins, axis=1) for counts in (won, lost))
+        above = np.cumsum(lost, axis=1) - lost / 2
+        with np.errstate(all="ignore"):
+            return np.asarray((won * above).sum(axis=1) / (won.sum(axis=1) * lost.sum(axis=1)))
+
+    return statistic
+
+
+def own(function: OwnMetric, predictions: Array, labels: Array) -> Statistic:
+    """A person's own function on the rows that a resample has; undefined where it refuses them."""
+
+    def value(weights: npt.NDArray[np.float64]) -> float:
+        rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))
+        try:
+            return float(function(predictions[rows], labels[rows]))
+        except Exception:  # a person's own code may raise anything; on all rows it was seen not to
+            return float("nan")
+
+    return lambda weights: np.array([value(one) for one in weights])
+
+
+def cosine_rows(one: Array, other: Array) -> Array:
+    """Cosine of the rows of two (rows, dimensions) arrays; 1 for equal rows, else 0 where one is zero."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    product = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    cosine = np.divide((a * b).sum(axis=1), product, out=np.zeros(len(a)), where=product > 0)
+    return np.where((a == b).all(axis=1), 1.0, np.clip(cosine, -1.0, 1.0))
+
+
+def token_rows(one: Array, reference: Array, ignore: int) -> Array:
+    """Share of equal tokens in each row of two (rows, length) arrays; NaN where the reference has none that counts."""
+    counted = reference != ignore
+    with np.errstate(all="ignore"):
+        return np.asarray(((one == reference) & counted).sum(axis=1) / counted.sum(axis=1))
+
+
+def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
+    """Whether the column of each row's label has one of its k highest scores; ties count against it."""
+    own_score = np.take_along_axis(scores, columns[:, None], axis=1)
+    return np.asarray((scores >= own_score).sum(axis=1) <= k)

@@ -1,0 +1,1 @@
+"""Inspect, compare, benchmark, quantize and judge single files, without a pipeline."""

@@ -1,0 +1,393 @@
+"""Compare: does one ONNX file compute what another does? Without a pipeline, from the two files alone.
+
+There is no source in float64 here, so that rounding noise cannot be measured. A's answers without graph optimisations
+are the reference, and fixed tolerances take the noise's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_ops.domain.artifact import Digest, digest_file
+from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.execution import SessionSettings
+from onnx_ops.domain.gate import ParityGate, Verdict, combine
+from onnx_ops.domain.structure import Advice, Int8Coverage, TreeStructure
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.measure.coverage import examine
+from onnx_ops.measure.group_answers import answers_of, refusal
+from onnx_ops.measure.machine import fitting
+from onnx_ops.measure.parity import mismatched
+from onnx_ops.onnx_graph.check import aborts_without_rows, ceiling, foreign, full_check, lacking
+from onnx_ops.onnx_graph.files import read_structure
+from onnx_ops.onnx_graph.forest import has_trees, read_trees
+from onnx_ops.onnx_graph.input_bounds import input_bounds
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.onnx_graph.trees import split_probes
+from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.statistics.parity import measure, with_pooled_noise
+from onnx_ops.statistics.probes import REAL
+from onnx_ops.statistics.trees import compare_trees
+from onnx_ops.tools.probing import Group, Samples, fixed_by, groups_of, shared_inputs
+
+REFERENCE = Target(
+    name="reference",
+    description="One CPU thread, the graph as it stands in the file.",
+    session=SessionSettings(graph_level="disabled"),
+)
+
+RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
+
+_ENOUGH = 8
+"""Rows from which on one and the same answer to all of them is no accident."""
+
+KEYS, LENGTH = " (keys)", " (length)"
+"""What stands beside the values of maps and sequences, as outputs of their own: a matrix has neither."""
+
+Answers = Mapping[str, Tensors | MeasurementFailure]
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One output on one group of inputs.
+
+    `error` is the largest |B - A|; where `labels` is set (integers, booleans, texts) the share of rows that differ.
+    `limit` is what `error` may be at the value that is worst off; `ratio` is error / limit. `mismatch` names a
+    difference that no figure tells.
+    """
+
+    output: str
+    group: str
+    rows: int
+    error: float
+    limit: float
+    ratio: float
+    labels: bool
+    mismatch: str
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """What B is to A. `notes` say what was not compared, and why.
+
+    `trees` holds the trees of B beside those of A, where both have some; `coverage` what of a quantized B runs in int8,
+    `advice` what slows B down.
+    """
+
+    a: Digest
+    b: Digest
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+    trees: TreeStructure | None = None
+    coverage: Int8Coverage | None = None
+    advice: tuple[Advice, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        return combine(d.verdict for d in self.differences)
+
+    @property
+    def worst(self) -> Difference:
+        """The first of those that are worst off."""
+        return max(self.differences, key=lambda d: (d.verdict.rank, bool(d.mismatch), d.ratio, d.error))
+
+    @property
+    def reason(self) -> str:
+        worst = f"output {self.worst.output!r}, inputs {self.worst.group!r}: {self.worst.reason}"
+        if self.verdict is not Verdict.PASS:
+            return worst
+        groups = f"{len({d.group for d in self.differences})} groups of inputs"
+        if self.worst.error == 0:
+            return f"the very same answers on {groups}"
+        return f"within tolerance on {groups}; nearest to its limit is {worst}"
+
+
+def compare(
+    runtime: Runtime,
+    target: Target,
+    a: Path,
+    b: Path,
+    samples: Samples,
+    tell: Tell = lambda _: None,
+    *,
+    sizes: Collection[str] = (),
+    exact: Runtime | None = None,
+) -> Parity:
+    """Parity of B, run on the target, against A.
+
+    `sizes` names dimensions of A at which one size is enough. Where B fixes another one, it is not the same function.
+    `exact` runs A as the reference, where the target's runtime is not ONNX Runtime on this machine.
+
+    Raises:
+        UserError: a file is not a valid model, or the two do not take the same inputs.
+        MeasurementFailure: a model does not run here, or A does not give the same answer twice.
+    """
+    shared_inputs(a, b)
+    fitting(runtime, target)
+    reference = replace(REFERENCE, custom_ops=target.custom_ops)
+    _check_places(target, (a, reference), (b, target))
+    bounds = input_bounds(a)
+    empty = not any(map(aborts_without_rows, (a, b)))
+    readable = [path for path in (a, b) if not is_ort(path) and has_trees(path)]
+    splits = split_probes(readable[0], samples.rows) if readable and not samples.fixed else None
+    groups = groups_of(samples, empty=empty, bounds=bounds, splits=splits)
+    tell(f"running {a.name} on {len(groups)} groups of inputs")
+    exact = exact or runtime
+    expected = _answers(exact, reference, a, groups)
+    tell(f"running {b.name} on {len(groups)} groups of inputs")
+    found = _answers(runtime, target, b, groups)
+    _check_repeats(exact, reference, a, groups[0])
+    measured: list[ParityMeasurement] = []
+    notes = ["one row is large: edges and large batches were left out"] if samples.large else []
+    for group in groups:
+        right, answer = expected[group.name], found[group.name]
+        measured_here: list[ParityMeasurement] = []
+        if isinstance(right, MeasurementFailure):
+            notes.append(f"inputs {group.name!r} were left out: A refuses them ({refusal(right)})")
+        elif isinstance(answer, MeasurementFailure):
+            measured_here = [_refused(group.name, answer)]
+        else:
+            measured_here = _measured(group.name, right, answer)
+        measured += [replace(m, inside=group.inside) for m in measured_here]
+    fixed = fixed_by(a, b)
+    if refused := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
+        why = f"B takes {', '.join(refused)} only, A takes any; to compare at that size alone: --dim"
+        measured.append(mismatched("*", "sizes", why))
+    notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
+    measured += _coarse(expected[REAL], found[REAL])
+    if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
+        notes.append(f"B has outputs that A has not: {', '.join(extra)}")
+    notes += _read_as(expected[REAL])
+    labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
+    trees = compare_trees(read_trees(b), read_trees(a)) if len(readable) > 1 else None
+    if trees is not None and trees.changed:
+        measured.append(mismatched("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
+    order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}
+    measured = sorted(with_pooled_noise(measured), key=lambda m: order.get(m.output, len(order)))
+    judged = [(m, _judged(m, labels=m.output in labels)) for m in measured]
+    differences = tuple(difference for m, difference in judged if m.inside)
+    if not any(_tells_apart(_tensors(expected[group.name])) for group in groups if group.inside):
+        differences += _untold(samples, _tensors(expected[REAL]))
+    notes += _outside([difference for m, difference in judged if not m.inside])
+    examined = examine(runtime, a, b, target)
+    return Parity(
+        a=digest_file(a),
+        b=digest_file(b),
+        differences=differences,
+        notes=tuple(notes),
+        trees=trees,
+        coverage=examined.coverage,
+        advice=examined.advice,
+    )
+
+
+def _check_places(target: Target, *pairs: tuple[Path, Target]) -> None:
+    """Raises UserError if a target cannot run its model, as far as the file tells."""
+    for model, place in pairs:
+        if reason := ceiling(info(model), place):
+            remedy = "Export the model for this target's opset and IR version."
+            raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
+        if reason := lacking(foreign(read_structure(model)), target):
+            remedy = "Give the target its library of them: custom_ops."
+            raise UserError(reason, where=model.name, remedy=remedy)
+
+
+def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Group]) -> Answers:
+    """By group; one that the model refuses holds the reason. Refusing the plain rows is refusing to run."""
+    try:
+        answers = answers_of(runtime, target, model, {group.name: group.runs for group in groups})
+    except MeasurementFailure:
+        full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
+        raise
+    return {name: a if isinstance(a, MeasurementFailure) else _joined(a) for name, a in answers.items()}
+
+
+def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
+    """Make tensors of sequences and maps.
+
+    Maps (ZipMap) become a matrix with a column a key, and their keys; other sequences an output an element, and their
+    length. An optional output that is absent is left out.
+    """
+    tensors: dict[str, Any] = {}
+    for name, value in answer.items():
+        maps = [value] if isinstance(value, dict) else value
+        if value is None:
+            continue
+        if not isinstance(maps, list):
+            tensors[name] = np.asarray(value)
+        elif maps and all(isinstance(entry, dict) for entry in maps):
+            keys = sorted({key for entry in maps for key in entry})
+            table = np.array([[entry.get(key, np.nan) for key in keys] for entry in maps])
+            tensors[name] = table.astype(np.float32) if table.dtype.kind == "f" else table
+            tensors[f"{name}{KEYS}"] = np.array([keys])
+        else:
+            tensors[f"{name}{LENGTH}"] = np.array([len(maps)])
+            tensors |= {f"{name}[{index}]": np.asarray(element) for index, element in enumerate(maps)}
+    return tensors
+
+
+def _joined(raw: Sequence[Mapping[str, Any]]) -> Tensors:
+    answers = [_as_tensors(answer) for answer in raw]
+    if len(answers) == 1:
+        return answers[0]
+    parts: dict[str, list[Any]] = {}  # a sequence may be longer in one run than in another
+    for answer in answers:
+        for name, array in answer.items():
+            parts.setdefault(name, []).append(np.atleast_1d(array))
+    for name, arrays in parts.items():
+        if len(shapes := {array.shape[1:] for array in arrays}) > 1:
+            raise UserError(
+                f"output {name!r} has another shape for other rows: {' and '.join(map(str, sorted(shapes)[:2]))}",
+                why="its shape depends on the values of the inputs, so that answers cannot be laid side by side",
+                remedy="Bring one run's rows: --data.",
+            )
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def _check_repeats(runtime: Runtime, target: Target, a: Path, group: Group) -> None:
+    """Twice in one session: a fresh session draws the same random numbers again."""
+    first, second = map(_as_tensors, runtime.run(a, target, (group.runs[0], group.runs[0])))
+    for name, array in first.items():
+        if name not in second or not _same(array, second[name]):
+            raise MeasurementFailure(
+                f"output {name!r} is another one each time",
+                where=a.name,
+                why="the model draws random numbers, so that there is no answer to compare with",
+                remedy="Export it for inference, without dropout and sampling.",
+            )
+
+
+def _same(first: Any, second: Any) -> bool:
+    if first.dtype.kind == "f":
+        return bool(np.array_equal(first, second, equal_nan=True))
+    return bool(np.array_equal(first, second))
+
+
+def _tensors(answer: Tensors | MeasurementFailure) -> Tensors:
+    return {} if isinstance(answer, MeasurementFailure) else answer
+
+
+def _names(answer: Tensors | MeasurementFailure) -> tuple[str, ...]:
+    return tuple(_tensors(answer))
+
+
+def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMeasurement]:
+    found = []
+    for name, expected in reference.items():
+        if name in answer:
+            found.append(measure(group=group, output=name, onnx=answer[name], single=expected, double=None))
+        elif not _in_other_form(name, expected, answer):
+            found.append(mismatched(name, group, "B lacks this output"))
+    return found
+
+
+def _read_as(answer: Tensors | MeasurementFailure) -> list[str]:
+    """A line on each output of A that is no tensor."""
+    names = _names(answer)
+    maps = [f"{n.removesuffix(KEYS)} holds maps: compared by keys, and as a matrix" for n in names if n.endswith(KEYS)]
+    ends = [n.removesuffix(LENGTH) for n in names if n.endswith(LENGTH)]
+    return maps + [f"{name} is a sequence: compared by length, and element by element" for name in ends]
+
+
+def _in_other_form(name: str, expected: Any, answer: Tensors) -> bool:
+    """Whether one of the two gives a matrix and the other maps: keys and lengths then have no counterpart."""
+    base = name.removesuffix(KEYS).removesuffix(LENGTH)
+    return base in answer if base != name else not expected.size and f"{name}{LENGTH}" in answer
+
+
+def _coarse(expected: Tensors | MeasurementFailure, found: Tensors | MeasurementFailure) -> list[ParityMeasurement]:
+    """Outputs that hold float16 numbers only, which is too little to show in a tolerance for float32."""
+
+    def halved(array: Any) -> bool:
+        with np.errstate(over="ignore"):
+            return bool((array.astype(np.float16).astype(np.float32) == array).all())
+
+    both = [(name, a, _tensors(found).get(name)) for name, a in _tensors(expected).items()]
+    told = "B's answers are float16 numbers, those of A are not"
+    return [
+        mismatched(name, REAL, told)
+        for name, a, b in both
+        if b is not None and a.dtype.name == b.dtype.name == "float32" and a.size and halved(b) and not halved(a)
+    ]
+
+
+def _tells_apart(answers: Tensors) -> bool:
+    """Whether some rows have other answers than others: rows beside splits do where made-up ones do not."""
+    told = [array for name, array in answers.items() if array.ndim and not name.endswith((KEYS, LENGTH))]
+    return not all(_same(array, array[:1].repeat(len(array), 0)) for array in told)
+
+
+def _untold(samples: Samples, answers: Tensors) -> tuple[Difference, ...]:
+    """What rows cannot show to which A gives one and the same answer."""
+    count = len(samples)
+    told = [array for name, array in answers.items() if not name.endswith((KEYS, LENGTH))]
+    by_row = [array for array in told if array.ndim and len(array) == count]
+    if count < _ENOUGH or len(by_row) < len(told):
+        return ()
+    reason = f"A gives the same answer to all {count} rows, so that they show nothing; bring rows that it tells apart"
+    return (
+        Difference(
+            output="*",
+            group=REAL,
+            rows=count,
+            error=0.0,
+            limit=0.0,
+            ratio=0.0,
+            labels=False,
+            mismatch="",
+            verdict=Verdict.INCONCLUSIVE,
+            reason=reason,
+        ),
+    )
+
+
+def _outside(differences: Sequence[Difference]) -> list[str]:
+    """One line on what differs where the rows are not like."""
+    departed = [d for d in differences if d.verdict is not Verdict.PASS]
+    if not departed:
+        return []
+    groups = ", ".join(sorted({d.group for d in departed}))
+    return [f"not judged, since no row is like that: B differs on {groups} ({departed[0].reason})"]
+
+
+def _refused(group: str, error: MeasurementFailure) -> ParityMeasurement:
+    return mismatched("*", group, f"B refuses these inputs, A does not: {refusal(error)}")
+
+
+def _judged(m: ParityMeasurement, *, labels: bool) -> Difference:
+    factor = ParityGate().noise_factor
+    limit = m.noise * factor
+    good = not m.mismatch and m.ratio <= factor
+    if m.mismatch:
+        reason = m.mismatch.replace("the source gives", "A gives").replace("the source has", "A has")
+    elif labels:
+        reason = f"answers differ in {100 * m.error:.3g}% of {_rows(m)}, limit 0%"
+    else:
+        reason = f"error {m.error:.3g}, limit {limit:.3g}, {_rows(m)}"
+    return Difference(
+        output=m.output,
+        group=m.group,
+        rows=m.rows,
+        error=m.error,
+        limit=limit,
+        ratio=m.ratio / factor,
+        labels=labels,
+        mismatch=m.mismatch,
+        verdict=Verdict.PASS if good else Verdict.FAIL,
+        reason=reason,
+    )
+
+
+def _rows(m: ParityMeasurement) -> str:
+    return "1 row" if m.rows == 1 else f"{m.rows} rows"

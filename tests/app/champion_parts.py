@@ -1,0 +1,81 @@
+"""A champion over fakes, with all that it was decided upon: what tests of the watch over champions are written in."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.app.memory import remember
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord
+from onnx_ops.ports import Ports
+from onnx_ops.testing.fakes import FakeWorld
+from tests.release.release_parts import CHAMPION, MODEL, TARGET, decision_record
+from tests.statistics.test_statistics_judge import GATES, INT8, counts
+from tests.statistics.test_statistics_judge import against as compared
+
+AS_IT_WAS = replace(INT8, baseline="", comparisons=(compared("fp32", 0.7),), metrics=(counts(""), counts("fp32")))
+SLOWER = replace(
+    AS_IT_WAS,
+    comparisons=(compared("fp32", 1.3),),
+    hardware=replace(INT8.hardware, runtime_version="2"),
+)
+
+_COUNT = itertools.count()
+
+
+@dataclass
+class Throne:
+    """Version 1 is champion. `now` is what the measurements find, one after the other, the last one for ever."""
+
+    root: Path
+    now: Sequence[Evidence] = (AS_IT_WAS,)
+    world: FakeWorld = field(default_factory=FakeWorld)
+    asked: list[tuple[Stage, Digest, Mapping[str, Manifest]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ports: Ports = self.world.ports(root=self.root)
+        store = self.ports.store
+        self.stage = Stage(
+            id=f"benchmark/int8@{TARGET}", kind=StageKind.BENCHMARK, settings={"seed": 1}, variant="int8", target=TARGET
+        )
+        self.inputs = {"export": Manifest(files={"model.onnx": store.put_bytes(b"export")})}
+        self.key = digest_bytes(b"key")
+        # Stores of worlds that are gone may share their memory with this one's; what they hold has other digests.
+        self.evidence = store.put_bytes(codec.dumps(replace(INT8, conditions={"throne": str(next(_COUNT))})))
+        gates = store.put_bytes(codec.dumps(GATES))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model.onnx"
+            file.write_text("int8")
+            manifest = Manifest(files={"model.onnx": digest_file(file)})
+            decided = decision_record(digest_bytes(b"a"), "int8", manifest.digest())
+            decided = replace(decided, evidence=self.evidence, gates_digest=gates)
+            record = VariantRecord(
+                variant="int8",
+                files={"model.onnx": file},
+                manifest=manifest,
+                evidence={},
+                metrics={},
+                decisions={},
+                signed={TARGET: sign(decided, self.world.signer)},
+                description="",
+            )
+            lineage = Lineage(pipeline="p", release=digest_bytes(b"a"))
+            self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))
+        self.world.registry.set_alias(MODEL, CHAMPION, "1")
+
+    def remembered(self) -> Throne:
+        remember(self.ports.store, self.stage, self.key, self.inputs, self.evidence)
+        return self
+
+    def perform(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        found = self.now[min(len(self.asked), len(self.now) - 1)]
+        self.asked.append((stage, key, inputs))
+        return Manifest(files={"evidence.json": self.ports.store.put_bytes(codec.dumps(found))})

@@ -1,0 +1,41 @@
+"""What can be done for an endpoint follows from its provider and from what counts its requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.app.project import abilities, open_project
+from onnx_ops.domain.pipeline import Deploy
+
+PROMETHEUS = {"source": "prometheus", "url": "http://127.0.0.1:9090"}
+OWN = {"split", "sticky", "exceedances", "shadow", "outcomes", "cold_starts"}
+FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_seconds"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "able"),
+    [
+        ({}, OWN),
+        (PROMETHEUS, OWN - {"cold_starts"}),
+        (FOREIGN, {"split", "sticky", "exceedances"}),
+        ({"source": "unheard-of"}, OWN),
+        (PROMETHEUS | {"colour": "red"}, OWN),
+    ],
+    ids=["its own", "ours by prometheus", "others by prometheus", "no such source", "wrong settings"],
+)
+def test_abilities(tmp_path: Path, metrics: dict[str, str], able: set[str]) -> None:
+    entry = Deploy(endpoint="digits", target="cpu", metrics=metrics)
+    assert abilities(open_project(tmp_path), entry) == able
+
+
+@pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
+@pytest.mark.parametrize("metrics", [{}, PROMETHEUS], ids=["its own", "ours by prometheus"])
+def test_a_cloud_neither_compares_answers_nor_keeps_users(
+    tmp_path: Path, provider: str, metrics: dict[str, str]
+) -> None:
+    entry = Deploy(endpoint="digits", provider=provider, target="cpu", metrics=metrics)
+    able = abilities(open_project(tmp_path), entry)
+    assert "split" in able
+    assert not able & {"shadow", "sticky", "outcomes"}

@@ -1,0 +1,125 @@
+"""Champions measured again: which ones, by what, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.app.champions import measure_again, reigns
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
+from onnx_ops.domain.drift import Drift, exit_code, notice_of
+from onnx_ops.domain.event import event_of
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.notification import What
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.errors import MeasurementFailure, UserError
+from tests.app.champion_parts import AS_IT_WAS, SLOWER, Throne
+from tests.release.release_parts import MODEL, TARGET
+
+
+def looked(throne: Throne) -> Drift:
+    (reign,) = reigns(throne.ports)
+    return measure_again(throne.ports, throne.perform, reign)
+
+
+def test_the_very_benchmark_is_done_again(tmp_path: Path) -> None:
+    throne = Throne(tmp_path).remembered()
+    found = looked(throne)
+    assert (found.verdict, found.measured, found.changed) == (Verdict.PASS, 1, ())
+    assert (found.model, found.version, found.target) == (MODEL, "1", TARGET)
+    assert (found.pipeline, found.variant, found.why) == ("p", "int8", "all gates passed")
+    assert throne.asked == [(throne.stage, throne.key, throne.inputs)]
+
+
+def test_what_is_worse_twice_has_drifted_and_says_what_changed(tmp_path: Path) -> None:
+    found = looked(Throne(tmp_path, now=(SLOWER,)).remembered())
+    assert (found.drifted, found.measured) == (True, 2)
+    assert found.reason.startswith("latency: ")
+    assert found.reason.endswith("changed since: runtime onnxruntime 2, was onnxruntime 1")
+
+
+def test_what_is_worse_once_has_not(tmp_path: Path) -> None:
+    found = looked(Throne(tmp_path, now=(SLOWER, AS_IT_WAS)).remembered())
+    assert (found.verdict, found.measured) == (Verdict.PASS, 2)
+
+
+def test_a_benchmark_that_is_not_remembered_is_an_error(tmp_path: Path) -> None:
+    throne = Throne(tmp_path)
+    found = looked(throne)
+    assert found.verdict is Verdict.ERROR
+    assert "onnx-ops run p.yaml --fresh benchmark" in found.why
+    assert throne.asked == []
+
+
+def test_a_measurement_that_fails_is_an_error_and_no_drift(tmp_path: Path) -> None:
+    throne = Throne(tmp_path).remembered()
+
+    def broken(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        raise MeasurementFailure("the provider is missing", where=stage.id)
+
+    (reign,) = reigns(throne.ports)
+    found = measure_again(throne.ports, broken, reign)
+    assert (found.verdict, found.measured) == (Verdict.ERROR, 0)
+    assert "the provider is missing" in found.why
+
+
+@pytest.mark.parametrize("forged", ["manifest", "signature", "override"])
+def test_what_rests_on_no_valid_decision_is_an_error(forged: str, tmp_path: Path) -> None:
+    throne = Throne(tmp_path).remembered()
+    record = throne.world.registry.version(MODEL, "1")
+    signed = record.decisions[TARGET]
+    unsigned = replace(signed.envelope, signatures=(replace(signed.envelope.signatures[0], sig="bm8="),))
+    changed = {
+        "manifest": replace(record, manifest=digest_bytes(b"other")),
+        "signature": replace(record, decisions={TARGET: replace(signed, envelope=unsigned)}),
+        "override": replace(record, decisions={}),
+    }[forged]
+    throne.world.registry.replace_record(changed)
+    found = looked(throne)
+    assert found.verdict is Verdict.ERROR
+    words = {"manifest": "about other files", "signature": "sign", "override": "no decision for target"}
+    assert words[forged] in found.why
+    assert throne.asked == []
+
+
+def test_names_of_pipelines_and_models_choose(tmp_path: Path) -> None:
+    throne = Throne(tmp_path).remembered()
+    assert len(reigns(throne.ports, ("p",))) == len(reigns(throne.ports, (MODEL,))) == 1
+    with pytest.raises(UserError, match=f"have one: {MODEL}, p"):
+        reigns(throne.ports, ("p", "q"))
+
+
+def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
+    throne = Throne(tmp_path)
+    registry = throne.world.registry
+    registry.delete_alias(MODEL, f"champion-{TARGET}")
+    registry.set_alias(MODEL, "champion", "1")
+    registry.set_alias(MODEL, f"challenger-{TARGET}", "1")
+    assert reigns(throne.ports) == ()
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        ((), 0),
+        ((Verdict.PASS, Verdict.INCONCLUSIVE), 0),
+        ((Verdict.PASS, Verdict.ERROR), 4),
+        ((Verdict.ERROR, Verdict.FAIL), 1),
+    ],
+)
+def test_exit_codes(verdicts: tuple[Verdict, ...], code: int) -> None:
+    assert exit_code([Drift(model="m", version="1", target="t", verdict=v, why="") for v in verdicts]) == code
+
+
+def test_what_people_and_programs_are_told_of_drift(tmp_path: Path) -> None:
+    found = looked(Throne(tmp_path, now=(SLOWER,)).remembered())
+    notice = notice_of(found, at=5.0, actor="me")
+    assert (notice.what, notice.title) == (What.DRIFTED, f"{MODEL}@{TARGET}: champion v1 (int8) has drifted")
+    assert "changed since: runtime" in notice.why
+    assert notice.commands["Measure again"] == "onnx-ops champions p"
+    event = event_of(notice)
+    assert (event.event, event.resource) == ("onnx-ops.champion.drifted", f"onnx-ops.model.{MODEL}")
+    assert event.key is None, "each night it is found is a night of its own"

@@ -1,0 +1,274 @@
+"""Stages in real processes of their own: results, errors, crashes, time-outs, and parents that die."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.isolation.output import LAST_LINES
+from onnx_ops.app import connect, worker
+from onnx_ops.app.child import Performer, in_child
+from onnx_ops.app.turns import machine_lock
+from onnx_ops.config.settings import Settings, load_settings, to_environ
+from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.pipeline import FileData, Stage, StageKind
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import NotFound, Refused, StageFailure, StorageFailure, UserError, from_document
+from onnx_ops.pipeline.stages import execute
+from onnx_ops.ports import Ports
+
+KEY = digest_bytes(b"key")
+PATIENCE_S = 30.0
+
+TRAINING = """
+import ctypes, os, pathlib, signal, subprocess, sys, tempfile, time
+from onnx_ops.errors import Refused
+
+def note(name):
+    path = pathlib.Path(__file__).with_name(name + ".tmp")
+    path.write_text(str(os.getpid()))
+    path.rename(path.with_suffix(""))
+
+def refuse(data):
+    raise Refused("not today", where="the moon", why="it is full", remedy="Wait.")
+
+def fail(data):
+    note("trainer")
+    return 1 / 0
+
+def crash(data):
+    for number in range(100):
+        print("line", number)
+    sys.stdout.flush()
+    ctypes.string_at(0)
+
+def leave(data):
+    os._exit(7)
+
+def eat(data):
+    held = []
+    while True:
+        held.append(bytearray(1 << 25))
+
+def chatter(data):
+    line = b"x" * 79 + b"\\n"
+    for _ in range(300_000):
+        os.write(1, line)
+    os.abort()
+
+def hang(data):
+    tempfile.mkdtemp(prefix="left-behind-")
+    grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    pathlib.Path(__file__).with_name("grandchild").write_text(str(grandchild.pid))
+    print("about to hang", flush=True)
+    note("trainer")
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Settings:
+    (tmp_path / "training.py").write_text(TRAINING)
+    np.savez(tmp_path / "data.npz", x=np.arange(6.0).reshape(3, 2), y=np.arange(3))
+    return load_settings(tmp_path, {})
+
+
+@pytest.fixture
+def ports(project: Settings) -> Ports:
+    return connect(project)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process has its temporary files meanwhile."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def data_stage(file: str = "data.npz", **options: object) -> Stage:
+    section = FileData(file=file, inputs={"x": "x"}, label="y")
+    return Stage(id="data/test", kind=StageKind.DATA, settings={"section": codec.to_json(section)}, **options)  # type: ignore[arg-type]
+
+
+def train_stage(function: str, **options: object) -> Stage:
+    settings = {"run": f"training:{function}", "with_": {}, "framework": "sklearn"}
+    return Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True, **options)  # type: ignore[arg-type]
+
+
+def gone(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def noted(project: Settings, name: str) -> int:
+    return int((project.root / name).read_text())
+
+
+def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports: Ports) -> None:
+    there = in_child(project, data_stage(), KEY, {})
+    here = execute(data_stage(), KEY, {}, ports)
+    assert there == here
+    assert ports.store.read(there["dataset.npz"])
+
+
+def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
+    with pytest.raises(NotFound) as missing:
+        in_child(project, data_stage("nowhere.npz"), KEY, {})
+    assert missing.value.where.endswith("nowhere.npz")
+    with pytest.raises(Refused) as refused:
+        in_child(project, train_stage("refuse"), KEY, {})
+    said = refused.value
+    assert (said.what, said.where, said.why, said.remedy) == ("not today", "the moon", "it is full", "Wait.")
+    with pytest.raises(UserError):
+        in_child(project, train_stage("nothing"), KEY, {})
+
+
+def test_full_disk_in_a_child_stops_the_run(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(project.root)
+    monkeypatch.setattr(worker, "execute", write)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    answer = worker._answer({"stage": codec.to_json(data_stage()), "key": KEY, "inputs": {}})
+    error = from_document(answer["error"])
+    assert (type(error), error.where) == (StorageFailure, data_stage().id)
+
+
+def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings) -> None:
+    with pytest.raises(StageFailure, match="signal SIGSEGV") as crashed:
+        in_child(project, train_stage("crash"), KEY, {})
+    lines = crashed.value.why.splitlines()
+    assert len(lines) <= LAST_LINES
+    assert "line 99" in lines
+    assert crashed.value.where == "train"
+
+
+def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
+    with pytest.raises(StageFailure, match=r"more memory than its limit of 0\.6 GB") as told:
+        in_child(project, train_stage("eat", memory=600_000_000), KEY, {})
+    assert "`memory`" in told.value.remedy
+
+
+def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> None:
+    with pytest.raises(StageFailure, match="signal SIGABRT") as told:
+        in_child(project, train_stage("chatter"), KEY, {})
+    assert told.value.why.endswith("(24 MB of output in all)")
+    assert len(told.value.why) < 20_000
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> None:
+    with pytest.raises(StageFailure, match="exit code 7") as left:
+        in_child(project, train_stage("leave"), KEY, {})
+    assert "printed nothing" in left.value.why
+
+
+def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings, scratch: Path) -> None:
+    why = ""
+    for seconds in (2.5, 10.0, 40.0):  # until its process has come as far as it should
+        with pytest.raises(StageFailure, match=f"time-out of {seconds:g} s") as stopped:
+            in_child(project, train_stage("hang", timeout=seconds), KEY, {})
+        why = stopped.value.why
+        if (project.root / "trainer").exists():
+            break
+    assert why == "about to hang"
+    assert list(scratch.iterdir()) == []
+    for name in ("trainer", "grandchild"):
+        process = noted(project, name)
+        wait_until(lambda process=process: gone(process))  # type: ignore[misc]
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from onnx_ops import codec
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.config.settings import load_settings
+from onnx_ops.app.child import in_child
+
+in_child(load_settings(), codec.loads(sys.argv[1].encode(), Stage), "sha256:0", {})
+"""
+
+
+def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, scratch: Path) -> None:
+    stage = codec.dumps(train_stage("hang")).decode()
+    environ = {**os.environ, **to_environ(project), "TMPDIR": str(scratch)}
+    with subprocess.Popen([sys.executable, "-c", PARENT, stage], env=environ) as parent:
+        wait_until((project.root / "trainer").exists)
+        trainer = noted(project, "trainer")
+        assert not gone(trainer)
+        assert list(scratch.rglob("left-behind-*"))
+        parent.send_signal(signal.SIGKILL)
+    wait_until(lambda: gone(trainer))
+    wait_until(lambda: gone(noted(project, "grandchild")))
+    assert list(scratch.iterdir()) == []
+
+
+def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, ports: Ports) -> None:
+    performer = Performer(settings=project, ports=ports)
+
+    def process_of(stage: Stage) -> int:
+        with pytest.raises(UserError, match="ZeroDivisionError"):
+            performer(stage, Digest(KEY), {})
+        return noted(project, "trainer")
+
+    stage = train_stage("fail")
+    assert process_of(stage) != os.getpid()
+    here = Stage(id="train", kind=StageKind.TRAIN, settings=stage.settings)
+    assert process_of(here) == os.getpid()
+    assert process_of(Stage(id="train", kind=StageKind.TRAIN, settings=stage.settings, timeout=60.0)) != os.getpid()
+    sys.modules.pop("training", None)
+
+
+def test_one_benchmark_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with machine_lock():
+        (path,) = tmp_path.iterdir()
+        with path.open("w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project: Settings) -> None:
+    (project.root / "telling.py").write_text(
+        "import os\n"
+        "def train(data):\n"
+        "    for number in range(3):\n"
+        "        os.write(1, b'\\x1eprogress step %d\\n' % number)\n"
+        "    print('last words', flush=True)\n"
+        "    os._exit(7)\n"
+    )
+    settings: dict[str, Json] = {"run": "telling:train", "with_": {}, "framework": "sklearn"}
+    telling = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
+    heard: list[tuple[str, str]] = []
+    with pytest.raises(StageFailure) as caught:
+        in_child(project, telling, KEY, {}, lambda stage, line: heard.append((stage.id, line)))
+    assert heard == [("train", f"step {number}") for number in range(3)]
+    assert caught.value.why == "last words"

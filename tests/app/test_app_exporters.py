@@ -1,0 +1,80 @@
+"""Where an exporter runs: here, in the environment that it brings, or in the one that the pipeline asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.exporters.paddle import PaddleExporter
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.isolation.exporter import IsolatedExporter
+from onnx_ops.app.housing import environment, exporters
+from onnx_ops.app.project import open_project, prepare
+from onnx_ops.config.settings import load_settings
+from onnx_ops.domain.environment import Environment
+from onnx_ops.errors import UserError
+from onnx_ops.ports import TracingExporter, TrainingExporter, TreeExporter
+
+PIPELINE = """\
+pipeline: toy
+data: {test: {sklearn: digits}, train: {sklearn: iris}}
+train: {run: toy:train}
+export: {framework: tensorflow, env: {timeout: 1 min}}
+benchmark: {targets: [cpu-1t]}
+"""
+
+
+def test_an_exporter_runs_where_it_brings_requirements_or_the_pipeline_says() -> None:
+    own = Environment(requirements=PaddleExporter.requirements)
+    assert environment(SklearnExporter(), None) is None
+    assert environment(PaddleExporter(), None) == own
+    assert environment(PaddleExporter(), Environment(isolated=False)) is None
+    asked = Environment(requirements=("scikit-learn==1.6",), python="3.12", memory=10, timeout=3.0)
+    assert environment(SklearnExporter(), asked) == asked
+    assert environment(PaddleExporter(), Environment(memory=10)) == Environment(
+        requirements=own.requirements, memory=10
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (Environment(), "no requirements"),
+        (Environment(isolated=False, requirements=("a",)), "never changed"),
+        (Environment(isolated=False, python="3.12"), "never changed"),
+    ],
+)
+def test_an_environment_that_says_nothing_or_two_things_is_refused(env: Environment, told: str) -> None:
+    with pytest.raises(UserError, match=told) as refused:
+        environment(SklearnExporter(), env)
+    assert refused.value.remedy
+
+
+def test_an_isolated_exporter_trains_and_shows_nothing_of_its_inside(tmp_path: Path) -> None:
+    make = exporters(load_settings(tmp_path, {}))
+    found = make("tensorflow")
+    assert isinstance(found, IsolatedExporter)
+    assert isinstance(found, TrainingExporter)
+    assert not isinstance(found, TracingExporter | TreeExporter)
+    assert isinstance(make("sklearn"), SklearnExporter)
+    assert not (tmp_path / ".onnx-ops").exists()  # nothing is made before it is needed
+
+
+def test_limits_are_no_part_of_a_stage_s_key_but_requirements_are(tmp_path: Path) -> None:
+    (tmp_path / "configs/targets").mkdir(parents=True)
+    (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
+    (tmp_path / "toy.py").write_text("def train(data):\n    return None\n")
+    project = open_project(tmp_path)
+
+    def keys(text: str) -> list[str]:
+        (tmp_path / "toy.yaml").write_text(text)
+        planned = prepare(project, tmp_path / "toy.yaml").plan
+        train, export = planned["train"], planned["export"]
+        assert train.hints["env"] == export.hints["env"] == planned["validate"].hints["env"]
+        return [train.key({}), export.key({})]
+
+    first = keys(PIPELINE)
+    assert keys(PIPELINE.replace("1 min", "2 min")) == first
+    changed = keys(PIPELINE.replace("timeout: 1 min", "requirements: [tensorflow-cpu==2.20]"))
+    assert all(a != b for a, b in zip(first, changed, strict=True))

@@ -1,0 +1,86 @@
+"""The pipelines of `configs/pipelines`, one for each framework, from data to gates. The heavy ones run at night."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops.app.project import execute, open_project, prepare
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import EXPORT, StageKind, StageStatus
+from onnx_ops.errors import MissingPackage
+from tests.support.extras import hide
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
+"""Folder in which environments stay from one run of the tests to the next."""
+
+LIGHT = ("iris-onnx",)
+HEAVY = (
+    "cancer-lightgbm",
+    "churn-table",
+    "digits-keras",
+    "digits-mlp",
+    "digits-paddle",
+    "digits-tensorflow",
+    "digits-tflite",
+    "digits-vit",
+    "digits-xgboost",
+)
+GATES = {"digits-mlp": ("gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]",)}
+"""Tests share their machine with each other: latency is not their subject."""
+ELSEWHERE = ("digits-cnn",)
+"""Run by other tests."""
+
+
+def test_every_pipeline_is_run_by_a_test() -> None:
+    found = {path.stem for path in (ROOT / "configs/pipelines").glob("*.yaml")}
+    assert found == {*LIGHT, *HEAVY, *ELSEWHERE}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("configs", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "onnx-ops.toml").write_text("signing = 'auto'\n")
+    if KEPT in os.environ:
+        (tmp_path / ".onnx-ops").mkdir()
+        (tmp_path / ".onnx-ops/environments").symlink_to(os.environ[KEPT])
+    return tmp_path
+
+
+def run(root: Path, name: str, *overrides: str) -> Any:
+    project = open_project(root)
+    file = root / f"configs/pipelines/{name}.yaml"
+    prepared = prepare(project, file, overrides=[*GATES.get(name, ()), *overrides], until=StageKind.GATE)
+    return project, execute(project, prepared)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras and numpy 2
+@pytest.mark.parametrize("name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.nightly) for name in HEAVY)])
+def test_the_pipeline_of_a_framework_passes(root: Path, name: str) -> None:
+    project, result = run(root, name)
+    assert [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED] == []
+    handler = project.handler()
+    decided = [handler.decision(o.manifest) for o in result.outcomes.values() if o.stage.startswith("gate/")]
+    float_ones = [d for d in decided if d is not None and d.variant == EXPORT]
+    assert [[(r.gate, r.reason) for r in d.results] for d in float_ones if d.verdict is not Verdict.PASS] == []
+    assert float_ones
+    again = run(root, name)[1]
+    assert {o.status for o in again.outcomes.values()} == {StageStatus.CACHED}
+
+
+def test_a_table_without_its_reader_is_refused_before_a_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = open_project(root)
+    prepared = prepare(project, root / "configs/pipelines/churn-table.yaml", until=StageKind.GATE)
+    hide(monkeypatch, "pyarrow")
+
+    with pytest.raises(MissingPackage) as caught:
+        execute(project, prepared)
+
+    assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"
+    assert "data/train needs pyarrow" in caught.value.why

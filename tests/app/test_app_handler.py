@@ -1,0 +1,165 @@
+"""What the handler takes for known already: registrations and deployments, whose results stand outside the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.app.handler import StageHandler, binding
+from onnx_ops.app.project import Prepared, Project, execute
+from onnx_ops.config.settings import load_settings
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.ledger import Intent, Outcome
+from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Plan, Stage, StageKind
+from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.errors import Refused, ServiceUnavailable
+from onnx_ops.ports import Ports
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.promote import configure
+from onnx_ops.testing.fakes import FakeWorld
+
+KEY = digest_bytes(b"key")
+REGISTER = Stage(id="register", kind=StageKind.REGISTER, settings={})
+
+
+def registered(ports: Ports, run: Digest) -> Manifest:
+    """Register a release of one variant, whose evidence names the run."""
+    document = ports.root / f"{short(run)}.json"
+    document.write_text(run)
+    (ports.root / "model.onnx").write_text("model")
+    record = VariantRecord(
+        variant="fp32",
+        files={"model.onnx": ports.root / "model.onnx"},
+        manifest=Manifest(files={"model.onnx": digest_bytes(b"model")}),
+        evidence={"gates.json": document},
+        metrics={},
+        decisions={},
+        signed={},
+        description="",
+    )
+    lineage = Lineage(pipeline="p", release=digest_bytes(b"release"), run=run)
+    registration = Registration(
+        run=run,
+        model="m",
+        release=lineage.release,
+        versions=ports.registry().publish(Publication(model="m", lineage=lineage, variants=(record,))),
+        choices=(Choice(target="cpu", variant="fp32", verdict=Verdict.PASS, reason="it passes"),),
+        where="memory",
+        evidence={"fp32": record.evidence_digest()},
+    )
+    return Manifest(files={"registration.json": ports.store.put_bytes(codec.dumps(registration))})
+
+
+def handler_of(ports: Ports) -> StageHandler:
+    """The only stage that computes something is the registration, which holds its own key."""
+
+    def perform(_: Stage, key: Digest, __: Mapping[str, Manifest]) -> Manifest:
+        return registered(ports, key)
+
+    return StageHandler(ports=ports, perform=perform)
+
+
+def deploy(*, auto: bool = False, **section: object) -> Stage:
+    entry = Deploy(endpoint="e", provider="fake", target="cpu", **section)  # type: ignore[arg-type]
+    told = {"model": "m", "target_digest": KEY, "pipeline": "p", "auto": auto, "section": codec.to_json(entry)}
+    tolerates = ("promote@cpu",) if auto else ()
+    return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=told, target="cpu", tolerates=tolerates)
+
+
+def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bound(tmp_path: Path) -> None:
+    ports = FakeWorld().ports(root=tmp_path)
+    handler, inputs = handler_of(ports), {"register": registered(ports, KEY)}
+    assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not take place"
+    assert handler.refusal(deploy(auto=True), {**inputs, "promote@cpu": Manifest(files={})}) == ""
+    handler.execute(deploy(), KEY, inputs)
+    patient = RolloutPolicy(keep_previous=7200.0)
+    assert handler.refusal(deploy(auto=True, rollout=patient), inputs) == ""
+    handler.execute(deploy(auto=True, rollout=patient), KEY, inputs)
+    assert ports.ledger.state("e").policy == patient
+
+
+def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(tmp_path: Path) -> None:
+    (tmp_path / "onnx-ops.toml").write_text('signing = "off"\n')
+    world = FakeWorld()
+    ports = world.ports(root=tmp_path)
+    config, section = binding(deploy())
+    configure(ports, config, section.rollout)
+    release, manifest = digest_bytes(b"release"), digest_bytes(b"files")
+    served = Deployment(
+        name="v1", model="m", version="1", variant="fp32", release=release, manifest=manifest, location=str(tmp_path)
+    )
+    action = Action(kind=ActionKind.FIRST, state=split_state(None, served, 100), roles=Roles(stable=served), why="new")
+    for body in (Intent(action=action, holder="h", expires_at=0.0), Outcome(of=2, ok=True)):
+        Journal.open(ports, "e").append(body)
+    register = Stage(id="register", kind=StageKind.REGISTER, settings={}, needs=("train",))
+    pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
+    prepared = Prepared(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))
+    project = Project(settings=load_settings(tmp_path), ports=ports)
+    with pytest.raises(Refused, match="e would be left behind") as told:
+        execute(project, prepared)
+    assert told.value.exit_code == 5
+    assert ports.ledger.state("e").config == config
+    execute(project, replace(prepared, plan=Plan(pipeline="p", stages=())))
+    execute(project, prepared, abandon="renamed")
+    assert ports.ledger.state("e").config is None
+
+
+def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_path: Path) -> None:
+    """The gates are changed, and changed back."""
+    handler = handler_of(FakeWorld().ports(root=tmp_path))
+    stage = REGISTER
+    strict, loose = digest_bytes(b"strict gates"), digest_bytes(b"loose gates")
+    for key, other in ((strict, loose), (loose, strict), (strict, loose)):
+        assert handler.cached(stage, key, {}) is None
+        manifest = handler.execute(stage, key, {})
+        assert handler.cached(stage, key, {}) == manifest
+        assert handler.cached(stage, other, {}) is None
+
+
+def test_registration_of_another_registry_is_unknown(tmp_path: Path) -> None:
+    """Two registries over one store, in turn."""
+    ports, stage = FakeWorld().ports(root=tmp_path), REGISTER
+    first, second = handler_of(ports), handler_of(replace(ports, registry=FakeWorld().ports(root=tmp_path).registry))
+    strict, loose = digest_bytes(b"strict gates"), digest_bytes(b"loose gates")
+    first.execute(stage, strict, {})
+    assert second.cached(stage, strict, {}) is None
+    second.execute(stage, loose, {})
+    assert first.cached(stage, strict, {}) is not None
+    assert first.cached(stage, loose, {}) is None, "the first registry still shows the strict gates"
+
+
+def test_registration_whose_version_was_deleted_is_unknown(tmp_path: Path) -> None:
+    world = FakeWorld()
+    handler = handler_of(world.ports(root=tmp_path))
+    handler.execute(REGISTER, KEY, {})
+    world.registry.delete_version("m", "1")
+    assert handler.cached(REGISTER, KEY, {}) is None
+    assert replace(handler, confirms=False).cached(REGISTER, KEY, {}) is not None, "a plan does not ask the registry"
+
+
+def test_registration_that_cannot_be_confirmed_is_attempted_again(tmp_path: Path) -> None:
+    world = FakeWorld()
+    handler = handler_of(world.ports(root=tmp_path))
+    handler.execute(REGISTER, KEY, {})
+    world.registry.down = True
+    assert handler.cached(REGISTER, KEY, {}) is None
+    with pytest.raises(ServiceUnavailable):
+        handler.execute(REGISTER, KEY, {})
+
+
+def test_a_deployment_is_known_until_its_settings_or_its_policy_change(tmp_path: Path) -> None:
+    ports = FakeWorld().ports(root=tmp_path)
+    handler, inputs = handler_of(ports), {"register": registered(ports, KEY)}
+
+    steps = RolloutPolicy(steps=(0.1, 1.0))
+    for changed in (deploy(), deploy(rollout=steps), deploy(rollout=steps, settings={"port": 8000})):
+        assert handler.cached(changed, KEY, inputs) is None
+        handler.execute(changed, KEY, inputs)
+        assert handler.cached(changed, KEY, inputs) is not None

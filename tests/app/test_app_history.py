@@ -1,0 +1,176 @@
+"""What is recorded of a commit, and found again from a branch of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.app.history import (
+    base_branch,
+    find_base,
+    provenance_of,
+    record_commit,
+    share_commit,
+    take_commits,
+)
+from onnx_ops.app.summary import Summary
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import StageOutcome, StageStatus
+from onnx_ops.domain.release import Choice
+from onnx_ops.errors import ServiceUnavailable
+from tests.release import effect_operations
+from tests.release.disk_scenes import on_disk
+from tests.reporting.test_reporting_html import evidence_of
+from tests.support.git import commit_all, git
+
+PIPELINE = "digits"
+
+
+def commit(root: Path, text: str) -> str:
+    (root / "file.txt").write_text(text)
+    return commit_all(root, text)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    root.mkdir()
+    commit(root, "first")
+    return root
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ContentStore:
+    return ContentStore(LocalObjects(tmp_path / "store"), tmp_path / "cache")
+
+
+def summary(store: ContentStore) -> Summary:
+    digest = store.put_bytes(codec.dumps(evidence_of()))
+    measured = StageOutcome(
+        stage="benchmark/fp32@cpu-1t", status=StageStatus.DONE, manifest=Manifest(files={"evidence.json": digest})
+    )
+    choice = Choice(target="cpu-1t", variant="fp32", verdict=Verdict.PASS, reason="it passes")
+    return Summary(
+        pipeline=PIPELINE,
+        executed=(),
+        outcomes=(measured,),
+        decisions=(),
+        choices=(choice,),
+        registration=None,
+        awaiting=(),
+        exit_code=0,
+    )
+
+
+def test_a_branch_finds_the_last_commit_that_was_measured_before_it_left(root: Path, store: ContentStore) -> None:
+    measured = git(root, "rev-parse", "HEAD")
+    record_commit(root, store, summary(store))
+    commit(root, "a commit that touches no model")
+    git(root, "checkout", "-q", "-b", "branch")
+    commit(root, "a change")
+    git(root, "checkout", "-q", "main")
+    commit(root, "later on main")
+    record_commit(root, store, summary(store))
+    git(root, "checkout", "-q", "branch")
+    found = find_base(root, store, PIPELINE, "main")
+    assert (found.branch, found.commit, found.why) == ("main", measured, "")
+    assert (found.choices, found.evidence) == (summary(store).choices, (evidence_of(),))
+
+
+def test_a_commit_is_not_compared_with_itself(root: Path, store: ContentStore) -> None:
+    record_commit(root, store, summary(store))
+    assert "Nothing is recorded for main" in find_base(root, store, PIPELINE, "main").why
+    (root / "file.txt").write_text("not committed")
+    assert find_base(root, store, PIPELINE, "main").why == ""
+
+
+def test_what_differs_from_its_commit_is_not_recorded(root: Path, store: ContentStore) -> None:
+    (root / "file.txt").write_text("not committed")
+    record_commit(root, store, summary(store))
+    assert "Nothing is recorded" in find_base(root, store, PIPELINE, "main").why
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), ServiceUnavailable("no answer")])
+def test_a_run_ends_as_it_is_where_its_figures_cannot_be_recorded(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, refused = ContentStore.record, []
+
+    def record_stages(store: ContentStore, key: Digest, manifest: Manifest) -> None:
+        if "choices.json" in manifest.files:
+            refused.append(key)
+            raise error
+        record(store, key, manifest)
+
+    monkeypatch.setattr(ContentStore, "record", record_stages)
+    with on_disk(tmp_path / "project"), effect_operations.synthetic():
+        scene = effect_operations.pipeline()
+        (scene.ports.root / ".gitignore").write_text(".onnx-ops/\n__pycache__/\n")
+        commit_all(scene.ports.root)
+        assert "register" in effect_operations.run(scene)
+    assert len(refused) == 1
+
+
+def test_a_base_that_cannot_be_found_is_said_in_one_line(root: Path, store: ContentStore, tmp_path: Path) -> None:
+    assert "git knows no commit 'nope'" in find_base(root, store, PIPELINE, "nope").why
+    assert "git knows no commit" in find_base(tmp_path, store, PIPELINE, "main").why
+
+
+def test_a_job_without_the_store_takes_what_another_has_left_in_a_folder(
+    root: Path, store: ContentStore, tmp_path: Path
+) -> None:
+    record_commit(root, store, summary(store))
+    share_commit(root, store, PIPELINE, tmp_path / "figures")
+    other = ContentStore(LocalObjects(tmp_path / "other"), tmp_path / "other-cache")
+    take_commits(root, other, tmp_path / "nothing")
+    take_commits(root, other, tmp_path / "figures")
+    commit(root, "a change")
+    assert find_base(root, other, PIPELINE, "main").evidence == (evidence_of(),)
+
+
+def test_a_folder_keeps_the_newest_commits(root: Path, store: ContentStore, tmp_path: Path) -> None:
+    folder = tmp_path / "figures"
+    for age in range(30):
+        (folder / str(age)).mkdir(parents=True)
+        os.utime(folder / str(age), (1000 - age, 1000 - age))
+    record_commit(root, store, summary(store))
+    share_commit(root, store, PIPELINE, folder)
+    assert {path.name for path in folder.iterdir()} == {git(root, "rev-parse", "HEAD"), *map(str, range(19))}
+
+
+def test_the_author_is_that_of_the_commit_or_of_the_service(root: Path, tmp_path: Path) -> None:
+    made = provenance_of(root, 0.0, {})
+    head = git(root, "rev-parse", "HEAD")
+    assert (made.at, made.author, made.commit) == ("1970-01-01 00:00 UTC", "Ada Example", head)
+    assert (made.branch, made.changed) == ("main", False)
+    told = provenance_of(tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"})
+    assert (told.author, told.commit, told.branch) == ("ada", "abc", "main")
+
+
+def test_of_the_merge_of_a_pull_request_the_change_counts(root: Path) -> None:
+    git(root, "checkout", "-q", "-b", "branch")
+    head = commit(root, "a change")
+    git(root, "checkout", "-q", "main")
+    git(root, "merge", "-q", "--no-ff", "-m", "merge", "branch")
+    environ = {"GITHUB_BASE_REF": "main", "GITHUB_HEAD_REF": "branch"}
+    assert provenance_of(root, 0.0, environ).commit == head
+    assert provenance_of(root, 0.0, {}).commit != head
+
+
+@pytest.mark.parametrize(
+    ("environ", "branch"),
+    [
+        ({}, ""),
+        ({"GITHUB_BASE_REF": "main"}, "main"),
+        ({"CI_MERGE_REQUEST_TARGET_BRANCH_NAME": "develop"}, "develop"),
+        ({"SYSTEM_PULLREQUEST_TARGETBRANCH": "refs/heads/main"}, "main"),
+    ],
+)
+def test_the_base_of_a_pull_request_is_known_of_three_services(environ: dict[str, str], branch: str) -> None:
+    assert base_branch(environ) == branch

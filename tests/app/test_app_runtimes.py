@@ -1,0 +1,205 @@
+"""One pipeline on targets of several runtimes: what each measures, and what becomes of the rest when one is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.isolation.environments import Environments, find_uv
+from onnx_ops.adapters.isolation.places import MARKER
+from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.summary import summarise
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import ParityGate, Verdict
+from onnx_ops.domain.pipeline import StageKind, StageStatus
+from tests.support.suite import Sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
+"""Folder in which environments stay from one run of the tests to the next."""
+
+HERE = f"onnxruntime=={version('onnxruntime')}"
+LIMITS = "gates=[{kind: parity}, {kind: metric, name: accuracy, min: 85%}]"
+"""Tests share their machine with each other: latency is measured, and not judged."""
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(os.environ[KEPT]) if KEPT in os.environ else tmp_path_factory.mktemp("environments")
+
+
+@pytest.fixture
+def root(tmp_path: Path, environments: Path) -> Path:
+    missing = [program for program in ("node", "npm", "chromium") if shutil.which(program) is None]
+    if missing:
+        reason = f"NOT TESTED: no {', '.join(missing)} here (Debian: apt-get install nodejs npm chromium)"
+        if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    for name in ("configs", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "onnx-ops.toml").write_text("signing = 'auto'\n")
+    (tmp_path / ".onnx-ops").mkdir()
+    (tmp_path / ".onnx-ops/environments").symlink_to(environments)
+    (tmp_path / "configs/targets/apart.yaml").write_text(f"name: apart\nenv: {{requirements: [{HERE}]}}\n")
+    lend_this_interpreter(environments)
+    return tmp_path
+
+
+def lend_this_interpreter(environments: Path) -> None:
+    """An environment that is whole already: which packages it installs is not what is tested here."""
+    place = Environments(folder=environments, uv=find_uv()).place(Environment(requirements=(HERE,)))
+    (place / "bin").mkdir(parents=True, exist_ok=True)
+    python = place / "bin/python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (place / MARKER).write_text("{}")
+
+
+def run(root: Path, pipeline: str, *targets: str) -> tuple[Project, Any, Any]:
+    project = open_project(root)
+    overrides = [f"benchmark.targets=[{', '.join(targets)}]", LIMITS]
+    file = root / f"configs/pipelines/{pipeline}.yaml"
+    prepared = prepare(project, file, overrides=overrides, until=StageKind.GATE)
+    result = execute(project, prepared)
+    return project, result, summarise(prepared.pipeline, result, project.ports)
+
+
+def evidence(project: Project, result: Any, target: str) -> Evidence:
+    manifest = result.outcomes[f"benchmark/fp32@{target}"].manifest
+    return codec.loads(project.ports.store.read(manifest["evidence.json"]), Evidence)
+
+
+def measured(root: Path, pipeline: str, *targets: str) -> dict[str, str | None]:
+    """Every target has verdicts and a choice of its own, and its evidence tells where it is from; gives the choices."""
+    project, result, summary = run(root, pipeline, *targets)
+    assert [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED] == []
+    assert {decision.target for decision in summary.decisions if decision.results} == set(targets)
+    found = {target: evidence(project, result, target) for target in targets}
+    assert len({e.target_digest for e in found.values()}) == len(targets)
+    for e in found.values():
+        assert e.runtime is not None
+        assert sum(e.runtime.nodes.values()) > 0
+        assert set(e.runtime.nodes) == {e.runtime.asked[0]}
+        assert e.runtime.clock_resolution_ns
+        assert e.hardware.runtime_version.startswith(e.runtime.version)
+        assert e.latency is not None
+        assert e.latency.quantiles_ns["p50"] > 0
+    again = run(root, pipeline, *targets)[1]
+    assert {o.status for o in again.outcomes.values()} == {StageStatus.CACHED}
+    return {choice.target: choice.variant for choice in summary.choices}
+
+
+@pytest.mark.nightly
+def test_one_pipeline_is_measured_by_every_runtime(root: Path) -> None:
+    targets = ("cpu-1t", "node", "browser-wasm", "apart")
+    assert measured(root, "iris-onnx", *targets) == dict.fromkeys(targets, "fp32")
+
+
+@pytest.mark.nightly
+def test_openvino_measures_in_an_environment_of_its_own(root: Path) -> None:
+    targets = ("cpu-1t", "cpu-all", "node", "browser-wasm")
+    assert all(measured(root, "digits-cnn", *targets, "openvino-cpu").values())
+    project, result, _ = run(root, "digits-cnn", *targets, "openvino-cpu")
+    found = {target: differing(evidence(project, result, target)) for target in (*targets, "openvino-cpu")}
+    # What OpenVINO computes for NaN is its own; the data holds none, so that nothing is refused for it.
+    openvino = found.pop("openvino-cpu")
+    assert ("missing", False) in openvino
+    assert not any(inside for _, inside in openvino)
+    assert not any(found.values())
+
+
+def differing(evidence: Evidence) -> set[tuple[str, bool]]:
+    """The groups of inputs that the gate's own limit does not allow, and whether a caller could send them."""
+    limit = ParityGate().noise_factor
+    return {(m.group, m.inside) for m in evidence.parity if m.mismatch or m.ratio > limit}
+
+
+Victim = Callable[[psutil.Process], bool]
+
+
+def of_node(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return "node" in command[1:] and any(part.endswith("worker.mjs") for part in command)
+
+
+def of_browser(process: psutil.Process) -> bool:
+    """The browser itself, once it has a page."""
+    command = process.cmdline()
+    if "--headless" not in command or "chrom" not in command[0] or any("--type=" in part for part in command):
+        return False
+    return any("--type=renderer" in child.cmdline() for child in process.children(recursive=True))
+
+
+def of_isolated(process: psutil.Process) -> bool:
+    return any("onnx_ops.adapters.runtimes.inside" in part for part in process.cmdline())
+
+
+VICTIMS = {"node": of_node, "browser-wasm": of_browser, "apart": of_isolated}
+LONG_ENOUGH_S = 1.0
+"""For whoever waits for a stopped process to have asked it for something."""
+
+
+@pytest.mark.nightly
+def test_runtimes_that_are_killed_are_errors_and_the_rest_of_the_run_goes_on(root: Path, sweep: Sweep) -> None:
+    victims = sweep(VICTIMS)
+    with killed(*(VICTIMS[target] for target in victims)):
+        _, result, summary = run(root, "iris-onnx", *victims, "cpu-1t")
+    failed = {o.stage: o.reason for o in result.outcomes.values() if o.status is StageStatus.FAILED}
+    assert list(failed) == [f"benchmark/fp32@{target}" for target in victims]
+    words = {
+        "node": "signal SIGKILL while it was to",
+        "browser-wasm": "the browser (ended while it was to|does not start)",
+        "apart": "signal SIGKILL while it was to",
+    }
+    for target in victims:
+        assert re.search(words[target], failed[f"benchmark/fp32@{target}"])
+    verdicts = {decision.target: decision.verdict for decision in summary.decisions}
+    assert verdicts == dict.fromkeys(victims, Verdict.ERROR) | {"cpu-1t": Verdict.PASS}
+    assert {choice.target: choice.variant for choice in summary.choices} == dict.fromkeys(victims) | {"cpu-1t": "fp32"}
+    assert summary.exit_code == 4
+
+
+@contextmanager
+def killed(*victims: Victim) -> Iterator[None]:
+    """Stop each process below this one that is meant as soon as it is seen, and kill it while something waits for it.
+
+    One that is killed between two requests is replaced in silence; so the next one is killed too.
+    """
+    done = threading.Event()
+    hit: set[Victim] = set()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    for victim in [one for one in victims if one(process)]:
+                        process.suspend()
+                        time.sleep(LONG_ENOUGH_S)
+                        process.kill()
+                        hit.add(victim)
+                except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                    continue
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    assert hit == set(victims)

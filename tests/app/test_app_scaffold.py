@@ -1,0 +1,119 @@
+"""A new project runs its own tests at once, whichever template it is from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from onnx_ops.app.scaffold import PACKAGE, PROJECTS, TemplateName, _sources, _written, scaffold, write_wheel
+from onnx_ops.cli.main import app
+from onnx_ops.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+TOP = {
+    ".github",
+    ".gitignore",
+    "Makefile",
+    "README.md",
+    "configs",
+    "constraints.txt",
+    "flows",
+    "infra",
+    "models",
+    "onnx-ops.toml",
+    "prefect.yaml",
+    "pyproject.toml",
+    "requirements.txt",
+    "tests",
+    "vendor",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("template", PROJECTS)
+def test_a_project_is_sound_and_its_own_tests_pass(template: TemplateName, tmp_path: Path) -> None:
+    folder = tmp_path / "fraud"
+    files = scaffold(folder, "fraud", template)
+    assert {name.partition("/")[0] for name in files} == TOP
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"],
+        cwd=folder,
+        env={**os.environ, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize("template", PROJECTS)
+def test_its_files_name_it_and_nothing_of_ours(template: TemplateName, tmp_path: Path) -> None:
+    folder = tmp_path / "fraud"
+    scaffold(folder, "fraud", template)
+    for path in (path for path in folder.rglob("*") if path.is_file() and path.suffix in (".toml", ".yaml", ".md")):
+        text = path.read_text(encoding="utf-8")
+        for word in ("{name}", "{version}", "{extras}", "{models}", "{change}", "examples", "digits-", "iris-onnx"):
+            assert word not in text or "infra" in path.parts or "schema" in path.parts, (path, word)
+    assert tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] == "fraud"
+    deployments = yaml.safe_load((folder / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    for one in deployments:
+        assert (folder / one["entrypoint"].partition(":")[0]).is_file()
+
+
+def test_the_tutorials_find_the_rollout_that_they_change(tmp_path: Path) -> None:
+    scaffold(tmp_path / "fraud", "fraud", "sklearn")
+    text = (tmp_path / "fraud" / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8")
+    assert "rollout: {steps: [100%], keep_previous: 24h}\n" in text
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("mine")
+    with pytest.raises(UserError, match="there is something already"):
+        scaffold(tmp_path, "fraud", "sklearn")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("name", ["Fraud", "../fraud", "", "fraud model", "-fraud"])
+def test_a_name_is_one_that_pipelines_take(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot name a pipeline"):
+        scaffold(tmp_path / "new", name, "sklearn")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["class", "import", "onnx", "onnx-ops", "scikit-learn", "models"])
+def test_a_name_is_none_that_python_or_an_installed_package_has(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot name a project"):
+        scaffold(tmp_path / "new", name, "sklearn")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_wheel_of_a_project_holds_what_a_build_takes_and_is_the_same_each_time(tmp_path: Path) -> None:
+    one, other = (write_wheel(distribution("onnx-ops"), tmp_path / name) for name in ("one", "other"))
+    assert one.read_bytes() == other.read_bytes()
+    with zipfile.ZipFile(one) as archive:
+        names = set(archive.namelist())
+        (record,) = [name for name in names if name.endswith("/RECORD")]
+        assert {line.partition(",")[0] for line in archive.read(record).decode().splitlines()} == names
+        assert archive.read("onnx_ops/templates/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
+        assert b"onnx-ops = onnx_ops.cli.main:main" in archive.read(record.replace("RECORD", "entry_points.txt"))
+    sources = {source for chosen in PROJECTS.values() for source, _ in (*_sources(chosen), *_written("fraud"))}
+    assert {source.relative_to(PACKAGE.parent).as_posix() for source in sources} <= names, "init works in a wheel too"
+    assert not [name for name in names if "__pycache__" in name or "templates/examples/digits_keras" in name]
+
+
+def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "fraud")])
+    assert result.exit_code == 0
+    assert "make demo" in result.output
+    assert (tmp_path / "fraud" / "configs" / "pipelines" / "fraud.yaml").is_file()

@@ -1,0 +1,125 @@
+"""Many pipelines in short, by counts: what is read, parsed, looked up and written grows with the pipelines and no
+faster. The long version, with seconds and megabytes, is `benchmarks/scale.py`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.store import content
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.summary import summarise
+from onnx_ops.config import text
+from onnx_ops.domain.pipeline import StageKind
+
+PLUGINS = Path(__file__).resolve().parents[2] / "benchmarks" / "synthetic"
+VARIANTS, TARGETS = 2, 2
+PAIRS = VARIANTS * TARGETS
+
+
+@pytest.fixture(scope="module")
+def synthetic() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PLUGINS))
+        yield importlib.import_module("synthetic_project")
+        for name in ("synthetic_project", "synthetic_plugins", "synthetic_job"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often: a YAML text is parsed, the metadata of a distribution is, an object is written, a file is hashed."""
+    found: Counter[str] = Counter()
+
+    def counted(place: object, name: str, what: str) -> None:
+        real: Callable[..., Any] = getattr(place, name)
+
+        def count(*arguments: Any, **options: Any) -> Any:
+            found[what] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(place, name, count)
+
+    counted(text, "read_text", "parsed")
+    counted(importlib.metadata.PathDistribution, "read_text", "metadata")
+    counted(LocalObjects, "write", "written")
+    counted(LocalObjects, "upload", "written")
+    counted(content, "digest_file", "hashed")
+    return found
+
+
+def led(synthetic: Any, project: Project, file: Path) -> tuple[str, ...]:
+    prepared = synthetic.in_this_process(prepare(project, file))
+    result = execute(project, prepared)
+    summary = summarise(prepared.pipeline, result, project.ports)
+    assert (summary.exit_code, result.errors) == (0, {})
+    return summary.executed
+
+
+def test_the_last_of_many_pipelines_costs_what_the_third_did(
+    synthetic: Any, counts: Counter[str], tmp_path: Path
+) -> None:
+    files = synthetic.write_project(tmp_path / "many", pipelines=6, variants=VARIANTS, targets=TARGETS)
+    project, each = open_project(tmp_path / "many"), []
+    for file in files:
+        counts.clear()
+        executed = led(synthetic, project, file)
+        each.append((len(executed), dict(counts)))
+    assert {one for one, _ in each[1:]} == {3 + (VARIANTS - 1) + 2 * PAIRS}, "the data sets are shared"
+    third = each[2][1]  # the second one still looks at what it shares with the first
+    assert all(found == third for _, found in each[3:]), each
+    later = each[-1][1]
+    assert later.get("metadata", 0) == 0, "versions of distributions are read once"
+    assert later["parsed"] == 1 + 2 * TARGETS, "its own file, and each target's for the check and for the plan"
+    assert later["written"] <= 8 * each[-1][0]
+
+
+def test_a_run_with_nothing_changed_writes_nothing_and_hashes_each_file_once(
+    synthetic: Any, counts: Counter[str], tmp_path: Path
+) -> None:
+    (file,) = synthetic.write_project(tmp_path / "one", pipelines=1, variants=VARIANTS, targets=TARGETS)
+    led(synthetic, open_project(tmp_path / "one"), file)
+    counts.clear()
+    assert led(synthetic, open_project(tmp_path / "one"), file) == ()
+    stored = sum(1 for path in (tmp_path / "one" / ".onnx-ops" / "store" / "blobs").rglob("*") if path.is_file())
+    assert counts["written"] == 0
+    assert 0 < counts["hashed"] <= stored
+
+
+def test_endpoints_of_other_files_are_read_once_and_again_when_they_change(
+    synthetic: Any, counts: Counter[str], tmp_path: Path
+) -> None:
+    files = synthetic.write_project(tmp_path / "few", pipelines=5, variants=1, targets=1)
+    target = tmp_path / "few" / "configs" / "targets" / "machine-0.yaml"
+    target.write_text(target.read_text().replace("synthetic", "onnxruntime"))  # which a local endpoint serves
+    for number, file in enumerate(files):
+        told = f"register: {{model: m{number}}}\ndeploy: {{endpoint: e{number}, target: machine-0}}\n"
+        file.write_text(file.read_text() + told)
+    project = open_project(tmp_path / "few")
+    prepare(project, files[0], until=StageKind.GATE)
+    for file in files[1:]:
+        counts.clear()
+        prepare(project, file, until=StageKind.GATE)
+    assert counts["parsed"] == 1 + 2
+    files[0].write_text(files[0].read_text().replace("endpoint: e0", "endpoint: e4"))
+    with pytest.raises(Exception, match="endpoint 'e4' belongs to"):
+        prepare(project, files[4])
+
+
+def test_what_a_store_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "_REMEMBERED", 10)
+    store = ContentStore(LocalObjects(tmp_path), tmp_path)
+    digests = [store.put_bytes(str(number).encode()) for number in range(50)]
+    for digest in digests:
+        store.path(digest)
+    assert len(store._verified) == 10
+    assert [store.read(digest) for digest in digests] == [str(number).encode() for number in range(50)]

@@ -1,0 +1,162 @@
+"""A pipeline with `method: auto` from its file to its gates and its report, with real parts throughout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops import codec
+from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.summary import Summary, summarise
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
+from onnx_ops.pipeline import RunResult, Silent
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PIPELINE = """
+pipeline: searched
+data:
+  train: {file: train.npz, inputs: {x: x}, label: label}
+  tune: {file: tune.npz, inputs: {x: x}, label: label}
+  test: {file: test.npz, inputs: {x: x}, label: label}
+model: model.onnx
+export: {framework: onnx}
+validate: {samples: {data: test}}
+quantize:
+  - name: best
+    method: auto
+    calibrate: {data: train, samples: 64}
+    tune: {data: tune}
+    budget: {metric_drop: 5%, max_minutes: 5}
+benchmark: {targets: [cpu-1t]}
+prefer: size
+gates:
+  - {kind: parity}
+  - {kind: metric, name: accuracy, max_drop: 10%}
+register: {model: searched}
+"""
+
+
+class Listening(Silent):
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+
+    def told(self, stage: Stage, line: str) -> None:
+        self.lines.append((stage.id, line))
+
+
+def write_project(root: Path) -> None:
+    """A perceptron of two wide layers, and rows that it answers right."""
+    rng = np.random.default_rng(0)
+    first, second = (rng.normal(size=shape).astype(np.float32) / 8 for shape in ((64, 256), (256, 4)))
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "first.w"], ["hidden"], name="first"),
+            helper.make_node("Relu", ["hidden"], ["active"], name="relu"),
+            helper.make_node("MatMul", ["active", "second.w"], ["scores"], name="second"),
+        ],
+        "searched",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 64])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", 4])],
+        [numpy_helper.from_array(first, "first.w"), numpy_helper.from_array(second, "second.w")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), root / "model.onnx")
+    for name, count in (("train", 64), ("tune", 200), ("test", 400)):
+        x = rng.normal(size=(count, 64)).astype(np.float32)
+        np.savez(root / f"{name}.npz", x=x, label=(np.maximum(x @ first, 0) @ second).argmax(axis=1))
+    shutil.copytree(ROOT / "configs/targets", root / "configs/targets")
+    (root / "configs/pipelines").mkdir()
+    (root / "configs/pipelines/searched.yaml").write_text(PIPELINE)
+    (root / "onnx-ops.toml").write_text("signing = 'auto'\n")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    write_project(tmp_path)
+    return open_project(tmp_path)
+
+
+def run(project: Project, observer: Silent | None = None, *overrides: str) -> tuple[RunResult, Summary]:
+    prepared = prepare(project, project.settings.root / "configs/pipelines/searched.yaml", overrides=overrides)
+    result = execute(project, prepared, observer=observer)
+    return result, summarise(prepared.pipeline, result, project.ports)
+
+
+def of_kind(result: RunResult, kind: StageKind) -> list[StageOutcome]:
+    return [result.outcomes[stage.id] for stage in result.plan.stages if stage.kind is kind]
+
+
+@pytest.mark.nightly
+def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
+    heard = Listening()
+    result, summary = run(project, heard)
+    failed = [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED]
+    assert failed == []
+    read = project.ports.store.read
+    manifest = result.outcomes["search/best"].manifest
+    assert manifest is not None
+    record = codec.loads(read(manifest[SEARCH_FILE]), SearchRecord)
+    assert {t.recipe for t in record.trials} >= {"static", "dynamic", "weights-8", "weights-4"}
+    assert (record.metric, record.rows, record.targets) == ("accuracy", 200, ("cpu-1t",))
+    assert any(stage == "search/best" and "points" in line for stage, line in heard.lines)
+
+    filled = {slot.role for slot in record.slots if slot.trial is not None}
+    assert filled
+    for slot in record.slots:
+        outcome = result.outcomes[f"quantize/best-{slot.role}"]
+        gate = result.outcomes[f"gate/best-{slot.role}@cpu-1t"]
+        if slot.role not in filled:
+            assert (outcome.status, outcome.reason) == (StageStatus.SKIPPED, slot.reason)
+            assert gate.status is StageStatus.SKIPPED
+            continue
+        assert outcome.manifest is not None
+        assert gate.status is StageStatus.DONE
+        measured = result.outcomes[f"benchmark/best-{slot.role}@cpu-1t"].manifest
+        assert measured is not None
+        evidence = codec.loads(read(measured["evidence.json"]), Evidence)
+        assert evidence.recipe[0].startswith("found by search best among")
+        assert evidence.weights
+        assert evidence.opsets[""] == 18
+        assert sum(evidence.operators.values()) > 0
+        assert [(c.metric, c.n) for c in evidence.metrics if not c.against] == [("accuracy", 400)]
+
+    names = {d.variant for d in summary.decisions}
+    assert names == {"fp32", *(f"best-{role}" for role in filled)}
+    (choice,) = summary.choices
+    assert (choice.verdict, choice.prefer) == (Verdict.PASS, "size")
+    assert choice.variant != "fp32"
+    assert "smallest" in choice.reason
+    registration = summary.registration
+    assert registration is not None
+    assert choice.variant is not None
+    assert set(registration.versions) == names
+    registry = project.ports.registry()
+    version = registry.version("searched", registration.versions[choice.variant])
+    page = registry.document(version, "report.html").decode()
+    assert "Search best" in page
+    assert "What the search best saw on cpu-1t" in page
+    assert codec.loads(registry.document(version, SEARCH_FILE), SearchRecord) == record
+    assert b'"prefer":"size"' in registry.document(version, "evidence/cpu-1t.choice.json").replace(b" ", b"")
+
+    again, _ = run(project)
+    assert again.executed() == ()
+    assert {o.status for o in again.outcomes.values()} <= {StageStatus.CACHED, StageStatus.SKIPPED}
+
+
+@pytest.mark.nightly
+def test_what_cannot_be_kept_leaves_every_place_empty_and_fp32_serves(project: Project) -> None:
+    result, told = run(project, None, "quantize[0].budget.size=1 B", "quantize[0].keep=[fast]", "prefer=latency")
+    (slot,) = of_kind(result, StageKind.QUANTIZE)
+    assert slot.status is StageStatus.SKIPPED
+    assert "than the budget allows" in slot.reason
+    (choice,) = told.choices
+    assert choice.variant == "fp32"
+    assert told.exit_code == 0

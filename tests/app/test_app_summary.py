@@ -1,0 +1,45 @@
+"""One exit code for a run, as the command line promises it."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnx_ops.app.summary import _exit_code
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.pipeline import Plan, Stage, StageKind
+from onnx_ops.domain.release import Choice
+from onnx_ops.errors import MeasurementFailure, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.pipeline import RunResult
+
+STAGES = (StageKind.TRAIN, StageKind.QUANTIZE, StageKind.BENCHMARK, StageKind.REGISTER, StageKind.PROMOTE)
+PLAN = Plan(pipeline="p", stages=tuple(Stage(id=kind.value, kind=kind, settings={}) for kind in STAGES))
+
+
+def choice(verdict: Verdict) -> Choice:
+    passed = verdict is Verdict.PASS
+    return Choice(target=f"t-{verdict.value}", variant="fp32" if passed else None, verdict=verdict, reason="")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "errors", "code"),
+    [
+        ([Verdict.PASS], {}, 0),
+        ([Verdict.PASS], {"quantize": UserError("nothing to quantize")}, 0),
+        ([Verdict.PASS], {"benchmark": MeasurementFailure("noisy")}, 0),
+        ([Verdict.PASS], {"promote": Refused("no")}, 5),
+        ([Verdict.PASS], {"register": ServiceUnavailable("down")}, 4),
+        ([Verdict.FAIL], {}, 1),
+        ([Verdict.INCONCLUSIVE], {}, 3),
+        ([Verdict.ERROR], {"benchmark": MeasurementFailure("noisy")}, 4),
+        ([Verdict.ERROR, Verdict.FAIL], {}, 1),
+        ([Verdict.INCONCLUSIVE, Verdict.ERROR], {}, 4),
+        ([Verdict.PASS, Verdict.INCONCLUSIVE], {}, 3),
+        ([Verdict.ERROR], {"train": UserError("no such function")}, 2),
+        ([], {"train": ServiceUnavailable("down")}, 4),
+        ([], {"train": UserError("no such function")}, 2),
+        ([], {}, 0),
+    ],
+)
+def test_exit_codes(verdicts: list[Verdict], errors: dict[str, OnnxOpsError], code: int) -> None:
+    result = RunResult(plan=PLAN, outcomes={}, errors=errors)
+    assert _exit_code(result, tuple(choice(v) for v in verdicts)) == code

@@ -1,0 +1,132 @@
+"""Turns: measurements alone, work beside work, and one at a time for the work of a key, in threads and processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.app.turns import Quiet, claimed
+from onnx_ops.domain.artifact import digest_bytes, hex_of
+
+PATIENCE_S = 30.0
+KEY = digest_bytes(b"key")
+
+
+def test_a_measurement_is_never_beside_anything() -> None:
+    quiet, noting = Quiet(), threading.Lock()
+    working, measuring, wrong = 0, 0, []
+
+    def one(number: int) -> None:
+        nonlocal working, measuring
+        alone = number * 7919 % 5 < 2
+        with quiet.measure() if alone else quiet.work():
+            with noting:
+                working, measuring = working + (not alone), measuring + alone
+                if measuring and (working or measuring > 1):
+                    wrong.append(number)
+            with noting:
+                working, measuring = working - (not alone), measuring - alone
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(2000)))
+    assert wrong == []
+
+
+def test_work_goes_beside_work() -> None:
+    quiet, both = Quiet(), threading.Barrier(2)
+
+    def one(_: int) -> int:
+        with quiet.work():
+            return both.wait(PATIENCE_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(one, range(2))) == [0, 1]
+
+
+def test_who_comes_after_a_measurement_that_waits_comes_after_it() -> None:
+    quiet = Quiet()
+    begun, order = threading.Event(), []
+
+    def measure() -> None:
+        begun.set()
+        with quiet.measure():
+            order.append("measure")
+
+    def work() -> None:
+        with quiet.work():
+            order.append("work")
+
+    threads = []
+    with quiet.work():
+        for job in (measure, work):
+            thread = threading.Thread(target=job)
+            thread.start()
+            threads.append(thread)
+            assert begun.wait(PATIENCE_S)
+            while quiet._tickets < 1 + len(threads):  # it stands in the queue
+                pass
+        assert order == []
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert order == ["measure", "work"]
+
+
+def test_a_turn_ends_however_the_work_does() -> None:
+    quiet = Quiet()
+    for turn in (quiet.work, quiet.measure):
+        with pytest.raises(ZeroDivisionError), turn():
+            raise ZeroDivisionError
+    with quiet.measure():
+        pass
+
+
+def test_the_work_of_a_key_is_done_by_one_at_a_time(tmp_path: Path) -> None:
+    at_work, most, turns = 0, 0, 0
+
+    def one(_: int) -> None:
+        nonlocal at_work, most, turns
+        with claimed(tmp_path / "claims", KEY):
+            at_work += 1
+            most, turns = max(most, at_work), turns + 1
+            at_work -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(400)))
+    assert (most, turns) == (1, 400)
+    assert list((tmp_path / "claims").iterdir()) == []
+
+
+def test_other_keys_do_not_wait(tmp_path: Path) -> None:
+    with claimed(tmp_path, KEY), claimed(tmp_path, digest_bytes(b"other")):
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_claim_holds_for_other_processes_and_dies_with_its_holder(tmp_path: Path) -> None:
+    holder = (
+        "import sys; from pathlib import Path; from onnx_ops.app.turns import claimed\n"
+        f"with claimed(Path({str(tmp_path)!r}), {KEY!r}):\n"
+        "    print('mine', flush=True); sys.stdin.read()"
+    )
+    mine = threading.Event()
+
+    def claim() -> None:
+        with claimed(tmp_path, KEY):
+            mine.set()
+
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "mine\n"
+        assert (tmp_path / f"{hex_of(KEY)}.lock").exists()
+        waiting = threading.Thread(target=claim)
+        waiting.start()
+        assert not mine.wait(0.3)
+        process.kill()
+        assert mine.wait(PATIENCE_S)
+        waiting.join(PATIENCE_S)

@@ -1,0 +1,81 @@
+"""A small project on disk, with one pipeline file that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.config import load_pipeline
+from onnx_ops.errors import SpecError
+
+PIPELINE = """\
+pipeline: toy
+data:
+  train: {sklearn: digits, split: train}
+  test: {sklearn: digits, split: test}
+train:
+  run: models.toy:train
+  with: {epochs: 3}
+export:
+  framework: sklearn
+quantize:
+  - {name: small, method: static, calibrate: {data: train}}
+benchmark:
+  targets: [cpu-1t]
+gates:
+  - {kind: parity}
+  - {kind: metric, max_drop: 1%}
+  - {kind: latency, p99: 5 ms}
+register: {model: toy}
+deploy:
+  - {endpoint: toy, target: cpu-1t, rollout: {steps: [10%, 100%]}}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project's root, which is also the working directory."""
+    for folder in ("configs/targets", "configs/pipelines", "models"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
+    (tmp_path / "configs/targets/old.yaml").write_text("name: old\nmax_opset: 15\nmax_ir_version: 9\n")
+    (tmp_path / "models/toy.py").write_text(
+        "import nowhere\n\ndef train(data, epochs=1, **others):\n    raise SystemExit\n"
+    )
+    (tmp_path / "toy.yaml").write_text(PIPELINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pipeline_text() -> str:
+    return PIPELINE
+
+
+@pytest.fixture
+def problems(project: Path) -> Callable[..., list[str]]:
+    """Loads a text as the pipeline file and returns its problems as they are printed; none if it is right."""
+
+    def load(text: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
+        path = project / "toy.yaml"
+        path.write_text(text)
+        try:
+            load_pipeline(path, root=project, overrides=overrides, environ=environ or {})
+        except SpecError as error:
+            return str(error).splitlines()
+        return []
+
+    return load
+
+
+@pytest.fixture
+def problems_after(problems: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Problems of the right file after one replacement in it; the file's name is left out of them."""
+
+    def load(old: str, new: str) -> list[str]:
+        assert PIPELINE.count(old) == 1
+        return [problem.removeprefix("toy.yaml:") for problem in problems(PIPELINE.replace(old, new))]
+
+    return load

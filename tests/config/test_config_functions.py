@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.config.functions import argument_problems, function_problem, import_problems, parse_python
+
+SOURCE = """\
+import json
+from os.path import join as glue
+if True:
+    def first(): ...
+else:
+    from x import second
+try:
+    import fast
+except ImportError:
+    slow = None
+class Third: ...
+async def fourth(): ...
+fifth: int = 3
+with open("x"):
+    sixth = lambda: None
+raise SystemExit
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "code"
+    package.mkdir()
+    (package / "many.py").write_text(SOURCE)
+    (package / "__init__.py").write_text("from code.many import *\n")
+    (package / "broken.py").write_text("def f(:\n")
+    (package / "binary.py").write_bytes(b"\xff\x00")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["first", "second", "fast", "slow", "Third", "fourth", "fifth", "sixth", "glue", "json"]
+)
+def test_names_of_a_module_are_found_without_running_it(root: Path, name: str) -> None:
+    assert function_problem(f"code.many:{name}", root) is None
+    assert "code.many" not in sys.modules
+
+
+def test_a_star_import_is_trusted(root: Path) -> None:
+    assert function_problem("code:whatever", root) is None
+
+
+def test_modules_on_the_path_are_found(root: Path) -> None:
+    assert function_problem("json:loads", root) is None
+    assert function_problem("json:laods", root) is not None
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("code.many:frist", "no function 'frist' in code/many.py; did you mean 'first'?"),
+        ("code.many:nothing", "no function 'nothing' in code/many.py"),
+        ("code.mani:first", "no module 'code.mani' in the project or on sys.path; did you mean 'code.many'?"),
+        ("nowhere.to.go:f", "no module 'nowhere.to.go' in the project or on sys.path"),
+        ("code.broken:f", "code/broken.py, line 1, is not valid Python: invalid syntax"),
+        ("code.many.first", "'code.many.first' is not of the form package.module:function"),
+        ("../code/many:first", "'../code/many:first' is not of the form package.module:function"),
+        ("code.many:first()", "'code.many:first()' is not of the form package.module:function"),
+    ],
+)
+def test_problems(root: Path, reference: str, problem: str) -> None:
+    assert function_problem(reference, root) == problem
+
+
+def test_a_file_that_is_no_text(root: Path) -> None:
+    problem = function_problem("code.binary:f", root)
+    assert problem is not None
+    assert problem.startswith("code/binary.py")
+
+
+def test_threads_parse_side_by_side() -> None:
+    """Python 3.11 mixes up the trees of threads if the collector of garbage lets another thread go on meanwhile."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            time.sleep(0.0005)
+
+    def parse(_: int) -> int:
+        for _ in range(3):
+            Garbage()
+        return len(parse_python(b"[" + b"f(a, (b, [c, {d: e}])), " * 10 + b"]").body)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(parse, range(40))) == [1] * 40
+    finally:
+        gc.set_threshold(*threshold)
+
+
+@pytest.mark.parametrize(("table", "message"), [("models.toy:tran", "no function 'tran'"), ("3", "is not of the form")])
+def test_a_table_of_translations_that_is_not_there_is_a_problem(
+    problems: Callable[..., list[str]], pipeline_text: str, table: str, message: str
+) -> None:
+    export = f"framework: torch\n  options: {{translations: {table}}}"
+    (problem,) = problems(pipeline_text.replace("framework: sklearn", export))
+    assert "export.options.translations" in problem
+    assert message in problem
+
+
+CALLS = """\
+from code.calls import borrowed as lent
+import functools
+def train(data, epochs, rate=0.1, *, seed, name=None): ...
+def loose(data, **others): ...
+def nothing(): ...
+def packed(*data): ...
+@functools.cache
+def wrapped(): ...
+class Callable: ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "problems"),
+    [
+        ("train", {"epochs", "seed"}, []),
+        ("train", {"epochs", "seed", "rate", "name"}, []),
+        ("train", {"epoch", "seed"}, [("epoch", "did you mean 'epochs'?"), ("", "needs 'epochs'")]),
+        ("train", {"epochs", "seed", "data"}, [("data", "takes no parameter 'data'")]),
+        ("train", {"epochs"}, [("", "needs 'seed'")]),
+        ("loose", {"anything"}, []),
+        ("nothing", set(), [("", "takes no data")]),
+        ("packed", {"a"}, [("a", "takes no parameter 'a'; it takes none")]),
+        ("wrapped", {"a"}, []),
+        ("Callable", {"a"}, []),
+        ("lent", {"a"}, [("a", "takes no parameter 'a'; it takes 'b'")]),
+        ("absent", {"a"}, []),
+    ],
+)
+def test_arguments_are_held_against_the_signature_without_running_the_module(
+    root: Path, function: str, given: set[str], problems: list[tuple[str, str]]
+) -> None:
+    (root / "code/more.py").write_text(CALLS)
+    (root / "code/calls.py").write_text("def borrowed(data, b=1): ...\n")
+    found = argument_problems(f"code.more:{function}", sorted(given), root)
+    assert [name for name, _ in found] == [name for name, _ in problems]
+    assert all(part in text for (_, text), (_, part) in zip(found, problems, strict=True)), found
+
+
+def test_imports_that_lead_nowhere_are_found_in_all_modules_that_are_imported(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "code/top.py").write_text(
+        "import json, nowhere.at.all\nfrom code.below import x\nfrom . import many\nfrom .absent import y\n"
+        "try:\n    import optional\nexcept ImportError:\n    optional = None\n"
+    )
+    (root / "code/below.py").write_text("import numpy\nimport heavy\nimport elsewhere\nimport code.top\n")
+    site = root / "venv/lib/site-packages/heavy"
+    site.mkdir(parents=True)
+    (site / "__init__.py").write_text("import what_it_may_do_without\n")
+    monkeypatch.syspath_prepend(str(site.parent))
+    found = dict(import_problems("code.top:f", root))
+    assert found.keys() == {"nowhere.at.all", "code.absent", "elsewhere"}
+    assert "code/top.py, line 1," in found["nowhere.at.all"]
+    assert "code/below.py, line 3," in found["elsewhere"]
+
+
+def test_relative_imports_of_a_package_in_a_folder_of_sources_are_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = root / "src/shop"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "net.py").touch()
+    (package / "training.py").write_text("from . import net\nfrom .net import Net\nfrom shop.net import Other\n")
+    monkeypatch.syspath_prepend(str(root / "src"))
+    assert import_problems("shop.training:train", root) == []

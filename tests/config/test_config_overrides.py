@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.config import load_pipeline
+from onnx_ops.config.document import path_text
+from onnx_ops.config.overrides import parse_path
+from onnx_ops.domain.pipeline import FileData, Pipeline
+from onnx_ops.errors import SpecError
+from tests.support.golden import Golden
+
+Problems = Callable[..., list[str]]
+
+
+def load(project: Path, *overrides: str) -> Pipeline:
+    return load_pipeline(project / "toy.yaml", root=project, overrides=overrides, environ={})
+
+
+def test_values_are_strict_yaml(project: Path) -> None:
+    pipeline = load(
+        project,
+        "train.with.epochs=5",
+        "train.with.lr=1e-3",
+        "train.with.mode=no",
+        "gates[1].max_drop=2%",
+        "deploy[0].rollout.steps=[50%,100%]",
+        "export.dynamic.x[0]=batch",
+    )
+    assert pipeline.train is not None
+    assert pipeline.train.with_ == {"epochs": 5, "lr": 0.001, "mode": "no"}
+    assert pipeline.gates[1].max_drop == 0.02  # type: ignore[union-attr]
+    assert pipeline.deploy[0].rollout.steps == (0.5, 1.0)
+    assert pipeline.export.dynamic == {"x": {0: "batch"}}
+
+
+def test_later_overrides_win_and_blank_sections_are_filled(project: Path, pipeline_text: str) -> None:
+    (project / "toy.yaml").write_text(pipeline_text.replace("with: {epochs: 3}", "with:"))
+    pipeline = load(project, "train.with.epochs=5", "train.with.epochs=6", "validate.samples.limit=9")
+    assert pipeline.train is not None
+    assert pipeline.train.with_ == {"epochs": 6}
+    assert pipeline.validate.samples.limit == 9
+
+
+def test_index_0_of_a_lone_deployment(project: Path, pipeline_text: str) -> None:
+    (project / "toy.yaml").write_text(pipeline_text.replace("  - {endpoint", "  {endpoint"))
+    assert load(project, "deploy[0].rollout.steps=[100%]").deploy[0].rollout.steps == (1.0,)
+
+
+WRONG = (
+    "gates[0].noise_factor=0",
+    "export.opsett=17",
+    "export.opset=.inf",
+    "export=*x",
+    "train.with={a: 1, a: 2}",
+    "train.with={a: !!int 2}",
+    "export=",
+    "gates[7].kind=parity",
+    "gates.kind=parity",
+    "pipeline.x=1",
+    "pipeline.x.y=1",
+    "epochs",
+    "=3",
+    "[0].a=3",
+    "a..b=3",
+    "benchmark.targets=[odd]",
+)
+
+
+def test_problems_point_at_the_override(project: Path, golden: Golden) -> None:
+    told = []
+    for override in WRONG:
+        with pytest.raises(SpecError) as caught:
+            load(project, override)
+        told += [line for line in str(caught.value).splitlines() if line.startswith(f"--set {override}: ")]
+    assert len(told) == len(WRONG)
+    golden("errors", "\n".join(told))
+
+
+def test_problems_of_overrides_and_file_appear_together(problems: Problems, pipeline_text: str, golden: Golden) -> None:
+    text = pipeline_text.replace("epochs: 3", "epochs: 012").replace("max_drop: 1%", "max_drop: 1")
+    golden("errors", "\n".join(problems(text, ["gates[9].kind=x", "train.with.epochs=12"])))
+
+
+@given(
+    st.text("abc_-", min_size=1),
+    st.lists(st.one_of(st.text("abc_-1", min_size=1), st.integers(0, 99))),
+)
+def test_a_path_is_what_problems_print(first: str, rest: list[str | int]) -> None:
+    loc = (first, *rest)
+    assert parse_path(path_text(loc)) == loc
+
+
+def test_environment_variables_where_allowed(project: Path, pipeline_text: str) -> None:
+    text = pipeline_text.replace("{sklearn: digits, split: train}", "{file: '${env:ROOT}/a.npz', inputs: {x: x}}")
+    text = text.replace("{model: toy}", "{model: 'toy-${env:STAGE}'}")
+    text = text.replace("{endpoint: toy", "{endpoint: toy, settings: {region: '${env:STAGE}-1'}")
+    (project / "toy.yaml").write_text(text)
+    environ = {"ROOT": "/data", "STAGE": "dev"}
+    pipeline = load_pipeline(project / "toy.yaml", root=project, environ=environ)
+    assert pipeline.data["train"] == FileData(file="/data/a.npz", inputs={"x": "x"})
+    assert pipeline.register is not None
+    assert pipeline.register.model == "toy-dev"
+    assert pipeline.deploy[0].settings == {"region": "dev-1"}
+
+
+def test_environment_problems(problems: Problems, pipeline_text: str, golden: Golden) -> None:
+    told = []
+    for old, new in (
+        ("{model: toy}", "{model: '${env:NOPE}'}"),
+        ("{model: toy}", "{model: '${env:A-B}'}"),
+        ("{model: toy}", "{model: '${env:A'}"),
+        ("{epochs: 3}", "{epochs: '${env:E}'}"),
+        ("{epochs: 3}", "{'${env:E}': 3}"),
+    ):
+        (problem,) = problems(pipeline_text.replace(old, new), environ={"E": "1"})
+        told.append(f"{new}\n    {problem}")
+    golden("errors", "\n".join(told))
+
+
+def test_a_value_from_the_environment_is_not_read_as_a_reference(project: Path, pipeline_text: str) -> None:
+    text = pipeline_text.replace("test: {sklearn: digits, split: test}", "test: {file: '${env:A}', label: y}")
+    (project / "toy.yaml").write_text(text)
+    pipeline = load_pipeline(project / "toy.yaml", root=project, environ={"A": "$B 012"})
+    assert pipeline.data["test"].file == "$B 012"  # type: ignore[union-attr]

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops.config import check_pipeline, load_pipeline
+from onnx_ops.domain.gate import LatencyGate, MetricGate, ParityGate
+from onnx_ops.domain.pipeline import Calibrate, Deploy, SklearnData
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.errors import NotFound, Problem, SpecError, UserError
+from tests.support.golden import Golden
+
+Problems = Callable[..., list[str]]
+PLUGINS = {"exporters": ("sklearn", "torch"), "optimizers": ("dynamic", "static"), "endpoints": ("local",)}
+STATIC = "  - {name: small, method: static, calibrate: {data: train}}\n"
+METRIC = "  - {kind: metric, max_drop: 1%}\n"
+DEPLOY = "  - {endpoint: toy, target: cpu-1t, rollout: {steps: [10%, 100%]}}\n"
+
+
+def test_a_right_file_becomes_the_domain(project: Path) -> None:
+    pipeline = load_pipeline(project / "toy.yaml", root=project, environ={})
+    assert pipeline.data["train"] == SklearnData(sklearn="digits", split="train")
+    assert pipeline.train is not None
+    assert pipeline.train.with_ == {"epochs": 3}
+    assert pipeline.quantize[0].calibrate == Calibrate(data="train")
+    assert pipeline.benchmark.targets == ("cpu-1t",)
+    assert pipeline.gates == (ParityGate(), MetricGate(max_drop=0.01), LatencyGate(p99=0.005))
+    assert pipeline.deploy == (Deploy(endpoint="toy", target="cpu-1t", rollout=RolloutPolicy(steps=(0.1, 1.0))),)
+    hash(pipeline.gates)
+
+
+def _cases() -> list[Any]:
+    """Blocks of `wrong_files.txt`: what is replaced in the right file, and by what."""
+    cases = []
+    for block in (Path(__file__).parent / "wrong_files.txt").read_text(encoding="utf-8").strip().split("\n\n"):
+        old, new = (line[2:].replace("\\n", "\n") for line in block.split("\n"))
+        cases.append(pytest.param(old, new, id=f"{old} -> {new}"))
+    return cases
+
+
+@pytest.mark.parametrize(("old", "new"), _cases())
+def test_wrong_files(problems_after: Problems, old: str, new: str, golden: Golden) -> None:
+    found = problems_after(old, new)
+    assert found
+    golden("errors", "\n".join(found))
+
+
+def test_all_problems_appear_at_once_with_line_and_column(problems: Problems, golden: Golden) -> None:
+    text = """\
+pipeline: toy
+data:
+  test: {sklearn: digits, lable: target}
+train:
+  run: models.toy:trian
+  retries: no
+  retries: 2
+  timeout: 30
+quantize:
+  - {name: fp32, method: dynamic}
+benchmark:
+  targets: [cpu-2t]
+  batch: .inf
+gates:
+  - {kind: metric, name: accuracy}
+  - {kind: size, max: 2 Mb}
+deploy:
+  - {endpoint: toy, target: cpu-1t, rollout: {steps: [50%]}}
+"""
+    golden("errors", "\n".join(problems(text)))
+
+
+def test_a_wrong_part_does_not_breed_problems_elsewhere(problems_after: Problems, golden: Golden) -> None:
+    found = [
+        *problems_after("calibrate: {data: train}", "calibrate: {data: train, samples: many}"),
+        *problems_after("targets: [cpu-1t]", "targets: [3]"),
+        *problems_after("{sklearn: digits, split: test}", "{sklearn: digits, seed: -1}"),
+    ]
+    assert len(found) == 3
+    golden("errors", "\n".join(found))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_says_so(problems: Problems, text: str) -> None:
+    (problem,) = problems(text)
+    assert problem.endswith("the file is empty")
+
+
+def test_a_file_that_is_no_mapping(problems: Problems, golden: Golden) -> None:
+    golden("errors", "\n".join(problems("- a\n")))
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        ("2", "1:9: schema: this file needs a newer onnx-ops: it has schema 2, this release reads up to 1"),
+        ("0", "1:9: schema: must be at least 1, got the number 0"),
+        ("one", "1:9: schema: expected a whole number, got the text 'one'"),
+        ("true", "1:9: schema: expected a whole number, got true"),
+    ],
+)
+def test_schema_versions(problems: Problems, pipeline_text: str, version: str, problem: str) -> None:
+    assert problems(f"schema: {version}\n{pipeline_text}") == [f"toy.yaml:{problem}"]
+    assert problems(f"schema: 1\n{pipeline_text}") == []
+
+
+def test_a_newer_file_is_not_judged_by_older_rules(problems: Problems) -> None:
+    (problem,) = problems("schema: 7\nsomething: new\n")
+    assert "needs a newer onnx-ops" in problem
+
+
+def test_blank_lists_and_a_lone_deployment(project: Path, pipeline_text: str) -> None:
+    text = pipeline_text.replace(STATIC, "").replace("  - {endpoint", "  {endpoint")
+    (project / "toy.yaml").write_text(text)
+    pipeline = load_pipeline(project / "toy.yaml", root=project, environ={})
+    assert pipeline.quantize == ()
+    assert [entry.endpoint for entry in pipeline.deploy] == ["toy"]
+
+
+def test_problems_of_a_lone_deployment_have_no_index(problems: Problems, pipeline_text: str, golden: Golden) -> None:
+    text = pipeline_text.replace("  - {endpoint: toy,", "  {endpoint: toy, setings: 1,").replace("10%", "1.5%")
+    golden("errors", "\n".join(problems(text)))
+
+
+def test_a_parity_gate_is_put_first_if_there_is_none(project: Path, pipeline_text: str) -> None:
+    path = project / "toy.yaml"
+    path.write_text(pipeline_text.replace("  - {kind: parity}\n", ""))
+    assert load_pipeline(path, root=project, environ={}).gates[0] == ParityGate()
+    moved = pipeline_text.replace("  - {kind: parity}\n", "").replace(METRIC, METRIC + "  - {kind: parity}\n")
+    path.write_text(moved)
+    assert [gate.kind for gate in load_pipeline(path, root=project, environ={}).gates] == [
+        "metric",
+        "parity",
+        "latency",
+    ]
+
+
+def test_a_missing_file_is_not_a_problem_of_a_file(project: Path) -> None:
+    with pytest.raises(NotFound, match=r"toi\.yaml: no such file\. Did you mean .*toy\.yaml\?"):
+        load_pipeline(project / "toi.yaml", root=project)
+
+
+def test_problems_in_a_target_file_come_along(project: Path, problems_after: Problems, golden: Golden) -> None:
+    (project / "configs/targets/odd.yaml").write_text("name: odd\nsession: {spinning: off}\n")
+    golden("errors", "\n".join(problems_after("targets: [cpu-1t]", "targets: [cpu-1t, odd, none]")))
+
+
+def checked(project: Path, text: str) -> list[str]:
+    path = project / "configs/pipelines/toy.yaml"
+    path.write_text(text)
+    try:
+        check_pipeline(path, root=project, plugins=PLUGINS, environ={})
+    except SpecError as error:
+        return [problem.removeprefix("configs/pipelines/toy.yaml:") for problem in str(error).splitlines()]
+    return []
+
+
+def test_check_knows_the_plugins(project: Path, pipeline_text: str, golden: Golden) -> None:
+    (project / "configs/targets/web.yaml").write_text("name: web\nruntime: browser\n")
+    assert checked(project, pipeline_text) == []
+    text = pipeline_text.replace("framework: sklearn", "framework: sklaern").replace("method: static", "method: statik")
+    text = text.replace("{endpoint: toy", "{endpoint: toy, provider: aws").replace("{sklearn: digits, split: train}",
+        "{use: lake, inputs: {x: x}}").replace("[cpu-1t]", "[cpu-1t, web]")  # fmt: skip
+    plugins = {**PLUGINS, "data": (), "runtimes": ("onnxruntime",)}
+    path = project / "configs/pipelines/toy.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        check_pipeline(path, root=project, plugins=plugins, environ={})
+    golden("errors", str(caught.value))
+
+
+def test_check_finds_endpoints_of_other_pipelines(project: Path, pipeline_text: str) -> None:
+    pipelines = project / "configs/pipelines"
+    (pipelines / "broken.yaml").write_text("{")
+    (pipelines / "list.yaml").write_text("- deploy\n")
+    (pipelines / "wrong.yaml").write_text("deploy: [3, {endpoint: [1]}]\n")
+    (pipelines / "other.yaml").write_text("deploy: {endpoint: toy}\n")
+    assert checked(project, pipeline_text) == [
+        "20:16: deploy[0].endpoint: endpoint 'toy' belongs to configs/pipelines/other.yaml already"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        ("{source: prometheus, url: http://p}", []),
+        ("{}", []),
+        ("{source: promethius}", ["no metric plugin is called 'promethius'; did you mean 'prometheus'?"]),
+        ("{url: http://p}", ["metrics need a source: one of prometheus"]),
+        ("{source: prometheus}", ["there is no url. Write one"]),
+    ],
+)
+def test_check_asks_the_source_of_metrics_about_its_settings(
+    project: Path, pipeline_text: str, metrics: str, found: list[str]
+) -> None:
+    def needs_a_url(source: str, settings: Mapping[str, object]) -> None:
+        assert source == "prometheus"
+        if "url" not in settings:
+            raise UserError("there is no url", remedy="Write one.")
+
+    path = project / "toy.yaml"
+    path.write_text(pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, metrics: {metrics}"))
+    plugins = {**PLUGINS, "metrics": ("prometheus",)}
+    messages: list[str] = []
+    try:
+        check_pipeline(path, root=project, plugins=plugins, metrics=needs_a_url, environ={})
+    except SpecError as error:
+        messages = [problem.message for problem in error.problems]
+    assert messages == found
+
+
+def test_check_asks_the_provider_about_its_settings(project: Path, pipeline_text: str) -> None:
+    def only_ports(provider: str, settings: Mapping[str, object]) -> None:
+        assert provider == "local"
+        for name in settings:
+            if name != "port":
+                raise UserError(f"there is no setting {name!r}", remedy="did you mean 'port'?")
+
+    path = project / "configs/pipelines/toy.yaml"
+    for settings, found in (("port: 8080", []), ("prot: 8080", ["there is no setting 'prot'. did you mean 'port'?"])):
+        path.write_text(pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, settings: {{{settings}}}"))
+        problems: tuple[Problem, ...] = ()
+        try:
+            check_pipeline(path, root=project, plugins=PLUGINS, settings=only_ports, environ={})
+        except SpecError as error:
+            problems = error.problems
+        assert [problem.message for problem in problems] == found
+        assert all(problem.line for problem in problems)

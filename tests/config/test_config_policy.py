@@ -1,0 +1,84 @@
+"""Promotion policies: read strictly, with the place of every problem."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.config.policy import LocatedPolicy, load_policy
+from onnx_ops.domain.policy import AliasRule, PromotionPolicy, is_among
+from onnx_ops.errors import NotFound, SpecError
+
+
+def load(folder: Path, text: str) -> LocatedPolicy:
+    path = folder / "policy.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_policy(path)
+
+
+def test_rules_keep_their_order_and_their_lines(tmp_path: Path) -> None:
+    located = load(
+        tmp_path,
+        'schema: 1\nrules:\n  - aliases: "champion-*"\n    users: [alice, bob]\n'
+        '  - {aliases: "*-cpu-1t", models: "digits-*", users: ["*"]}\noverrides:\n  - alice\n',
+    )
+    assert located.policy == PromotionPolicy(
+        rules=(
+            AliasRule(aliases="champion-*", users=("alice", "bob")),
+            AliasRule(aliases="*-cpu-1t", models="digits-*", users=("*",)),
+        ),
+        overrides=("alice",),
+    )
+    assert located.places == ("policy.yaml:3", "policy.yaml:5")
+    assert located.overrides_at == "policy.yaml:7"
+    assert located.policy.names() == {"alice", "bob"}
+
+
+def test_without_overrides_the_file_itself_is_named(tmp_path: Path) -> None:
+    located = load(tmp_path, 'rules: [{aliases: "*", users: [alice]}]')
+    assert (located.policy.overrides, located.overrides_at) == ((), "policy.yaml:1")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "the file is empty"),
+        ("rules: []", ":1:8: rules"),
+        ("rules:\n  - {aliases: x}", ":2:5: rules[0]: "),
+        ("rules:\n  - {aliases: x, users: []}", ":2:25: rules[0].users"),
+        ("rules:\n  - {alias: x, users: [a]}", "did you mean 'aliases'"),
+        ("rules:\n  - {aliases: x, users: alice}", ":2:25: rules[0].users"),
+        ("rules:\n  - {aliases: x, users: [1]}", ":2:26: rules[0].users[0]"),
+        ("schema: 9\nrules: [{aliases: x, users: [a]}]", "needs a newer onnx-ops"),
+        ("rules: [{aliases: x, users: [a]}]\nrules: []", ":2:1"),
+    ],
+)
+def test_problems_have_places(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        load(tmp_path, text)
+    assert problem in str(refusal.value)
+
+
+def test_a_missing_file_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no such file"):
+        load_policy(tmp_path / "policy.yaml")
+
+
+def test_the_first_rule_that_is_about_it_decides() -> None:
+    policy = PromotionPolicy(
+        rules=(
+            AliasRule(aliases="champion-*", users=("alice",), models="digits"),
+            AliasRule(aliases="champion-cpu", users=("bob",)),
+        )
+    )
+    assert policy.rule("digits", "champion-cpu") == 0
+    assert policy.rule("faces", "champion-cpu") == 1
+    assert policy.rule("faces", "champion-cuda") is None
+    assert policy.rule("Digits", "champion-cuda") is None
+
+
+def test_an_unknown_user_is_only_anyone() -> None:
+    assert is_among("", ("*",))
+    assert not is_among("", ("", "alice"))
+    assert is_among("alice", ("bob", "alice"))

@@ -1,0 +1,123 @@
+"""The shipped profiles, and the names of options that a target may set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.config import TargetFiles
+from onnx_ops.config.schema import target_schema
+from onnx_ops.config.targets import PROFILES, profile_names
+from onnx_ops.config.text import read_text
+from onnx_ops.domain.provider_options import PROVIDER_OPTIONS, PROVIDER_PACKAGES
+from onnx_ops.errors import NotFound, SpecError
+from tests.support.golden import Golden
+
+ROOT = Path(__file__).parents[2]
+SET = [
+    (name, provider.name, option)
+    for name in profile_names()
+    for provider in TargetFiles(PROFILES).load(name).providers
+    for option in provider.options
+]
+
+
+def wrong(option: str) -> str:
+    """The option with its middle letter doubled."""
+    middle = len(option) // 2
+    return option[:middle] + option[middle] + option[middle:]
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_a_profile_is_a_target_of_every_project(name: str, tmp_path: Path) -> None:
+    from jsonschema import Draft202012Validator
+
+    target = TargetFiles(tmp_path).load(name)
+    assert target.name == name
+    assert target.description
+    assert all(provider.name in PROVIDER_OPTIONS for provider in target.providers)
+    brought = target.env is not None or target.providers[0].name == "CPUExecutionProvider"
+    assert brought or target.providers[0].name in PROVIDER_PACKAGES
+    text = (PROFILES / f"{name}.yaml").read_text(encoding="utf-8")
+    Draft202012Validator(target_schema()).validate(read_text(text, source=name).value)
+
+
+@pytest.mark.parametrize(("name", "provider", "option"), SET, ids=["-".join(parts) for parts in SET])
+def test_an_option_that_is_wrong_by_a_letter_is_refused_where_it_stands(
+    name: str, provider: str, option: str, project: Path
+) -> None:
+    text = (PROFILES / f"{name}.yaml").read_text(encoding="utf-8")
+    before, named, after = text.partition(f"name: {provider}")
+    changed = before + named + after.replace(f"{option}:", f"{wrong(option)}:", 1)
+    (project / f"configs/targets/{name}.yaml").write_text(changed)
+    with pytest.raises(SpecError) as caught:
+        TargetFiles(project).load(name)
+    (problem,) = caught.value.problems
+    assert problem.message == f"{provider} has no option '{wrong(option)}'; did you mean '{option}'?"
+    assert changed.splitlines()[problem.line - 1][problem.column - 1 :].startswith(wrong(option))
+
+
+@pytest.mark.parametrize(
+    ("provider", "option"),
+    [(provider, option) for provider, names in PROVIDER_OPTIONS.items() for option in sorted(names)],
+)
+def test_every_name_is_accepted_and_refused_with_a_letter_more(provider: str, option: str, project: Path) -> None:
+    path = project / "configs/targets/one.yaml"
+    path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{option}: '1'}}}}]\n")
+    assert TargetFiles(project).load("one").providers[0].options == {option: "1"}
+    path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{wrong(option)}: '1'}}}}]\n")
+    with pytest.raises(SpecError, match=rf"has no option '{wrong(option)}'; did you mean"):
+        TargetFiles(project).load("one")
+
+
+def test_options_of_other_providers_are_not_checked(project: Path) -> None:
+    path = project / "configs/targets/one.yaml"
+    path.write_text("name: one\nproviders: [{name: AcmeExecutionProvider, options: {speed: '9'}}]\n")
+    assert TargetFiles(project).load("one").providers[0].options == {"speed": "9"}
+    path.write_text("name: one\nproviders: [{name: CPUExecutionProvider, options: {speed: '9'}}]\n")
+    with pytest.raises(SpecError, match=r"one\.yaml:2:52: .*CPUExecutionProvider has no option 'speed'; it has none"):
+        TargetFiles(project).load("one")
+
+
+def test_the_projects_file_wins_and_names_of_both_are_suggested(project: Path) -> None:
+    assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 0
+    (project / "configs/targets/cpu-all.yaml").write_text("name: cpu-all\nsession: {intra_op_threads: 3}\n")
+    assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 3
+    with pytest.raises(NotFound, match=r"Did you mean 'tensorrt'\?"):
+        TargetFiles(project).load("tensorr")
+    with pytest.raises(NotFound, match=r"Did you mean 'old'\?"):
+        TargetFiles(project).load("olt")
+
+
+def test_a_pipeline_names_a_profile(
+    project: Path, pipeline_text: str, problems: Callable[[str], list[str]], golden: Golden
+) -> None:
+    def of_targets(text: str) -> list[str]:
+        return [line for line in problems(text) if "benchmark.targets" in line]
+
+    assert of_targets(pipeline_text.replace("targets: [cpu-1t]", "targets: [cpu-1t, cuda]")) == []
+    (line,) = of_targets(pipeline_text.replace("targets: [cpu-1t]", "targets: [cpu-1t, cudaa]"))
+    golden("errors", line)
+
+
+def test_the_files_of_this_project_are_the_profiles_of_their_names() -> None:
+    for name in ("cpu-1t", "cpu-all"):
+        assert TargetFiles(ROOT).load(name) == TargetFiles(PROFILES).load(name)
+
+
+def test_a_plug_in_is_part_of_what_is_measured() -> None:
+    one = TargetFiles(PROFILES).load("qnn")
+    assert one.providers[0].package == "onnxruntime_qnn"
+    bare = replace(one, providers=(replace(one.providers[0], package=""), *one.providers[1:]))
+    assert one.digest() != bare.digest()
+
+
+def test_every_profile_has_a_row_in_the_documentation() -> None:
+    text = (ROOT / "docs/target-profiles.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
+    assert set(rows) == {f"`{name}`" for name in profile_names()}
+    for name, _, option in SET:
+        assert f"`{option}`" in rows[f"`{name}`"], f"{name} sets {option}, and its row does not say why"

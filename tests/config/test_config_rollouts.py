@@ -1,0 +1,180 @@
+"""Rollout policies in pipeline files: what they become, and what their provider must be able to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.config import check_pipeline, load_pipeline
+from onnx_ops.domain.pipeline import Deploy
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import Problem, SpecError
+from onnx_ops.statistics.rollout.notes import notes
+from tests.support.golden import Golden
+
+PLAIN = "{steps: [10%, 100%]}"
+WHOLE = """
+      strategy: shadow
+      shadow: {fraction: 20%, min_requests: 400, max_differing: 2%, tolerance: 0.1%}
+      steps: [10%, 30%, 100%]
+      guardrails: [errors, {name: latency_p50, ratio: 1.5}]
+      min_requests: [300, 1000, 2000]
+      slo: {error_rate: 2%}
+      bake: 10 min
+      step_timeout: 6h
+      pause: [30%]
+      ab: {split: 50%, duration: 7 d, undecided: finish}
+      keep_previous: 2 d"""
+
+
+def policy_of(project: Path, text: str) -> RolloutPolicy:
+    (project / "toy.yaml").write_text(text)
+    return load_pipeline(project / "toy.yaml", root=project, environ={}).deploy[0].rollout
+
+
+def test_every_key_reaches_the_domain(project: Path, pipeline_text: str) -> None:
+    head, _, _ = pipeline_text.rpartition("  - {endpoint")
+    text = f"{head}  - endpoint: toy\n    target: cpu-1t\n    rollout:{WHOLE}\n"
+    policy = policy_of(project, text)
+    assert policy == RolloutPolicy(
+        strategy="shadow",
+        shadow=ShadowTrial(fraction=0.2, min_requests=400, max_differing=0.02, tolerance=0.001),
+        steps=(0.1, 0.3, 1.0),
+        guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50", ratio=1.5)),
+        min_requests=(300, 1000, 2000),
+        slo=ServiceLevel(error_rate=0.02),
+        bake=600.0,
+        step_timeout=21_600.0,
+        pause=(0.3,),
+        ab=SplitTest(split=0.5, duration=604_800.0, undecided="finish"),
+        keep_previous=172_800.0,
+    )
+    assert policy.planned() == (
+        PlannedStep(kind="shadow", percent=0, copied=20, minimum=400),
+        PlannedStep(kind="canary", percent=10, minimum=300),
+        PlannedStep(kind="canary", percent=30, minimum=1000, approval=True),
+        PlannedStep(kind="ab", percent=50, minimum=2000),
+        PlannedStep(kind="full", percent=100),
+    )
+
+
+def test_one_number_of_requests_is_for_all_steps(project: Path, pipeline_text: str) -> None:
+    """The example of the design."""
+    rails = "guardrails: [errors, latency_p50, latency_p99]"
+    rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, keep_previous: 24h}}"
+    policy = policy_of(project, pipeline_text.replace(PLAIN, rollout))
+    assert [step.minimum for step in policy.planned()] == [300, 300, 0]
+    assert [rail.tolerated(rail.name) for rail in policy.guardrails] == [1.0, 1.0, 1.2]
+    assert policy.judged
+
+
+def test_a_policy_without_figures_is_not_judged(project: Path, pipeline_text: str) -> None:
+    policy = policy_of(project, pipeline_text)
+    assert not policy.judged
+    assert [step.minimum for step in policy.planned()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "able", "found"),
+    [
+        (PLAIN, "split", []),
+        ("{steps: [100%]}", "", []),
+        (PLAIN, "", ["steps: provider 'local' cannot divide traffic; it can: nothing"]),
+        (
+            "{shadow: {}}",
+            "split sticky",
+            ["shadow: provider 'local' cannot compare answers on copies of requests; it can: 'split', 'sticky'"],
+        ),
+        (
+            "{ab: {duration: 1 d}}",
+            "split",
+            [
+                "ab: provider 'local' cannot keep a user on one version; it can: 'split'",
+                "ab.metric: provider 'local' cannot collect clients' outcomes; it can: 'split'",
+            ],
+        ),
+        ("{ab: {duration: 1 d, metric: sold}}", "split sticky", []),
+        (
+            "{steps: [10%, 100%], guardrails: [latency_p50, latency_p95]}",
+            "split",
+            ["guardrails: provider 'local' cannot count requests over any latency; it can: 'split'"],
+        ),
+        ("{steps: [10%, 100%], guardrails: [{name: latency, slower: 5%}]}", "split exceedances", []),
+        ("{guardrails: [{name: cold_start, max: 2 s}]}", "cold_starts", []),
+        (
+            "{guardrails: [{name: cold_start, slower: 50%}]}",
+            "quantiles",
+            ["guardrails: provider 'local' cannot measure a cold start before traffic; it can: 'quantiles'"],
+        ),
+        ("{shadow: {}, ab: {duration: 1 d}}", "split sticky shadow outcomes", []),
+    ],
+)
+def test_a_policy_that_the_provider_cannot_keep_is_refused(
+    project: Path, pipeline_text: str, rollout: str, able: str, found: list[str]
+) -> None:
+    path = project / "toy.yaml"
+    path.write_text(pipeline_text.replace(PLAIN, rollout))
+    problems: tuple[Problem, ...] = ()
+    try:
+        check_pipeline(
+            path,
+            root=project,
+            plugins={"endpoints": ("local",)},
+            capabilities=lambda _: frozenset(able.split()),
+            environ={},
+        )
+    except SpecError as error:
+        problems = error.problems
+    assert all(problem.line == 20 and problem.column > 1 for problem in problems)
+    assert [f"{problem.path}: {problem.message}" for problem in problems] == [
+        f"deploy[0].rollout.{problem}" for problem in found
+    ]
+
+
+def test_an_endpoint_that_would_not_run_what_was_measured_is_refused(project: Path, pipeline_text: str) -> None:
+    path = project / "toy.yaml"
+    path.write_text(pipeline_text)
+    asked: list[tuple[str, Target]] = []
+
+    def unservable(entry: Deploy, target: Target) -> str:
+        asked.append((entry.endpoint, target))
+        return "no such device"
+
+    with pytest.raises(SpecError) as refused:
+        check_pipeline(path, root=project, plugins={"endpoints": ("local",)}, unservable=unservable, environ={})
+    (problem,) = refused.value.problems
+    assert (problem.line, problem.path) == (20, "deploy[0].target")
+    assert problem.message == "provider 'local' cannot serve what target 'cpu-1t' measures: no such device"
+    assert asked == [("toy", Target(name="cpu-1t"))]
+
+
+@pytest.mark.parametrize(("alone", "blamed"), [("split shadow", "source 'foreign'"), ("split", "provider 'local'")])
+def test_who_cannot_do_it_is_named(project: Path, pipeline_text: str, alone: str, blamed: str) -> None:
+    path = project / "toy.yaml"
+    text = pipeline_text.replace(PLAIN, "{shadow: {}}, metrics: {source: foreign}")
+    path.write_text(text)
+    with pytest.raises(SpecError, match=f"{blamed} cannot compare answers"):
+        check_pipeline(
+            path,
+            root=project,
+            plugins={"endpoints": ("local",), "metrics": ("foreign",)},
+            capabilities=lambda entry: frozenset(["split"] if entry.metrics else alone.split()),
+            environ={},
+        )
+
+
+def test_what_a_policy_takes_is_told(golden: Golden) -> None:
+    policy = RolloutPolicy(
+        steps=(0.1, 0.5, 1.0),
+        slo=ServiceLevel(error_rate=0.02),
+        guardrails=(Guardrail(name="latency_p50"),),
+        shadow=ShadowTrial(),
+    )
+    told = list(notes(policy, frozenset()))
+    golden("reasons", "\n".join(told))
+    assert len(told) == 4
+    assert list(notes(policy, frozenset({"exceedances"}))) == told[:3]
+    assert not list(notes(RolloutPolicy(steps=(0.1, 1.0)), frozenset()))

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops.config.schema import pipeline_schema, target_schema
+from onnx_ops.config.text import read_text
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = [
+    *(("pipeline", path) for path in sorted((ROOT / "configs/pipelines").glob("*.yaml"))),
+    *(("target", path) for path in sorted((ROOT / "configs/targets").glob("*.yaml"))),
+]
+
+
+@cache
+def schema_of(kind: str) -> dict[str, Any]:
+    return {"pipeline": pipeline_schema, "target": target_schema}[kind]()
+
+
+def accepts(schema: dict[str, Any], text: str) -> bool:
+    from jsonschema import Draft202012Validator
+
+    return bool(Draft202012Validator(schema).is_valid(read_text(text, source="x").value))
+
+
+@pytest.mark.parametrize("name", ["pipeline", "target"])
+def test_the_committed_file_is_current(name: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "onnx_ops.config.schema", str(tmp_path)], check=True, cwd=ROOT)
+    file = f"{name}.schema.json"
+    assert (tmp_path / file).read_text() == (ROOT / "configs/schema" / file).read_text()
+    assert json.loads((tmp_path / file).read_text()) == schema_of(name)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "target"])
+def test_it_is_a_schema(name: str) -> None:
+    from jsonschema import Draft202012Validator
+
+    Draft202012Validator.check_schema(schema_of(name))
+
+
+@pytest.mark.parametrize(("kind", "path"), EXAMPLES, ids=[path.stem for _, path in EXAMPLES])
+def test_the_examples_are_valid_and_name_their_schema(kind: str, path: Path) -> None:
+    from jsonschema import Draft202012Validator
+
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith(f"# yaml-language-server: $schema=../schema/{kind}.schema.json\n")
+    Draft202012Validator(schema_of(kind)).validate(read_text(text, source=path.name).value)
+
+
+def test_the_schema_takes_what_the_loader_takes(pipeline_text: str) -> None:
+    schema = schema_of("pipeline")
+    assert accepts(schema, pipeline_text)
+    assert accepts(schema, pipeline_text.replace("  - {endpoint", "  {endpoint"))
+    assert accepts(
+        schema_of("target"),
+        "name: gpu\nproviders: [A, {name: B, options: {c: d}}]\nrequires: {cpu_flags: [avx2], memory: 4 GB}\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("max_drop: 1%", "max_dorp: 1%"),
+        ("max_drop: 1%", "max_drop: 1"),
+        ("p99: 5 ms", "p99: 5"),
+        ("p99: 5 ms", "p99: 5 MS"),
+        ("{kind: parity}", "{noise_factor: 2}"),
+        ("{kind: parity}", "{kind: size}"),
+        ("targets: [cpu-1t]", "targets: []"),
+        ("pipeline: toy", "pipeline: Toy"),
+        ("split: train", "file: a"),
+        ("framework: sklearn", "framework: sklearn\n  opset: '18'"),
+        ("export:\n  framework: sklearn\n", ""),
+    ],
+)
+def test_the_schema_refuses_what_the_loader_refuses(pipeline_text: str, old: str, new: str) -> None:
+    assert not accepts(schema_of("pipeline"), pipeline_text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fits"),
+    [
+        ("framework: sklearn", "framework: sklearn\n  opset: '${params:opset}'", True),
+        ("max_drop: 1%", "max_drop: '${params:drop}'", True),
+        ("promote: manual", "promote: '${params:promote}'", True),
+        ("epochs: 3", "epochs: '${params:epochs}'", True),
+        ("framework: sklearn", "framework: sklearn\n  opset: '${param:opset}'", False),
+        ("pipeline: toy", "pipeline: '${params:name}'", False),
+        ("endpoint: toy", "endpoint: '${params:name}'", False),
+        ("kind: parity", "kind: '${params:kind}'", False),
+    ],
+)
+def test_values_of_params_fit_where_the_loader_takes_them(pipeline_text: str, old: str, new: str, fits: bool) -> None:
+    text = pipeline_text.replace("register: {model: toy}", "register: {model: toy, promote: manual}")
+    assert text.count(old) == 1
+    assert accepts(schema_of("pipeline"), text.replace(old, new)) is fits
+
+
+def test_editors_get_words_units_and_defaults() -> None:
+    definitions = schema_of("pipeline")["$defs"]
+    assert definitions["Deploy"]["properties"]["target"]["description"].startswith("Serves champion-<target>")
+    assert definitions["RolloutPolicy"]["properties"]["keep_previous"]["default"] == "1 d"
+    assert definitions["SklearnData"]["properties"]["test_size"]["default"] == "50%"
+    assert definitions["SizeGate"]["properties"]["max"]["examples"] == ["2 MB", "512 KiB"]
+    assert "with" in definitions["Train"]["properties"]
+    assert definitions["ParityGate"]["required"] == ["kind"]

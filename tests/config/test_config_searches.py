@@ -1,0 +1,137 @@
+"""What `check` says of searches and of what is preferred."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.config import check_pipeline
+from onnx_ops.domain.pipeline import Pipeline
+from onnx_ops.domain.search import Budget, Tune
+from onnx_ops.domain.standing import Prefer
+from onnx_ops.errors import SpecError
+from tests.support.golden import Golden
+
+PLUGINS = {"optimizers": ("dynamic", "static")}
+
+TEXT = """\
+pipeline: p
+data:
+  train: {sklearn: digits, split: train}
+  test: {sklearn: digits, split: test}
+  tune: {file: tune.npz, inputs: {x: x}, label: y}
+  bare: {file: bare.npz, inputs: {x: x}}
+model: model.onnx
+export: {framework: onnx}
+quantize:
+  - {name: best, method: auto, tune: {data: tune}, budget: {metric_drop: 0.5%, size: 10 MB, p99: 5 ms, max_minutes: 5}}
+benchmark: {targets: [cpu, edge]}
+prefer: size
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "configs/targets"
+    folder.mkdir(parents=True)
+    (folder / "cpu.yaml").write_text("name: cpu\nprice_per_hour: 0.096\n")
+    (folder / "edge.yaml").write_text("name: edge\n")
+    return tmp_path
+
+
+def checked(root: Path, text: str) -> Pipeline:
+    path = root / "p.yaml"
+    path.write_text(text)
+    return check_pipeline(path, root=root, plugins=PLUGINS)
+
+
+def problems(root: Path, old: str, new: str) -> list[str]:
+    assert old in TEXT
+    with pytest.raises(SpecError) as caught:
+        checked(root, TEXT.replace(old, new))
+    return [f"{problem.path}: {problem.message}" for problem in caught.value.problems]
+
+
+def test_a_search_and_its_budget(root: Path) -> None:
+    pipeline = checked(root, TEXT)
+    (entry,) = pipeline.quantize
+    assert entry.budget == Budget(metric_drop=0.005, size=10_000_000, p99=0.005, max_minutes=5.0)
+    assert entry.tune == Tune(data="tune")
+    assert pipeline.variants() == ("fp32", "best-fast", "best-small", "best-exact")
+    assert pipeline.prefer == Prefer(default="size")
+
+
+def test_preferences_of_single_targets(root: Path) -> None:
+    pipeline = checked(root, TEXT.replace("prefer: size", "prefer: {default: latency, targets: {cpu: cost}}"))
+    assert [pipeline.prefer.on(name) for name in ("cpu", "edge")] == ["cost", "latency"]
+    assert checked(root, TEXT.replace("prefer: size\n", "")).prefer.on("cpu") == "latency"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("tune: {data: tune}, ", "", "needs 'tune', the rows that it decides by"),
+        ("tune: {data: tune}", "tune: {data: tun}", "no data set is called 'tun'; did you mean 'tune'?"),
+        ("tune: {data: tune}", "tune: {data: test}", "'test' shares rows with 'test', which validate.samples scores"),
+        (
+            "  tune: {file: tune.npz, inputs: {x: x}, label: y}",
+            "  tune: {sklearn: digits, split: train, seed: 4}",
+            "'tune' shares rows with 'test'",
+        ),
+        (
+            "  tune: {file: tune.npz, inputs: {x: x}, label: y}",
+            "  tune: {sklearn: digits}",
+            "'tune' shares rows with 'test'",
+        ),
+        ("tune: {data: tune}", "tune: {data: bare}", "needs labels, but 'bare' names no 'label'"),
+        ("method: auto,", "method: auto, exclude: [head],", "method: auto finds its own 'exclude'"),
+        ("method: auto,", "method: auto, options: {bits: 4},", "method: auto finds its own 'options'"),
+        ("method: auto,", "method: auto, env: {timeout: 1 min},", "leave 'env' out"),
+        ("method: auto,", "method: dynamic,", "'budget' is for method: auto"),
+        ("method: auto,", "method: auto, keep: [best],", "keep"),
+        ("method: auto,", "method: auto, keep: [],", "keep"),
+        ("prefer: size", "prefer: speed", "prefer"),
+        ("prefer: size", "prefer: cost", "prefer: cost needs the price of 'edge': set price_per_hour"),
+        ("prefer: size", "prefer: {targets: {egde: size}}", "target 'egde' is not among benchmark.targets"),
+        ("0.5%", "0.5", "metric_drop"),
+    ],
+)
+def test_what_is_refused(root: Path, old: str, new: str, said: str) -> None:
+    found = problems(root, old, new)
+    assert any(said in line for line in found), found
+
+
+def test_a_search_is_for_machines_at_hand(root: Path, golden: Golden) -> None:
+    (root / "configs/targets/edge.yaml").write_text("name: edge\npool: boards\n")
+    found = problems(root, "prefer: size", "prefer: latency")
+    golden("errors", "\n".join(found))
+
+
+def test_an_endpoint_is_not_for_targets_that_get_an_ort_file(root: Path) -> None:
+    (root / "configs/targets/phone.yaml").write_text("name: phone\nort_format: {platform: arm}\n")
+    deployed = "benchmark: {targets: [phone]}\nregister: {model: m}\ndeploy: {endpoint: e, target: phone}"
+    found = problems(root, "benchmark: {targets: [cpu, edge]}", deployed)
+    assert [line for line in found if "'phone' gets an .ort file" in line], found
+
+
+def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> None:
+    found = problems(root, "quantize:\n", "quantize:\n  - {name: best-small, method: dynamic}\n")
+    assert any("variant 'best-small' is named twice" in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{name: v, method: bf16}", "no optimizer plugin is called 'bf16'"),
+        ("{name: v, method: static, calibrate: {data: train, method: distribution}}", "it destroys a model"),
+        (
+            "{name: v, method: static, calibrate: {data: train}, options: {activations: int8, weights: uint8}}",
+            "no kernel",
+        ),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused_before_anything_runs(root: Path, entry: str, said: str) -> None:
+    old = TEXT[TEXT.index("{name: best") : TEXT.index("benchmark:")]
+    found = problems(root, old, f"{entry}\n")
+    assert any(said in line for line in found), found

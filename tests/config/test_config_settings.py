@@ -1,0 +1,126 @@
+"""Settings: one file with profiles, then the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.config.settings import FILE, Settings, describe, find_root, load_settings, to_environ
+from onnx_ops.errors import UserError
+
+
+def load(folder: Path, text: str | None = None, **environ: str) -> Settings:
+    if text is not None:
+        (folder / FILE).write_text(text, encoding="utf-8")
+    return load_settings(folder, environ)
+
+
+def test_without_a_file_everything_lies_below_the_state_folder(tmp_path: Path) -> None:
+    settings = load(tmp_path)
+    state = tmp_path / ".onnx-ops"
+    assert (settings.root, settings.state, settings.profile) == (tmp_path, state, "default")
+    assert (settings.store, settings.ledger) == (str(state / "store"), str(state / "ledger"))
+    assert settings.tracking_uri == f"sqlite:///{state}/mlflow.db"
+    assert settings.signing_key == state / "keys" / "signing.pem"
+    assert settings.trusted_keys == settings.signing_key.parent
+    assert settings.shared_targets is None
+    assert not state.exists()
+
+
+def test_paths_are_relative_to_the_root_and_urls_are_kept(tmp_path: Path) -> None:
+    settings = load(tmp_path, "store = 's3://bucket/store'\nledger = 'shared/ledger'\nstate = '/var/onnx-ops'\n")
+    assert settings.store == "s3://bucket/store"
+    assert settings.ledger == str(tmp_path / "shared" / "ledger")
+    assert settings.state == Path("/var/onnx-ops")
+    assert settings.endpoints == Path("/var/onnx-ops/endpoints")
+    keys = load(tmp_path, "signing_key = 'secrets/release.pem'\n")
+    assert keys.trusted_keys == keys.signing_key.parent == tmp_path / "secrets"
+
+
+PROFILES = """
+tracking_uri = "http://base"
+signing = "off"
+[profiles.prod]
+tracking_uri = "http://prod"
+"""
+
+
+def test_a_profile_overlays_the_file(tmp_path: Path) -> None:
+    assert load(tmp_path, PROFILES).tracking_uri == "http://base"
+    prod = load(tmp_path, PROFILES, ONNX_OPS_PROFILE="prod")
+    assert (prod.tracking_uri, prod.signing, prod.profile) == ("http://prod", "off", "prod")
+
+
+def test_the_file_may_name_its_own_profile(tmp_path: Path) -> None:
+    assert load(tmp_path, 'profile = "prod"\n' + PROFILES).tracking_uri == "http://prod"
+    assert load(tmp_path, ONNX_OPS_PROFILE="default").tracking_uri == "http://base"
+
+
+def test_the_environment_outranks_the_profile(tmp_path: Path) -> None:
+    settings = load(tmp_path, PROFILES, ONNX_OPS_PROFILE="prod", ONNX_OPS_TRACKING_URI="http://environ")
+    assert settings.tracking_uri == "http://environ"
+
+
+def test_an_unknown_profile_names_those_that_exist(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'test'") as caught:
+        load(tmp_path, PROFILES, ONNX_OPS_PROFILE="test")
+    assert "prod" in caught.value.remedy
+
+
+def test_an_unknown_key_asks_what_was_meant(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'traking_uri'") as caught:
+        load(tmp_path, "traking_uri = 'http://x'\n")
+    assert caught.value.remedy == "Did you mean 'tracking_uri'?"
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, "[profiles.prod]\nqqq = '1'\n", ONNX_OPS_PROFILE="prod")
+    assert "signing_key" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "state = ",
+        "profiles = 3",
+        "[profiles]\nprod = 1",
+        "state = 5",
+        "state = ['a']",
+        "[state]\na = 1",
+        "signing = 'maybe'",
+    ],
+)
+def test_a_bad_file_is_the_users_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    assert FILE in caught.value.where
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"state = '\xff'")
+    with pytest.raises(UserError, match="not TOML"):
+        load(tmp_path)
+
+
+def test_the_root_is_the_nearest_folder_with_a_settings_file(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    assert find_root(inner) == inner
+    (tmp_path / "configs" / "targets").mkdir(parents=True)
+    assert find_root(inner) == tmp_path
+    (tmp_path / "a" / FILE).touch()
+    assert find_root(inner) == tmp_path / "a"
+
+
+def test_a_child_process_gets_the_same_settings(tmp_path: Path) -> None:
+    settings = load(tmp_path, PROFILES + "ledger = 's3://bucket/ledger'\n", ONNX_OPS_PROFILE="prod")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert load_settings(elsewhere, to_environ(settings)) == settings
+    plain = load_settings(elsewhere, {})
+    assert load_settings(tmp_path, to_environ(plain)) == plain
+
+
+def test_every_setting_is_described(tmp_path: Path) -> None:
+    settings = load(tmp_path)
+    assert describe(settings)["store"] == settings.store
+    assert set(describe(settings)) == {*Settings.__dataclass_fields__}

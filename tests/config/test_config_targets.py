@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.config import TargetFiles
+from onnx_ops.domain.execution import Provider, SessionSettings
+from onnx_ops.domain.gate import MemoryGate, ParityGate
+from onnx_ops.domain.hardware import Requirements
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import NotFound, SpecError, UserError
+from tests.support.golden import Golden
+
+
+def write(project: Path, name: str, text: str) -> None:
+    (project / f"configs/targets/{name}.yaml").write_text(text)
+
+
+def test_defaults(project: Path) -> None:
+    assert TargetFiles(project).load("cpu-1t") == Target(name="cpu-1t")
+    assert TargetFiles(project).names() == ("cpu-1t", "old")
+    assert TargetFiles(project / "models").names() == ()
+
+
+def test_a_provider_is_a_text_or_a_mapping(project: Path) -> None:
+    write(
+        project,
+        "gpu",
+        "name: gpu\nproviders:\n  - {name: CUDAExecutionProvider, options: {device_id: '1'}}\n"
+        "  - CPUExecutionProvider\nsession: {intra_op_threads: 0}\nrequires: {cpu_flags: [avx2], memory: 4 GB}\n",
+    )
+    target = TargetFiles(project).load("gpu")
+    assert target.providers == (
+        Provider(name="CUDAExecutionProvider", options={"device_id": "1"}),
+        Provider(name="CPUExecutionProvider"),
+    )
+    assert target.session == SessionSettings(intra_op_threads=0)
+    assert target.requires == Requirements(cpu_flags=("avx2",), memory=4_000_000_000)
+
+
+def test_all_problems_at_once(project: Path, golden: Golden) -> None:
+    write(
+        project,
+        "bad",
+        "name: worse\nprovider: x\nproviders: [3, {nam: CPU}]\nsession: {graph_level: al}\nmax_opset: 6\n",
+    )
+    with pytest.raises(SpecError) as caught:
+        TargetFiles(project).load("bad")
+    golden("errors", str(caught.value))
+
+
+def test_the_name_is_that_of_the_file(project: Path) -> None:
+    write(project, "one", "name: two\n")
+    with pytest.raises(SpecError, match=r"one\.yaml:1:7: name: 'two' is not the name of its file, 'one'"):
+        TargetFiles(project).load("one")
+
+
+def test_unknown_targets(project: Path) -> None:
+    with pytest.raises(NotFound, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"):
+        TargetFiles(project).load("cpu-1")
+    with pytest.raises(NotFound, match=r"Targets there: cpu-1t, old\. Shipped: browser-wasm, coreml, cpu-1t,"):
+        TargetFiles(project).load("desktop")
+
+
+@pytest.mark.parametrize("name", ["../targets/cpu-1t", "/etc/passwd", "", "cpu-1t\n", "CPU-1T"])
+def test_a_name_is_no_path(project: Path, name: str) -> None:
+    with pytest.raises(NotFound):
+        TargetFiles(project).load(name)
+
+
+def test_shared_targets_stand_behind_the_projects_own(project: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "fleet"
+    shared.mkdir()
+    for name in ("cpu-1t", "t4", "cpu-all"):
+        (shared / f"{name}.yaml").write_text(f"name: {name}\npool: fleet\n", encoding="utf-8")
+    files = TargetFiles(project, shared)
+    assert files.names() == ("cpu-1t", "cpu-all", "old", "t4")
+    assert {name: files.load(name).pool for name in files.names()} == {
+        "cpu-1t": "",
+        "cpu-all": "fleet",
+        "old": "",
+        "t4": "fleet",
+    }
+    assert [files.source(name) for name in ("cpu-1t", "t4", "cuda")] == [
+        "configs/targets/cpu-1t.yaml",
+        "fleet/t4.yaml",
+        "shipped",
+    ]
+    with pytest.raises(UserError, match="the shared targets' folder is not there") as gone:
+        TargetFiles(project, tmp_path / "gone").load("cpu-1t")
+    assert "ONNX_OPS_TARGETS" in gone.value.remedy
+
+
+def test_environment_variables_are_not_for_targets(project: Path) -> None:
+    write(project, "env", "name: env\ndescription: ${env:HOME}\n")
+    with pytest.raises(SpecError, match=r"2:14: description: .* is not allowed here"):
+        TargetFiles(project).load("env")
+
+
+def test_a_target_has_limits_of_its_own(project: Path) -> None:
+    write(
+        project, "phone", "name: phone\ngates:\n  - {kind: parity, noise_factor: 100}\n  - {kind: memory, max: 64 MB}\n"
+    )
+    target = TargetFiles(project).load("phone")
+    assert target.gates == (ParityGate(noise_factor=100.0), MemoryGate(max=64_000_000))
+    assert target.digest() == Target(name="phone").digest()
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{kind: memory}", "3:5: gates[0]: a memory gate needs 'max' or 'max_regression'"),
+        ("{kind: latency, max_regression: 0%}", "3:37: gates[0].max_regression: 0% cannot be shown"),
+        ("{kind: metric, min: 90%}", "'metric'"),
+    ],
+)
+def test_a_limit_that_means_nothing_is_refused_where_it_stands(project: Path, entry: str, said: str) -> None:
+    write(project, "phone", f"name: phone\ngates:\n  - {entry}\n")
+    with pytest.raises(SpecError) as caught:
+        TargetFiles(project).load("phone")
+    assert said in str(caught.value)

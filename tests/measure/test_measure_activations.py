@@ -1,0 +1,84 @@
+"""Activations of a quantized variant are looked at beside the float export's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import numpy_helper
+
+from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.measure.activations import measure_activations
+from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.pipeline.stages.quantize import _unseen
+from onnx_ops.ports import Dataset, OptimizeRequest
+from onnx_ops.testing.models import rows, write_perceptron
+
+
+@pytest.fixture
+def variant(tmp_path: Path) -> tuple[Path, Path]:
+    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
+    write_perceptron(source)
+    section = Quantize(name="int8", method="static", calibrate=Calibrate())
+    StaticQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=rows(256)))
+    return source, derived
+
+
+def measured(variant: tuple[Path, Path], count: int = 256) -> dict[str, Any]:
+    found = measure_activations(OnnxRuntime(), *variant, rows(count, seed=1))
+    return {one.tensor: one for one in found}
+
+
+def retouch(path: Path, name: str, change: Any) -> None:
+    model = read_model(path)
+    tensor = next(t for t in model.graph.initializer if t.name == name)
+    array = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.asarray(change(array), dtype=array.dtype).reshape(array.shape), name))
+    write_model(model, path)
+
+
+def test_a_good_variant_keeps_the_limits(variant: tuple[Path, Path]) -> None:
+    found = measured(variant)
+    assert {"x", "scores"} <= set(found)
+    assert max(one.noise for one in found.values()) <= 1.74
+    assert max(one.saturated for one in found.values()) < 0.03
+    assert all(one.departure is not None and one.departure < 20 for one in found.values())
+    assert not list(variant[0].parent.glob("*-inside.onnx"))
+
+
+def test_half_the_range_saturates(variant: tuple[Path, Path]) -> None:
+    retouch(variant[1], "x_scale", lambda scale: scale / 3)
+    assert measured(variant)["x"].saturated > 0.1
+
+
+def test_what_is_read_otherwise_than_written_is_noise(variant: tuple[Path, Path]) -> None:
+    model = read_model(variant[1])
+    zero = next(t for t in model.graph.initializer if t.name == "x_zero_point")
+    model.graph.initializer.append(
+        numpy_helper.from_array(np.asarray(numpy_helper.to_array(zero) + 1, np.uint8), "other")
+    )
+    next(n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[2] == "x_zero_point").input[2] = (
+        "other"
+    )
+    write_model(model, variant[1])
+    found = measured(variant)
+    assert found.pop("x").noise > 3
+    assert all(one.noise <= 1.74 for one in found.values())
+
+
+def test_ranges_found_in_every_run_have_nothing_to_look_at(tmp_path: Path) -> None:
+    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
+    write_perceptron(source)
+    section = Quantize(name="int8", method="dynamic")
+    DynamicQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=None))
+    assert measure_activations(OnnxRuntime(), source, derived, rows(8)) == ()
+
+
+def test_the_rows_are_those_that_no_range_was_read_off_first() -> None:
+    dataset = Dataset(inputs={"x": np.arange(10)})
+    np.testing.assert_array_equal(_unseen(dataset, 4)["x"], [4, 5, 6, 7, 8, 9, 0, 1, 2, 3])
+    np.testing.assert_array_equal(_unseen(dataset, 40)["x"], np.arange(10))

@@ -1,0 +1,219 @@
+"""A faulty export is told with the node that is at fault; a good one never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from onnx_ops import codec
+from onnx_ops.adapters.exporters.torch import TorchExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
+from onnx_ops.domain.evidence import Divergence, ParityMeasurement
+from onnx_ops.domain.execution import SessionSettings
+from onnx_ops.domain.pipeline import Export, Stage, StageKind
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import StageFailure
+from onnx_ops.measure import divergence
+from onnx_ops.measure.divergence import Look, locate, worst_of
+from onnx_ops.measure.files import TRAINED, put_folder
+from onnx_ops.measure.parity import measure_parity
+from onnx_ops.measure.reference import ReferenceGroup, put_reference
+from onnx_ops.pipeline.stages import validate
+from onnx_ops.pipeline.stages.asking import ask_source
+from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer
+from onnx_ops.testing.fakes import FakeWorld
+from tests.support.golden import Golden
+
+TARGET = Target(name="reference")
+SECTION = Export(framework="torch", dynamic={"image": {0: "batch"}})
+SAMPLES: Tensors = {"image": np.random.default_rng(0).random((64, 1, 8, 8), dtype=np.float32)}
+
+Weights = np.ndarray[Any, np.dtype[np.float32]]
+FAULTS: Mapping[str, Callable[[Weights], Weights]] = {
+    "sign": lambda w: -w,
+    "scale": lambda w: w * np.float32(1.001),
+    "roll": lambda w: np.roll(w, 1, 0),
+}
+
+
+class Source:
+    """A network with its sound export, its own answers, and a look inside it."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from examples.digits_cnn import DigitsCnn
+
+        torch.manual_seed(0)
+        self.model = DigitsCnn().eval()
+        self.path = folder / "model.onnx"
+        request = ExportRequest(section=SECTION, samples=SAMPLES, path=self.path)
+        TorchExporter().export(self.model, request)
+        self.reference: list[ReferenceGroup] = ask_source(TorchExporter(), self.model, self.path, SAMPLES).groups
+        self.tracer: Tracer = TorchExporter().tracer(self.model, request)
+
+    def worst(self, path: Path, target: Target = TARGET) -> ParityMeasurement | None:
+        return worst_of(measure_parity(OnnxRuntime(), path, target, self.reference))
+
+    def located(self, path: Path, worst: ParityMeasurement, tracer: Tracer | None) -> Divergence:
+        look = Look(runtime=OnnxRuntime(), target=TARGET, model=path, reference=self.reference, worst=worst)
+        return locate(look, lambda _: tracer)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return Source(tmp_path_factory.mktemp("source"))
+
+
+def spoil(path: Path, weight: str, fault: str) -> None:
+    model = onnx.load(path)
+    tensor = next(t for t in model.graph.initializer if t.name == weight)
+    tensor.CopyFrom(numpy_helper.from_array(FAULTS[fault](numpy_helper.to_array(tensor)), weight))
+    onnx.save(model, path)
+
+
+def faulty(source: Source, folder: Path, weight: str, fault: str) -> Path:
+    path = folder / "faulty.onnx"
+    path.write_bytes(source.path.read_bytes())
+    spoil(path, weight, fault)
+    return path
+
+
+@pytest.mark.nightly
+def test_the_node_at_fault_or_the_next_is_named_in_most_cases(source: Source, tmp_path: Path) -> None:
+    graph = onnx.load(source.path).graph
+    nodes = [node.name for node in graph.node]
+    named = []
+    for weight in (name for name, _ in source.model.named_parameters()):
+        for fault in FAULTS:
+            path = faulty(source, tmp_path, weight, fault)
+            worst = source.worst(path)
+            assert worst is not None
+            found = source.located(path, worst, source.tracer)
+            culprit = next(i for i, node in enumerate(graph.node) if weight in node.input)
+            named.append(found.node in nodes[culprit : culprit + 2])
+    assert np.mean(named) >= 0.8
+
+
+@pytest.mark.parametrize("level", ["disabled", "basic", "extended", "all"])
+def test_a_good_export_never_names_one(source: Source, level: Any) -> None:
+    for threads in (1, 2):
+        session = SessionSettings(graph_level=level, intra_op_threads=threads)
+        assert source.worst(source.path, Target(name="reference", session=session)) is None
+
+
+def test_an_operator_that_was_exchanged_is_named_with_its_module(source: Source, tmp_path: Path) -> None:
+    model = onnx.load(source.path)
+    next(node for node in model.graph.node if node.name == "node_relu_1").op_type = "Sigmoid"
+    path = tmp_path / "exchanged.onnx"
+    onnx.save(model, path)
+    worst = source.worst(path)
+    assert worst is not None
+    found = source.located(path, worst, source.tracer)
+    assert (found.node, found.op_type, found.scope) == ("node_relu_1", "Sigmoid", "features.3")
+
+
+@pytest.mark.parametrize("shown", [2, 3])
+def test_a_long_graph_is_searched_in_parts(
+    source: Source, tmp_path: Path, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divergence, "SHOWN", shown)
+    path = faulty(source, tmp_path, "features.2.weight", "sign")
+    worst = source.worst(path)
+    assert worst is not None
+    assert source.located(path, worst, source.tracer).node == "node_conv2d_1"
+
+
+def test_why_no_node_is_named(source: Source, tmp_path: Path, golden: Golden) -> None:
+    path = faulty(source, tmp_path, "head.weight", "sign")
+    worst = source.worst(path)
+    assert worst is not None
+    golden("reasons", source.located(path, worst, None).note)
+    assert source.located(path, worst, lambda *_: ({}, None)).note.startswith("no value")
+    assert "the runtime's optimization departs" in source.located(source.path, worst, source.tracer).note
+
+    def broken(inputs: Tensors, names: object) -> Any:
+        raise StageFailure("cannot be exported again", where="export")
+
+    assert "cannot be exported again" in source.located(path, worst, broken).note
+
+
+class Counting(TorchExporter):
+    """Counts how often a model was loaded."""
+
+    loads = 0
+
+    def load(self, folder: Path) -> object:
+        self.loads += 1
+        return super().load(folder)
+
+
+class Blind:
+    """An exporter that cannot look inside."""
+
+    tools: tuple[str, ...] = ()
+
+    def save(self, model: object, folder: Path) -> None: ...
+    def load(self, folder: Path) -> object: ...
+    def export(self, model: object, request: ExportRequest) -> None: ...
+    def reference(self, model: object, inputs: Tensors, precision: str) -> None: ...
+
+
+def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tuple[Divergence, ...]:
+    """What the stage stores."""
+    ports: Ports = replace(FakeWorld().ports(root=root), exporter=lambda *_: exporter, runtime=lambda _: OnnxRuntime())
+    trained = root / "trained"
+    trained.mkdir()
+    TorchExporter().save(source.model, trained)
+    export = Manifest(
+        files={
+            "onnx/model.onnx": ports.store.put_file(path),
+            "reference.npz": put_reference(ports.store, source.reference),
+        }
+    )
+    inputs = {"export": export, "train": Manifest(files=put_folder(ports.store, trained, TRAINED))}
+    stage = Stage(id="validate", kind=StageKind.VALIDATE, settings={"export": codec.to_json(SECTION)})
+    done: Manifest = validate.execute(stage, digest_bytes(b""), inputs, ports)
+    digest: Digest = done["divergence.json"]
+    return codec.loads(ports.store.read(digest), tuple[Divergence, ...])
+
+
+def test_the_stage_stores_the_node_of_a_faulty_export(source: Source, tmp_path: Path) -> None:
+    path = faulty(source, tmp_path, "features.5.weight", "roll")
+    (found,) = validated(source, path, TorchExporter(), tmp_path)
+    assert (found.node, found.op_type, found.scope) == ("node_conv2d_2", "Conv", "features.5")
+    assert found.ratio > 16
+
+
+def test_the_stage_does_not_even_load_the_source_of_a_good_export(source: Source, tmp_path: Path) -> None:
+    exporter = Counting()
+    assert validated(source, source.path, exporter, tmp_path) == ()
+    assert exporter.loads == 0
+
+
+def test_the_stage_says_that_an_exporter_cannot_look_inside(source: Source, tmp_path: Path, golden: Golden) -> None:
+    path = faulty(source, tmp_path, "head.bias", "sign")
+    (found,) = validated(source, path, Blind(), tmp_path)
+    assert found.node == ""
+    golden("reasons", found.note)
+
+
+def test_looking_inside_leaves_the_source_as_it_was(source: Source) -> None:
+    import torch
+
+    before = {name: value.clone() for name, value in source.model.state_dict().items()}
+    single, double = source.tracer(SAMPLES, {"conv2d", "output"})
+    assert double is not None
+    assert (single["conv2d"].dtype, double["conv2d"].dtype) == (np.dtype("float32"), np.dtype("float64"))
+    again, _ = source.tracer(SAMPLES, {"conv2d"})
+    np.testing.assert_array_equal(single["conv2d"], again["conv2d"])
+    assert set(again) == {"conv2d"}
+    assert all(torch.equal(value, before[name]) for name, value in source.model.state_dict().items())

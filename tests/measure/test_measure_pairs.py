@@ -1,0 +1,71 @@
+"""Two runs that scored the same rows, compared row by row afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison
+from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.measure.files import pack
+from onnx_ops.measure.pairs import compare_rows, identity, rows_of
+from onnx_ops.ports import Dataset
+from onnx_ops.statistics.scores import CANDIDATE, score
+from tests.reporting.test_reporting_html import evidence_of
+
+RMSE = MetricDefinition(name="rmse")
+RNG = np.random.default_rng(0)
+LABEL = RNG.standard_normal(300)
+ROWS = Dataset(inputs={"x": RNG.standard_normal((300, 2))}, label=LABEL)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ContentStore:
+    return ContentStore(LocalObjects(tmp_path / "store"), tmp_path / "cache")
+
+
+def kept(store: ContentStore, definition: MetricDefinition, answers: Any, rows: Dataset = ROWS) -> Evidence:
+    arrays = {**rows_of(definition, rows.label, answers), **identity(rows)}
+    return evidence_of(raw=store.put_bytes(pack(arrays)))
+
+
+def test_counts_of_rows_are_paired(store: ContentStore) -> None:
+    mine, theirs = np.ones(300, dtype=bool), np.arange(300) % 3 > 0
+    (found,) = compare_rows(store, kept(store, ACCURACY, mine), kept(store, ACCURACY, theirs))
+    assert found == PairedCounts(
+        metric="accuracy", against="base", n=300, both=200, only_baseline=0, only_candidate=100
+    )
+
+
+def test_errors_of_numbers_are_paired_as_if_both_had_answered_now(store: ContentStore) -> None:
+    theirs = LABEL + RNG.standard_normal(300)
+    mine = theirs + 0.1 * RNG.standard_normal(300)
+    (found,) = compare_rows(store, kept(store, RMSE, mine), kept(store, RMSE, theirs))
+    assert isinstance(found, ScoreComparison)
+    _, expected = score(RMSE, LABEL, {CANDIDATE: mine, "base": theirs}, seed=0)
+    assert found.metric == "rmse"
+    assert found.ratio is not None
+    assert expected.ratio is not None
+    assert (found.ratio.low, found.ratio.high) == pytest.approx((expected.ratio.low, expected.ratio.high))
+
+
+@pytest.mark.parametrize(
+    "other", [replace(ROWS, label=LABEL + 1), replace(ROWS, inputs={"x": ROWS.inputs["x"][::-1].copy()})]
+)
+def test_other_rows_are_not_paired(store: ContentStore, other: Dataset) -> None:
+    mine, theirs = kept(store, RMSE, LABEL), kept(store, RMSE, LABEL, other)
+    assert compare_rows(store, mine, theirs) == ()
+
+
+def test_what_was_not_kept_is_not_paired(store: ContentStore) -> None:
+    mine = kept(store, RMSE, LABEL)
+    assert compare_rows(store, mine, evidence_of()) == ()
+    assert compare_rows(store, mine, evidence_of(raw=digest_bytes(b"elsewhere"))) == ()
+    assert rows_of(MetricDefinition(name="auc"), LABEL, LABEL) == {}

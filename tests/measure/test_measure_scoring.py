@@ -1,0 +1,291 @@
+"""Task metrics from real ONNX files: what is read of their outputs, row by row, in batches that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
+from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.measure.answers import read_answers
+from onnx_ops.measure.labels import classes_of, column_labels, label_of, positive_of, positive_scores
+from onnx_ops.measure.predictions import Reading, joined, read
+from onnx_ops.measure.scoring import Scorer, TaskMetrics, measure_metrics
+from onnx_ops.ports import Dataset
+from onnx_ops.statistics.scores import CANDIDATE
+from onnx_ops.testing.models import CLASSES, rows, write_perceptron
+
+TARGET = Target(name="cpu")
+RUNTIME = OnnxRuntime()
+ROWS = 100
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scoring") / "model.onnx"
+    write_perceptron(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scores(model: Path) -> Any:
+    return RUNTIME.run(model, TARGET, (rows(ROWS),))[0]["scores"]
+
+
+def measured(models: Mapping[str, Path], label: Any, *definitions: MetricDefinition, **more: Any) -> TaskMetrics:
+    dataset = Dataset(inputs=rows(ROWS), label=label)
+    scorer = Scorer(runtime=RUNTIME, target=TARGET, models=models, dataset=dataset, seed=0, **more)
+    return measure_metrics(scorer, definitions)
+
+
+def alone(found: TaskMetrics) -> ScoreComparison:
+    (entry,) = (one for one in found.scores if not one.against)
+    return entry
+
+
+def labels_of(scores: Any) -> Any:
+    """Right in nine rows of ten."""
+    label = scores.argmax(axis=1)
+    label[::10] = (label[::10] + 1) % CLASSES
+    return label
+
+
+@pytest.mark.parametrize("batch", [1, 7, ROWS, 128])
+def test_a_fixed_batch_gets_all_rows_and_answers_for_no_others(tmp_path: Path, model: Path, batch: int) -> None:
+    """100 rows fill neither batches of 7 nor one of 128."""
+    fixed = tmp_path / "fixed.onnx"
+    write_perceptron(fixed, batch=batch)
+    one, other = (
+        np.concatenate(read_answers(RUNTIME, path, TARGET, rows(ROWS), lambda outputs: outputs["scores"]))
+        for path in (fixed, model)
+    )
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_memory_is_bounded_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnx_ops.measure.answers._INPUT_BYTES", 8 * 4 * 9)
+    sizes: list[int] = []
+    found = read_answers(RUNTIME, model, TARGET, rows(ROWS), lambda outputs: sizes.append(len(outputs["scores"])))
+    assert len(found) == len(sizes) == 12
+    assert (max(sizes), sum(sizes)) == (9, ROWS)
+
+
+def test_accuracy_and_top_k_are_counts(model: Path, scores: Any, tmp_path: Path) -> None:
+    from sklearn import metrics as reference
+
+    fixed = tmp_path / "fixed.onnx"
+    write_perceptron(fixed, batch=16)
+    label = labels_of(scores)
+    found = measured({CANDIDATE: model, "fp32": fixed}, label, ACCURACY, MetricDefinition(name="top_k", k=2))
+    assert found.scores == ()
+    right = int(reference.top_k_accuracy_score(label, scores, k=2, labels=range(CLASSES), normalize=False))
+    assert found.counts == tuple(
+        PairedCounts(metric=name, against=against, n=ROWS, both=both, only_baseline=0, only_candidate=0)
+        for name, both in (("accuracy", 90), ("top_2", right))
+        for against in ("", "fp32")
+    )
+
+
+@pytest.mark.parametrize("average", ["macro", "micro", "weighted", "binary"])
+def test_f1_of_scores(model: Path, scores: Any, average: Any) -> None:
+    from sklearn import metrics as reference
+
+    label = labels_of(scores)
+    positive = 2 if average == "binary" else None
+    found = alone(measured({CANDIDATE: model}, label, MetricDefinition(name="f1", average=average, positive=positive)))
+    said = scores.argmax(axis=1)
+    truth, seen, how = (label == 2, said == 2, "binary") if positive else (label, said, average)
+    assert found.candidate is not None
+    assert found.candidate.estimate == pytest.approx(reference.f1_score(truth, seen, average=how))
+
+
+def test_auc_reads_the_column_of_the_positive_label(model: Path, scores: Any) -> None:
+    from sklearn import metrics as reference
+
+    label = labels_of(scores)
+    found = alone(measured({CANDIDATE: model}, label, MetricDefinition(name="auc", positive=1)))
+    assert found.candidate is not None
+    assert found.candidate.estimate == pytest.approx(reference.roc_auc_score(label == 1, scores[:, 1]))
+
+
+def test_labels_that_are_texts_have_their_columns_in_order(model: Path, scores: Any) -> None:
+    from sklearn import metrics as reference
+
+    label = np.array(["ant", "bee", "cat"])[labels_of(scores)]
+    found = measured({CANDIDATE: model}, label, ACCURACY, MetricDefinition(name="auc", positive="bee"))
+    assert found.counts[0].both == 90
+    own = alone(found).candidate
+    assert own is not None
+    assert own.estimate == pytest.approx(reference.roc_auc_score(label == "bee", scores[:, 1]))
+
+
+def test_embeddings_without_labels_are_held_against_the_other_model(model: Path, tmp_path: Path) -> None:
+    same = tmp_path / "same.onnx"
+    write_perceptron(same, batch=16)
+    (entry,) = measured({CANDIDATE: model, "fp32": same}, None, ACCURACY, MetricDefinition(name="cosine")).scores
+    assert entry.against == "fp32"
+    assert entry.candidate is not None
+    assert entry.candidate.estimate == pytest.approx(1)
+
+
+def test_an_own_metric_gets_predictions_and_labels(model: Path, scores: Any) -> None:
+    def share(predictions: Any, labels: Any) -> float:
+        return float((predictions.argmax(axis=1) == labels).mean())
+
+    definition = MetricDefinition(use="own:share")
+    found = alone(measured({CANDIDATE: model}, labels_of(scores), definition, functions={"own:share": share}))
+    assert found.candidate is not None
+    assert found.candidate.estimate == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("definition", "label", "why"),
+    [
+        (MetricDefinition(name="mae"), np.zeros(ROWS), "no output can be read as one number a row"),
+        (MetricDefinition(name="accuracy", output="logits"), np.zeros(ROWS, int), "no output 'logits'"),
+        (MetricDefinition(name="auc"), np.arange(ROWS) % 3, "which one is positive"),
+        (ACCURACY, np.arange(ROWS), "do not fit 3 columns"),
+        (ACCURACY, np.linspace(0, 1, ROWS), "not fractions"),
+        (MetricDefinition(name="f1", average="macro"), np.zeros((ROWS, 2)), "one class a row"),
+        (MetricDefinition(name="cosine"), np.zeros((ROWS, 9)), "cannot be compared row by row"),
+    ],
+)
+def test_what_cannot_be_read_is_told_and_stops_nothing(
+    model: Path, definition: MetricDefinition, label: Any, why: str
+) -> None:
+    found = measured({CANDIDATE: model}, label, definition, MetricDefinition(name="top_k", k=3))
+    told = next(entry for entry in found.scores if entry.metric == definition.label)
+    assert why in told.failed
+    assert told.candidate is None
+
+
+def test_a_champion_that_takes_other_rows_is_told(model: Path, scores: Any, tmp_path: Path) -> None:
+    from onnx_ops.testing.models import write_convolution
+
+    other = tmp_path / "other.onnx"
+    write_convolution(other)
+    found = measured({CANDIDATE: model, "champion": other}, labels_of(scores), ACCURACY)
+    assert [c.against for c in found.counts] == [""]
+    (entry,) = found.scores
+    assert (entry.against, entry.failed) == ("champion", "")
+    assert "cannot be scored" in entry.undefined
+
+
+def test_answers_that_hold_nan_are_not_scored(model: Path, scores: Any) -> None:
+    spoilt = scores.copy()
+    spoilt[3, 1] = np.nan
+    definitions = (ACCURACY, MetricDefinition(name="top_k", k=2))
+    readings = {definition.label: read(definition, {"scores": spoilt}) for definition in definitions}
+    found = measured({CANDIDATE: model}, labels_of(scores), *definitions, known={CANDIDATE: readings})
+    assert found.counts == ()
+    assert [(entry.metric, bool(entry.broken), entry.candidate) for entry in found.scores] == [
+        (definition.label, True, None) for definition in definitions
+    ]
+
+
+class TestReading:
+    LABELS = np.array([1, 0, 2], dtype=np.int64)
+    SCORES = np.array([[0.1, 0.7, 0.2], [0.8, 0.1, 0.1], [0.3, 0.3, 0.4]], dtype=np.float32)
+
+    def test_labels_come_before_scores(self) -> None:
+        outputs: dict[str, np.ndarray[Any, Any]] = {"scores": self.SCORES, "label": self.LABELS}
+        assert read(ACCURACY, outputs).columns == 0
+        named = read(MetricDefinition(name="accuracy", output="scores"), outputs)
+        assert (named.columns, named.values.tolist()) == (3, [1, 0, 2])
+
+    def test_a_score_of_nan_is_counted_and_never_a_class(self) -> None:
+        scores = self.SCORES.copy()
+        scores[1, 2] = np.nan
+        for definition in (ACCURACY, MetricDefinition(name="top_k", k=1), MetricDefinition(name="auc")):
+            assert read(definition, {"scores": scores}).broken == 1
+        tokens = read(MetricDefinition(name="token_agreement", ignore=0), {"logits": scores[:, None, :]})
+        assert (tokens.broken, tokens.values.shape) == (1, (3, 1))
+
+    def test_one_column_is_a_probability(self) -> None:
+        label = np.array([1, 0, 1])
+        reading = read(ACCURACY, {"p": np.array([[0.9], [0.2], [0.4]], dtype=np.float32)})
+        assert classes_of(label, reading, "").tolist() == [1, 0, 0]
+        with pytest.raises(UserError, match="between 0 and 1"):
+            classes_of(label, Reading(values=np.array([0.2, 3.0, -1.0]), columns=1), "")
+
+    def test_one_column_of_the_greater_label_is_turned_for_the_other(self) -> None:
+        label, reading = np.array(["no", "yes"]), Reading(values=np.array([0.2, 0.9]), columns=1)
+        assert positive_scores(label, "yes", reading, "").tolist() == [0.2, 0.9]
+        assert positive_scores(label, "no", reading, "").tolist() == [-0.2, -0.9]
+        with pytest.raises(UserError, match="no column"):
+            positive_scores(label, "maybe", reading, "")
+
+    def test_texts_of_a_model_are_labels(self) -> None:
+        reading = read(ACCURACY, {"label": np.array(["a", "b"], dtype=object)})
+        assert classes_of(np.array(["a", "c"]), reading, "").tolist() == ["a", "b"]
+        with pytest.raises(UserError, match="the labels are int64"):
+            classes_of(np.array([0, 1]), reading, "")
+
+    @pytest.mark.parametrize(
+        ("label", "positive"), [([0, 1], 1), ([0, 0], 1), ([-1, 1], 1), ([1, 2], 2), (["no", "yes"], "yes")]
+    )
+    def test_the_greater_label_is_positive(self, label: list[Any], positive: object) -> None:
+        assert positive_of(MetricDefinition(name="auc"), np.array(label)) == positive
+
+    @given(st.lists(st.integers(0, 4), min_size=1), st.integers(5, 9))
+    def test_whole_numbers_are_columns(self, label: list[int], count: int) -> None:
+        assert column_labels(np.array(label), count, "").tolist() == list(range(count))
+
+    def test_batches_of_other_shapes_do_not_fit_together(self) -> None:
+        with pytest.raises(UserError, match="from batch to batch"):
+            joined([Reading(values=np.ones((2, 3))), Reading(values=np.ones((2, 4)))])
+
+    def test_labels_of_one_column_and_whole_fractions(self) -> None:
+        found = label_of(ACCURACY, np.array([[1.0], [0.0]]))
+        assert found is not None
+        assert (found.dtype.kind, found.tolist()) == ("i", [1, 0])
+
+
+class TestGroups:
+    """Rows of one group count as fewer independent ones."""
+
+    def test_named_groups_are_counted_and_nothing_is_suspected(self, model: Path, scores: Any) -> None:
+        group = np.arange(ROWS) // 4
+        found = grouped(model, labels_of(scores), group=group)
+        assert [(c.groups, c.change_effect > 1, c.value_effect > 1) for c in found.counts] == [(25, True, True)] * 2
+        assert found.grouped == ()
+
+    def test_scores_resample_groups(self, model: Path, scores: Any) -> None:
+        label = labels_of(scores)
+        group = np.arange(ROWS) // 4
+        definition = MetricDefinition(name="f1", average="macro")
+        plain, by_group = (alone(grouped(model, label, definition, group=one)) for one in (None, group))
+        assert (plain.groups, by_group.groups) == (0, 25)
+        assert plain.candidate is not None
+        assert by_group.candidate is not None
+        assert by_group.candidate.estimate == plain.candidate.estimate
+        assert by_group.candidate.low < plain.candidate.low
+
+    def test_few_groups_give_no_interval(self, model: Path, scores: Any) -> None:
+        definition = MetricDefinition(name="f1", average="macro")
+        found = alone(grouped(model, labels_of(scores), definition, group=np.arange(ROWS) // 10))
+        assert "10 groups are too few" in found.undefined
+
+    def test_an_array_of_ids_that_nothing_names_is_told(self, model: Path, scores: Any) -> None:
+        found = grouped(model, labels_of(scores), columns={"patient": np.arange(ROWS) // 4})
+        assert any("'patient'" in sign for sign in found.grouped)
+
+
+def grouped(model: Path, label: Any, definition: MetricDefinition = ACCURACY, **more: Any) -> TaskMetrics:
+    scorer = Scorer(
+        runtime=RUNTIME,
+        target=TARGET,
+        models={CANDIDATE: model, "fp32": model},
+        dataset=Dataset(inputs=rows(ROWS), label=label, **more),
+        seed=0,
+    )
+    return measure_metrics(scorer, [definition])

@@ -1,0 +1,210 @@
+"""The search with real quantizers and a real runtime, on a model of which one node cannot be quantized."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.journals import FileJournal
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.search import Budget, SearchRecord
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import StageFailure
+from onnx_ops.measure.search import search
+from onnx_ops.measure.trying import Ground
+from tests.measure.search_parts import LAYERS, SLOW, fragile_ground, write_fragile, write_words
+
+PATIENCE_S = 60.0
+
+
+def silent(_: str) -> None:
+    pass
+
+
+@pytest.fixture
+def fragile(tmp_path: Path) -> Callable[[str], Path]:
+    """Folders with the model, each fresh."""
+
+    def folder(name: str) -> Path:
+        (tmp_path / name / "source").mkdir(parents=True)
+        write_fragile(tmp_path / name / "source/model.onnx")
+        return tmp_path / name
+
+    return folder
+
+
+def test_the_fragile_node_is_found_and_stays_in_float(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    lines: list[str] = []
+    found = search(fragile_ground(root), FileJournal(root / "journal"), lines.append)
+    record = found.record
+    dynamic = [t for t in record.trials if t.recipe == "dynamic"]
+    assert dynamic[0].drop is not None
+    assert dynamic[0].drop > 0.3
+    assert [s.node for s in record.sensitivities] == list(LAYERS)
+    assert max(record.sensitivities, key=lambda s: s.error or 0.0).node == "first"
+    path, trial = found.models["fast"]
+    assert (trial.recipe, trial.excluded) == ("dynamic", ("first",))
+    assert digest_file(path) == trial.model
+    (bought,) = record.bought
+    assert (bought.node, bought.kept) == ("first", True)
+    assert bought.metric > 0.3
+    assert bought.time["cpu-1t"] == pytest.approx(2500 / 2000)
+    assert sum("points" in line for line in lines) >= len(record.trials)
+    assert codec.loads(codec.dumps(record), SearchRecord) == record
+
+
+def test_a_table_of_embeddings_is_quantized_where_the_metric_allows(tmp_path: Path) -> None:
+    root = tmp_path / "words"
+    (root / "source").mkdir(parents=True)
+    write_words(root / "source/model.onnx")
+    record = search(fragile_ground(root), FileJournal(root / "journal"), silent).record
+    dynamic = next(t for t in record.trials if t.recipe == "dynamic" and not t.excluded)
+    assert dynamic.drop == pytest.approx(0, abs=0.05)
+    assert dynamic.size_bytes < 0.4 * record.export_bytes
+    assert "table" in next(r for r in record.recipes if r.name == "dynamic").nodes
+    assert not dynamic.failure
+
+
+def test_static_ranges_are_found_once_and_the_saturating_machine_gets_7_bits(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    ground = fragile_ground(root, calibrated=True)
+    record = search(
+        replace(ground, section=replace(ground.section, keep=("fast",))), FileJournal(root / "j"), silent
+    ).record
+    static = next(t for t in record.trials if t.recipe == "static")
+    assert any("7 bits" in note for note in static.notes)
+    assert {r.name for r in record.recipes} == {"static", "dynamic"}
+
+
+def test_a_size_and_a_quantile_are_kept(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    small = search(fragile_ground(root, budget=Budget(metric_drop=0.1, size=1)), FileJournal(root / "j"), silent)
+    assert small.models == {}
+    assert "larger" in small.record.slots[0].reason
+    shutil.rmtree(root / "trials")
+    late = Budget(metric_drop=0.1, p99=2.4e-6)
+    found = search(fragile_ground(root, budget=late), FileJournal(root / "k"), silent).record
+    assert [t.p99 for t in found.trials if t.recipe == "dynamic" and t.excluded] == [{"cpu-1t": pytest.approx(2.5e-6)}]
+    assert all(slot.trial is None for slot in found.slots)
+
+
+def for_two_targets(ground: Ground) -> Ground:
+    """The same for a target that int8 helps and one that it slows down, only one of which has VNNI."""
+    machines = (Arithmetic(family="x86", saturates=False), Arithmetic(family="x86", saturates=True))
+    return replace(ground, targets=(*ground.targets, Target(name=SLOW)), machines=machines)
+
+
+def test_several_targets_are_timed_each_and_served_by_one_variant(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    found = search(for_two_targets(fragile_ground(root, calibrated=True)), FileJournal(root / "j"), silent)
+    record = found.record
+    assert record.targets == ("cpu-1t", SLOW)
+    assert all(set(t.ratios) == set(record.targets) for t in record.trials if not t.failure)
+    assert any("7 bits" in note for t in record.trials if t.recipe == "static" for note in t.notes)
+    _, trial = found.models["fast"]
+    assert (trial.recipe, trial.excluded) == ("dynamic", ("first",))
+    times = {name: one.estimate for name, one in trial.ratios.items()}
+    assert times == {"cpu-1t": pytest.approx(2500 / 4000), SLOW: pytest.approx(4600 / 4000)}
+    bought = next(one for one in record.bought if one.node == "first")
+    assert bought.time == {"cpu-1t": pytest.approx(2500 / 2000), SLOW: pytest.approx(4600 / 4800)}
+
+
+def test_a_quantile_must_be_kept_on_each_of_several_targets(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    late = Budget(metric_drop=0.1, p99=4.1e-6)
+    record = search(for_two_targets(fragile_ground(root, budget=late)), FileJournal(root / "j"), silent).record
+    (kept,) = [t for t in record.trials if t.recipe == "dynamic" and t.excluded == ("first",)]
+    assert kept.p99 == {"cpu-1t": pytest.approx(2.5e-6), SLOW: pytest.approx(4.6e-6)}
+    assert all(record.trials[slot.trial].recipe != "dynamic" for slot in record.slots if slot.trial is not None)
+
+
+def test_a_finished_search_that_is_asked_for_again_begins_anew(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    journal = FileJournal(root / "journal")
+    first = search(fragile_ground(root), journal, silent).record
+    shutil.rmtree(root / "trials")
+    said: list[str] = []
+    again = search(fragile_ground(root), journal, said.append).record
+    assert not any("going on" in line for line in said)
+    assert [(t.recipe, t.excluded) for t in again.trials] == [(t.recipe, t.excluded) for t in first.trials]
+
+
+def test_another_file_from_the_same_recipe_is_refused(fragile: Callable[[str], Path]) -> None:
+    root = fragile("a")
+    journal = FileJournal(root / "journal")
+    search(fragile_ground(root), journal, silent)
+    lines = [line for line in journal.read() if "end" not in line]
+    journal.clear()
+    for line in lines:
+        if line.get("trial"):
+            line["trial"]["model"] = f"sha256:{'0' * 64}"
+        journal.append(line)
+    shutil.rmtree(root / "trials")
+    with pytest.raises(StageFailure, match="another file"):
+        search(fragile_ground(root), journal, silent)
+
+
+CHILD = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[2])
+from tests.measure.search_parts import fragile_ground
+from onnx_ops import codec
+from onnx_ops.adapters.journals import FileJournal
+from onnx_ops.measure.search import search
+root = pathlib.Path(sys.argv[1])
+found = search(fragile_ground(root), FileJournal(root / "journal"), lambda line: print(line, flush=True))
+(root / "record.json").write_bytes(codec.dumps(found.record))
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_search_that_was_killed_goes_on_and_repeats_nothing(fragile: Callable[[str], Path], steps: int) -> None:
+    root = fragile("killed")
+    argv = [sys.executable, "-W", "ignore", "-c", CHILD, str(root), str(Path(__file__).parents[2])]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for _ in range(steps):
+        assert child.stdout.readline()
+    os.kill(child.pid, signal.SIGKILL)
+    child.stdout.close()
+    assert child.wait(PATIENCE_S) == -signal.SIGKILL
+    with (root / "journal").open("ab") as stream:
+        stream.write(b"torn in the middle of a li")
+    before = FileJournal(root / "journal").read()
+    assert len(before) >= steps
+    shutil.rmtree(root / "trials")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout.startswith(f"going on after {len(before)} steps")
+    after = FileJournal(root / "journal").read()
+    assert after[: len(before)] == before
+    trials = [(line["trial"]["recipe"], tuple(line["trial"]["excluded"])) for line in after if line.get("trial")]
+    assert len(trials) == len(set(trials))
+    record = json.loads((root / "record.json").read_text())
+    assert record["slots"][0]["trial"] is not None
+
+
+def test_a_journal_keeps_what_is_whole(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path / "deep/journal")
+    assert journal.read() == ()
+    for number in range(4):
+        journal.append({"n": number})
+    lines = (tmp_path / "deep/journal").read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b'"n": 2', b'"n": 9')
+    (tmp_path / "deep/journal").write_bytes(b"".join(lines))
+    assert journal.read() == ({"n": 0}, {"n": 1})
+    journal.append({"n": 5})
+    assert journal.read() == ({"n": 0}, {"n": 1}, {"n": 5})
+    journal.clear()
+    assert journal.read() == ()

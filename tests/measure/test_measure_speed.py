@@ -1,0 +1,239 @@
+"""What a benchmark measures of speed, look by look, with a runtime whose figures follow a script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
+from onnx_ops.domain.measuring import Asked, asked_by
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.measure.load import FEWEST_EACH, FEWEST_WINDOWS, MOST_REQUESTS, MOST_WINDOWS, throughput_alone
+from onnx_ops.measure.speed import Contest, Speed, measure_speed
+from onnx_ops.measure.starts import starts_alone
+from onnx_ops.measure.timing import BLOCKS, LONGEST_S, RUNS, SHORT, schedule_of, time_alone
+from onnx_ops.ports import (
+    LoadSamples,
+    LoadSchedule,
+    RaceSamples,
+    RaceSchedule,
+    RunSamples,
+    Runtime,
+    StartSamples,
+    StartSchedule,
+)
+from onnx_ops.statistics.latency import LOOKS
+from onnx_ops.testing.models import rows
+
+CPU = Target(name="cpu")
+
+
+@dataclass
+class Scripted:
+    """Each model costs what its file says; `refused` ones do not run. `asked` lists the schedules."""
+
+    typical_ns: float = 1e6
+    noise: float = 0.001
+    peak: bool = True
+    refused: tuple[Path, ...] = ()
+    asked: list[Any] = field(default_factory=list)
+    draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
+
+    def sample(self, model: Path, target: Target, feed: Any, *, runs: int, warmup: int) -> RunSamples:
+        return RunSamples(
+            nanoseconds=np.full(runs, self.typical_ns * float(model.read_text())), preempted=np.zeros(runs, dtype=bool)
+        )
+
+    def race(self, models: Sequence[Path], target: Target, feed: Any, schedule: RaceSchedule) -> RaceSamples:
+        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
+        times = self._costs(models, schedule)[:, np.newaxis] * self._jitter(shape)
+        return RaceSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
+
+    def under_load(self, models: Sequence[Path], target: Target, feed: Any, schedule: LoadSchedule) -> LoadSamples:
+        times = self._costs(models, schedule) * self._jitter((schedule.heats, schedule.windows, len(models)))
+        return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
+
+    def starts(self, models: Sequence[Path], target: Target, feed: Any, schedule: StartSchedule) -> StartSamples:
+        costs = self._costs(models, schedule) * self._jitter((schedule.heats, len(models)))
+        peak = costs if self.peak else np.full((schedule.heats, len(models)), -1)
+        return StartSamples(
+            load_ns=costs.astype(np.int64), first_ns=(costs / 10).astype(np.int64), peak_bytes=peak.astype(np.int64)
+        )
+
+    def _costs(self, models: Sequence[Path], schedule: Any) -> Any:
+        if set(models) & set(self.refused):
+            raise MeasurementFailure("it takes other inputs")
+        self.asked.append(schedule)
+        return self.typical_ns * np.array([float(model.read_text()) for model in models])
+
+    def _jitter(self, shape: tuple[int, ...]) -> Any:
+        return np.exp(self.noise * self.draw.standard_normal(shape))
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, Path]:
+    """By name; the content is the cost."""
+    costs = {"candidate": "1.2", "fp32": "1.0", "champion": "1.1"}
+    for name, cost in costs.items():
+        (tmp_path / name).write_text(cost, encoding="utf-8")
+    return {name: tmp_path / name for name in costs}
+
+
+def measured(runtime: Scripted, models: dict[str, Path], asked: Asked, *rivals: str) -> Speed:
+    contest = Contest(
+        runtime=cast("Runtime", runtime),
+        target=CPU,
+        candidate=models["candidate"],
+        rivals={name: models[name] for name in rivals},
+        feed=rows(2),
+        seed=1,
+    )
+    return measure_speed(contest, asked)
+
+
+EVERYTHING = Asked(throughput=(2, 8), starts=True, tolerances={"latency": (0.05,), "throughput": (0.05,)})
+
+
+def ratio(pairs: tuple[tuple[float, ...], ...]) -> float:
+    return math.exp(float(np.median(np.array(pairs))))
+
+
+def test_only_latency_is_measured_unless_more_is_asked(models: dict[str, Path]) -> None:
+    runtime = Scripted()
+    found = measured(runtime, models, Asked(), "fp32")
+    assert (found.throughput, found.starts, found.ratios) == ((), None, ())
+    assert {type(schedule) for schedule in runtime.asked} == {RaceSchedule}
+    assert found.latency.batch == 2
+
+
+def test_every_rival_is_timed_and_the_last_one_is_the_baseline_of_the_rest(models: dict[str, Path]) -> None:
+    found = measured(Scripted(), models, EVERYTHING, "fp32", "champion")
+    assert [c.against for c in found.comparisons] == ["fp32", "champion"]
+    assert [(r.figure, r.against) for r in found.ratios] == [
+        ("concurrency 2", "champion"),
+        ("concurrency 8", "champion"),
+        ("load", "champion"),
+        ("first", "champion"),
+        ("peak", "champion"),
+    ]
+    for r in found.ratios:
+        assert ratio(r.log_ratios) == pytest.approx(1.2 / 1.1, rel=0.01)
+        assert ratio(r.self_log_ratios) == pytest.approx(1.0, rel=0.01)
+    assert [t.concurrency for t in found.throughput] == [2, 8]
+    assert found.throughput[0].per_second[0] == pytest.approx(1e9 / 1.2e6, rel=0.01)
+    assert found.starts is not None
+    assert len(found.starts.load_s) == len(found.starts.peak_bytes) == 10
+    assert {"throughput/8/champion/nanoseconds", "starts/champion/peak", "starts/alone/load"} <= set(found.raw)
+
+
+def test_the_export_at_its_first_release_is_measured_alone(models: dict[str, Path]) -> None:
+    found = measured(Scripted(), models, EVERYTHING)
+    assert (found.comparisons, found.ratios) == ((), ())
+    assert found.starts is not None
+    assert len(found.throughput) == 2
+
+
+def test_a_champion_with_other_inputs_is_left_out_and_the_export_never_is(models: dict[str, Path]) -> None:
+    found = measured(Scripted(refused=(models["champion"],)), models, EVERYTHING, "fp32", "champion")
+    assert [c.against for c in found.comparisons] == ["fp32"]
+    assert found.ratios == ()
+    with pytest.raises(MeasurementFailure):
+        measured(Scripted(refused=(models["fp32"],)), models, EVERYTHING, "fp32")
+
+
+def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path]) -> None:
+    def pairs(runtime: Scripted, asked: Asked) -> int:
+        found = measured(runtime, models, asked, "fp32")
+        return len(next(r for r in found.ratios if r.figure == "concurrency 4").log_ratios)
+
+    decided = Asked(throughput=(4,), tolerances={"throughput": (0.05,)})
+    assert pairs(Scripted(), decided) == LOOKS[0]
+    assert pairs(Scripted(noise=2.0), decided) == LOOKS[-1]
+    assert pairs(Scripted(noise=0.5), Asked(throughput=(4,))) == LOOKS[0], "no limit, nothing to decide"
+    at_the_limit = Asked(throughput=(4,), tolerances={"throughput": (0.2,)})
+    assert pairs(Scripted(noise=0.01), at_the_limit) > LOOKS[0]
+
+
+def test_memory_that_cannot_be_known_is_neither_told_nor_waited_for(models: dict[str, Path]) -> None:
+    runtime = Scripted(peak=False)
+    asked = Asked(starts=True, tolerances={"cold_start": (0.5,), "memory": (0.01,)})
+    found = measured(runtime, models, asked, "fp32")
+    assert [r.figure for r in found.ratios] == ["load", "first"]
+    assert len(found.ratios[0].log_ratios) == LOOKS[0]
+    assert found.starts is not None
+    assert found.starts.peak_bytes == ()
+
+
+@pytest.mark.parametrize(("typical_ns", "concurrency"), [(1.0, 1), (1e3, 256), (5e3, 4), (1e6, 4), (5e8, 16)])
+def test_windows_are_neither_too_few_nor_too_many(tmp_path: Path, typical_ns: float, concurrency: int) -> None:
+    (tmp_path / "m").write_text("1", encoding="utf-8")
+    runtime = Scripted(typical_ns=typical_ns)
+    throughput_alone(cast("Runtime", runtime), tmp_path / "m", CPU, rows(1), concurrency, 0)
+    (schedule,) = runtime.asked
+    assert FEWEST_EACH * concurrency <= schedule.requests <= max(FEWEST_EACH * concurrency, MOST_REQUESTS)
+    assert FEWEST_WINDOWS <= schedule.windows <= MOST_WINDOWS
+
+
+def test_starts_that_took_no_time_are_no_measurement(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text("0", encoding="utf-8")
+    with pytest.raises(MeasurementFailure, match="no measurable time"):
+        starts_alone(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 0)
+    with pytest.raises(MeasurementFailure, match="no measurable time"):
+        throughput_alone(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "kept"), [((0, 3), (20, 30)), ((), (10, 20, 30, 1000)), ((0, 1, 2, 3), (10, 20, 30, 1000))]
+)
+def test_preempted_runs_are_counted_and_left_out_of_the_quantiles_unless_all_were(
+    tmp_path: Path, lost: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    class Preempted(Scripted):
+        def sample(self, model: Path, target: Target, feed: Any, *, runs: int, warmup: int) -> RunSamples:
+            preempted = np.isin(np.arange(4), lost)
+            return RunSamples(nanoseconds=np.array([10, 30, 20, 1000]), preempted=preempted)
+
+    latency, _ = time_alone(cast("Runtime", Preempted()), tmp_path / "m", CPU, rows(1))
+    assert (latency.runs, latency.preempted, latency.sorted_ns) == (4, len(lost), kept)
+    assert latency.quantiles_ns["p50"] == np.median(kept)
+
+
+def test_gates_say_what_is_measured_and_limits_how_long() -> None:
+    assert asked_by([SizeGate(max=1), LatencyGate(p99=0.1)]) == Asked()
+    found = asked_by(
+        [
+            LatencyGate(max_regression=0.05, faster_than="fp32", min_speedup=0.25),
+            ThroughputGate(concurrency=8, min=1.0),
+            ThroughputGate(concurrency=2, max_regression=0.1),
+            MemoryGate(max=1),
+        ]
+    )
+    speedup: Any = pytest.approx(-0.2)
+    assert found == Asked(
+        throughput=(2, 8),
+        starts=True,
+        tolerances={"latency": (0.05,), "speedup": (speedup,), "throughput": (0.1,)},
+    )
+    assert asked_by([ColdStartGate(load=1.0)]).starts
+
+
+def test_slow_models_have_fewer_rounds_and_then_shorter_blocks() -> None:
+    quick, slow, very_slow = (schedule_of(run_s) for run_s in (1e-4, 5e-3, 1.0))
+    assert (quick.blocks, quick.runs) == (BLOCKS, RUNS)
+    assert (slow.blocks, slow.runs) == (BLOCKS // 2, RUNS)
+    assert (very_slow.blocks, very_slow.runs, very_slow.warmup) == (BLOCKS // 2, SHORT, SHORT)
+
+
+def test_what_takes_too_long_ends_undecided(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, int(LONGEST_S * 0.6)))
+    monkeypatch.setattr("onnx_ops.measure.timing.time.monotonic", lambda: float(next(clock)))
+    asked = Asked(throughput=(4,), tolerances={"latency": (0.05,), "throughput": (0.0,)})
+    found = measured(Scripted(noise=2.0), models, asked, "fp32")
+    assert len(found.ratios[0].log_ratios) == LOOKS[1]

@@ -1,0 +1,211 @@
+"""Why a variant is slow or wrong on its target, each with the setting that mends it; and silence where nothing is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
+from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.execution import SessionSettings
+from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.domain.recipes import Arithmetic, arithmetic
+from onnx_ops.domain.structure import Advice, FloatOperator, Int8Coverage
+from onnx_ops.domain.target import Target
+from onnx_ops.onnx_graph.advice import advise
+from onnx_ops.onnx_graph.coverage import int8_coverage
+from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.ports import Optimizer, OptimizeRequest
+from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+
+TARGET = Target(name="cpu")
+VNNI, OLD, ARM = Arithmetic(family="x86"), Arithmetic(family="x86", saturates=True), Arithmetic(family="arm")
+
+
+class Maker:
+    """Makes a variant of one model and asks for advice about it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source, self.path = folder / "source.onnx", folder / "variant.onnx"
+        self.rows: dict[str, Any] = rows(64)
+        write_perceptron(self.source, opset=21)
+
+    def convolution(self) -> Maker:
+        write_convolution(self.source, opset=21)
+        self.rows = images(64)
+        return self
+
+    def make(
+        self, optimizer: Optimizer, exclude: tuple[str, ...] = (), per_channel: bool = True, **options: Any
+    ) -> None:
+        section = Quantize(
+            name="v", method="plugin", calibrate=Calibrate(), exclude=exclude, per_channel=per_channel, options=options
+        )
+        optimizer.optimize(
+            OptimizeRequest(section=section, source=self.source, path=self.path, calibration=self.rows, machines=(OLD,))
+        )
+
+    def advice(
+        self, machine: Arithmetic = OLD, target: Target = TARGET, exclude: tuple[str, ...] = ()
+    ) -> tuple[Advice, ...]:
+        rewritten = self.path.with_name("rewritten.onnx")
+        OnnxRuntime().rewritten(self.path, target, rewritten)
+        coverage = int8_coverage(self.source, rewritten, exclude)
+        return advise(self.path, rewritten, target, machine, coverage)
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> Maker:
+    return Maker(tmp_path)
+
+
+def about(found: tuple[Advice, ...], word: str) -> Advice:
+    (one,) = [advice for advice in found if word in advice.finding]
+    assert one.setting
+    return one
+
+
+def test_the_recipe_of_the_target_needs_no_advice(maker: Maker) -> None:
+    maker.make(StaticQuantizer())
+    assert maker.advice() == ()
+    maker.convolution().make(StaticQuantizer())
+    assert maker.advice() == ()
+
+
+def test_dynamic_products_need_no_advice(maker: Maker) -> None:
+    maker.make(DynamicQuantizer())
+    assert maker.advice() == ()
+
+
+def test_int8_activations_are_for_others_than_x86(maker: Maker) -> None:
+    maker.make(StaticQuantizer(), activations="int8")
+    assert about(maker.advice(VNNI), "activations are int8").setting == "options: {activations: uint8}"
+    assert maker.advice(ARM) == ()
+
+
+def test_uint8_weights_are_for_others_than_x86(maker: Maker) -> None:
+    maker.make(StaticQuantizer(), weights="uint8")
+    assert about(maker.advice(VNNI), "weights are uint8").setting == "options: {weights: int8}"
+
+
+def test_wide_activations_are_slow_everywhere(maker: Maker) -> None:
+    maker.make(StaticQuantizer(), activations="uint16")
+    for machine in (VNNI, ARM):
+        assert "uint8" in about(maker.advice(machine), "16 bits").setting
+
+
+@pytest.mark.parametrize("optimizer", [StaticQuantizer(), DynamicQuantizer()])
+def test_weights_of_eight_bits_saturate_without_vnni(maker: Maker, optimizer: Optimizer) -> None:
+    maker.make(optimizer, reduce_range=False)
+    assert "reduce_range: true" in about(maker.advice(OLD), "saturate").setting
+    assert maker.advice(VNNI) == ()
+
+
+def test_the_recipe_keeps_sums_right_on_this_machine(tmp_path: Path) -> None:
+    """Products at the ends of their ranges, where a CPU without VNNI cuts sums of two of them to 16 bits."""
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
+        "ends",
+        [helper.make_tensor_value_info("x", 1, ["batch", 64])],
+        [helper.make_tensor_value_info("y", 1, ["batch", 8])],
+        [numpy_helper.from_array(np.ones((64, 8), np.float32), "w")],
+    )
+    source, path = tmp_path / "ends.onnx", tmp_path / "int8.onnx"
+    write_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), source)
+    data = {"x": np.ones((4, 64), np.float32)}
+    machine = arithmetic(OnnxRuntime().fingerprint(TARGET), TARGET)
+    section = Quantize(name="v", method="static", calibrate=Calibrate())
+    request = OptimizeRequest(section=section, source=source, path=path, calibration=data, machines=(machine,))
+    for optimizer in (StaticQuantizer(), DynamicQuantizer()):
+        optimizer.optimize(request)
+        answer: np.ndarray[Any, Any] = OnnxRuntime().run(path, TARGET, (data,))[0]["y"]
+        np.testing.assert_allclose(answer, 64.0, rtol=0.02)
+
+
+def test_what_floats_between_integers_is_named_with_its_kind(maker: Maker) -> None:
+    maker.convolution()
+    model = read_model(maker.source)
+    model.graph.node[1].op_type = "Erf"
+    write_model(model, maker.source)
+    maker.make(StaticQuantizer())
+    one = about(maker.advice(), "1 Erf in float between int8 operators")
+    assert one.nodes == ("first_relu",)
+    assert "name Erf in `options.op_types`" in one.setting
+
+
+def test_what_is_left_in_float_is_told_by_reason_with_the_setting(maker: Maker) -> None:
+    maker.make(StaticQuantizer())
+    left = FloatOperator(name="a", op_type="Gemm", reason="no pair", setting="name Gemm")
+    kept = replace(left, name="c", reason="excluded", setting="")
+    coverage = Int8Coverage(floats=(left, replace(left, name="b"), kept))
+    rewritten = maker.path.with_name("rewritten.onnx")
+    OnnxRuntime().rewritten(maker.path, TARGET, rewritten)
+    found = advise(maker.path, rewritten, TARGET, VNNI, coverage)
+    assert found == (Advice(finding="2 left in float: no pair", setting="name Gemm", nodes=("a", "b")),)
+
+
+def test_what_was_excluded_on_purpose_is_no_finding_but_what_is_not_heeded_is(maker: Maker) -> None:
+    maker.make(StaticQuantizer(), exclude=("third",))
+    assert maker.advice(exclude=("third",)) == ()
+    maker.make(StaticQuantizer(), exclude=("second",))
+    assert about(maker.advice(exclude=("second",)), "excluded, and yet in int8").nodes == ("second",)
+
+
+def test_convolutions_quantized_anew_in_each_run_are_slow(maker: Maker) -> None:
+    maker.convolution().make(DynamicQuantizer(), per_channel=False, op_types=["Conv"])
+    assert about(maker.advice(), "convolutions find their ranges anew").setting == "method: static"
+
+
+def test_weights_in_blocks_save_no_time_on_a_cpu(maker: Maker) -> None:
+    maker.make(WeightQuantizer())
+    assert "saves memory" in about(maker.advice(), "blocks").finding
+    assert not [one for one in maker.advice(Arithmetic(family="accelerator")) if "blocks" in one.finding]
+
+
+def test_casts_within_a_graph_are_told_and_those_at_its_ends_are_not(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["a"], name="enters", to=TensorProto.FLOAT16),
+        helper.make_node("Add", ["a", "half"], ["b"]),
+        helper.make_node("Cast", ["b"], ["c"], name="up", to=TensorProto.FLOAT),
+        helper.make_node("Erf", ["c"], ["d"]),
+        helper.make_node("Cast", ["d"], ["e"], name="down", to=TensorProto.FLOAT16),
+        helper.make_node("Add", ["e", "half"], ["f"]),
+        helper.make_node("Cast", ["f"], ["y"], name="leaves", to=TensorProto.FLOAT),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
+    half = numpy_helper.from_array(np.array(1, np.float16), "half")
+    path = tmp_path / "half.onnx"
+    for chosen, expected in ((nodes, ("up", "down")), ([*nodes[:2], replaced_input(nodes[6], "b")], ())):
+        graph = helper.make_graph(chosen, "half", ends[:1], ends[1:], [half])
+        write_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+        found = advise(path, path, TARGET, VNNI, None)
+        assert tuple(name for one in found for name in one.nodes) == expected
+        assert all("keep:" in one.setting for one in found)
+
+
+def replaced_input(node: onnx.NodeProto, name: str) -> onnx.NodeProto:
+    changed = onnx.NodeProto()
+    changed.CopyFrom(node)
+    changed.input[0] = name
+    return changed
+
+
+@pytest.mark.parametrize("name", ["session.x64quantprecision", "session.qdqisint8allowed"])
+def test_settings_that_cost_a_multiple_are_told_on_x86(maker: Maker, name: str) -> None:
+    maker.make(StaticQuantizer())
+    slow = replace(TARGET, session=SessionSettings(config={name: "1"}))
+    assert name in about(maker.advice(target=slow), name).setting
+    assert not [one for one in maker.advice(ARM, slow) if name in one.finding]
+
+
+def test_a_graph_level_that_fuses_nothing_is_told(maker: Maker) -> None:
+    maker.make(StaticQuantizer())
+    basic = Target(name="basic", session=SessionSettings(graph_level="basic"))
+    assert "graph_level: all" in about(maker.advice(target=basic), "at graph level basic").setting

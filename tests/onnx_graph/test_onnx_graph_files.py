@@ -1,0 +1,267 @@
+"""ONNX files: where their weights may lie, what they say about themselves, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.domain.artifact import TensorSpec, digest_file
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import NotFound, OnnxOpsError, Refused, UserError
+from onnx_ops.onnx_graph import files
+from onnx_ops.onnx_graph.check import ceiling, full_check
+from onnx_ops.onnx_graph.files import external_files, read_model, read_structure, tensors, write_model
+from onnx_ops.onnx_graph.hygiene import flatten_biases, like_source, renumber
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.metadata import read_lineage, write_lineage
+from onnx_ops.testing.models import CLASSES, FEATURES, write_perceptron
+from tests.support.external import write_external
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path)
+    return path
+
+
+def test_a_file_says_what_it_is(path: Path) -> None:
+    found = info(path)
+    assert found.ir_version == 10
+    assert found.opsets == {"": 18}
+    assert found.inputs == (TensorSpec(name="x", dtype="float32", shape=("batch", FEATURES)),)
+    assert found.outputs == (TensorSpec(name="scores", dtype="float32", shape=("batch", CLASSES)),)
+    assert found.nodes == 6
+    assert found.size_bytes == path.stat().st_size
+
+
+def test_external_weights_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write_external(path, "weights.bin")
+    assert info(path).size_bytes == path.stat().st_size + 8
+    assert [entry.name for entry in external_files(read_structure(path), tmp_path)] == ["weights.bin"]
+    factor = read_model(path).graph.initializer[0]
+    np.testing.assert_array_equal(numpy_helper.to_array(factor), np.array([2, 3], dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    "location", ["/etc/passwd", "../secret", "a/../../secret", "..", "", "..\\secret", "C:\\secret", "link"]
+)
+def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret").write_bytes(b"\0" * 8)
+    (folder / "link").symlink_to(tmp_path / "secret")
+    path = folder / "model.onnx"
+    if location != "link":
+        write_external(path, location)
+    else:
+        write_external(path, "weights.bin")
+        path.write_bytes(path.read_bytes().replace(b"weights.bin", b"./././/link"))
+    for read in (info, full_check, read_model, read_lineage):
+        with pytest.raises(Refused, match="outside its folder"):
+            read(path)
+
+
+def test_a_hostile_path_in_a_subgraph_or_a_function_is_found(tmp_path: Path) -> None:
+    hidden = TensorProto(name="hidden", data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL)
+    hidden.external_data.add(key="location", value="../secret")
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    constant = helper.make_node("Constant", [], ["y"], value=hidden)
+    branch = helper.make_graph([constant], "branch", [], [output])
+    condition = helper.make_tensor_value_info("c", TensorProto.BOOL, [1])
+    choice = helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+    opsets = [helper.make_opsetid("", 18)]
+    nested = helper.make_model(helper.make_graph([choice], "g", [condition], [output]), opset_imports=opsets)
+    function = helper.make_function("own", "F", [], ["y"], [constant], opsets)
+    call = helper.make_graph([helper.make_node("F", [], ["y"], domain="own")], "g", [], [output])
+    called = helper.make_model(call, functions=[function], opset_imports=[*opsets, helper.make_opsetid("own", 1)])
+    for model in (nested, called):
+        path = tmp_path / "model.onnx"
+        path.write_bytes(model.SerializeToString())
+        assert "hidden" in {tensor.name for tensor in tensors(model)}
+        with pytest.raises(Refused):
+            read_structure(path)
+
+
+def test_missing_files_are_told_apart_from_wrong_ones(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        info(tmp_path / "none.onnx")
+    path = tmp_path / "model.onnx"
+    write_external(path, "weights.bin")
+    (tmp_path / "weights.bin").unlink()
+    with pytest.raises(NotFound, match=r"weights\.bin"):
+        info(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_never_gives_a_traceback(path: Path, data: st.DataObject) -> None:
+    good = path.parent / "good.onnx"
+    if not good.exists():
+        good.write_bytes(path.read_bytes())
+    content = bytearray(good.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(content[: data.draw(st.integers(0, len(content)))]))
+    for read in (info, full_check):
+        with contextlib.suppress(OnnxOpsError):
+            read(path)
+
+
+def test_an_invalid_graph_is_refused_with_its_reason(path: Path) -> None:
+    model = onnx.load(path)
+    model.graph.node[0].input[0] = "nobody"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="nobody"):
+        full_check(path)
+
+
+def test_shapes_that_do_not_fit_are_refused_with_their_reason(path: Path) -> None:
+    model = onnx.load(path)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = FEATURES + 1
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="not valid ONNX"):
+        full_check(path)
+
+
+@pytest.mark.parametrize(
+    ("opset", "ir_version", "word"),
+    [(18, 10, ""), (21, 10, "set export.opset: 18"), (18, 11, "set export.ir_version: 10")],
+)
+def test_a_target_has_a_ceiling(tmp_path: Path, opset: int, ir_version: int, word: str) -> None:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path, opset=opset, ir_version=ir_version)
+    reason = ceiling(info(path), Target(name="old", max_opset=18, max_ir_version=10))
+    assert word in reason
+    assert bool(reason) is bool(word)
+
+
+def test_lineage_is_written_in_place_in_one_order(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.onnx"
+    other.write_bytes(path.read_bytes())
+    write_lineage(path, {"b": "2", "a": "1"})
+    write_lineage(other, {"a": "0"})
+    write_lineage(other, {"b": "2", "a": "1"})
+    assert read_lineage(path) == {"a": "1", "b": "2", "origin": "testing"}
+    assert digest_file(path) == digest_file(other)
+
+
+def test_lineage_leaves_external_weights_alone(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write_external(path, "weights.bin")
+    before = digest_file(tmp_path / "weights.bin")
+    write_lineage(path, {"release": "r"})
+    assert digest_file(tmp_path / "weights.bin") == before
+    assert sorted(os.listdir(tmp_path)) == ["model.onnx", "weights.bin"]
+    assert read_lineage(path) == {"release": "r"}
+
+
+def test_large_weights_go_beside_the_model(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "EXTERNAL_LIMIT", 500)
+    model = read_model(path)
+    weights = [numpy_helper.to_array(tensor).copy() for tensor in model.graph.initializer]
+    large = tmp_path / "large" / "model.onnx"
+    large.parent.mkdir()
+    write_model(model, large)
+    assert "model.onnx.data" in os.listdir(large.parent)
+    for tensor, expected in zip(read_model(large).graph.initializer, weights, strict=True):
+        np.testing.assert_array_equal(numpy_helper.to_array(tensor), expected)
+
+
+def test_a_derived_model_is_brought_in_line_with_its_source(path: Path) -> None:
+    source, derived = read_model(path), read_model(path)
+    derived.ir_version = 13
+    derived.metadata_props.add(key="tool", value="was here")
+    derived.graph.value_info.add(name="first.sum")
+    derived.opset_import.add(domain="unused", version=3)
+    like_source(derived, source)
+    assert derived.SerializeToString(deterministic=True) == source.SerializeToString(deterministic=True)
+
+
+def test_biases_that_are_rows_become_vectors_unless_others_use_them() -> None:
+    values = {name: numpy_helper.from_array(np.ones((1, 4), np.float32), name) for name in ("own", "shared")}
+    nodes = [
+        helper.make_node("Gemm", ["x", "w", "own"], ["a"]),
+        helper.make_node("Gemm", ["a", "w", "shared"], ["b"]),
+        helper.make_node("Add", ["b", "shared"], ["y"]),
+    ]
+    model = helper.make_model(helper.make_graph(nodes, "g", [], [], list(values.values())))
+    flatten_biases(model)
+    assert [list(tensor.dims) for tensor in model.graph.initializer] == [[4], [1, 4]]
+
+
+def test_weights_that_come_in_any_order_are_numbered_and_kept_as_they_are_used() -> None:
+    def model(order: tuple[str, str]) -> onnx.ModelProto:
+        weights = {
+            name: numpy_helper.from_array(np.array(value, np.float32), name)
+            for name, value in zip(order, (1, 2), strict=True)
+        }
+        nodes = [helper.make_node("Add", ["x", order[0]], ["h"]), helper.make_node("Mul", ["h", order[1]], ["y"])]
+        return helper.make_model(helper.make_graph(nodes, "g", [], [], [weights[name] for name in sorted(weights)]))
+
+    made = [model(order) for order in (("w__7", "w__3"), ("w__3", "w__7"))]
+    for one in made:
+        renumber(one, r"__(\d+)")
+    first, second = (one.SerializeToString(deterministic=True) for one in made)
+    assert first == second
+    assert [weight.name for weight in made[0].graph.initializer] == ["w__0", "w__1"]
+    assert [float(numpy_helper.to_array(weight)) for weight in made[0].graph.initializer] == [1.0, 2.0]
+
+
+def test_generated_numbers_are_counted_anew_and_stay_distinct() -> None:
+    def model(first: int) -> onnx.ModelProto:
+        inner = helper.make_graph(
+            [helper.make_node("Identity", [f"t_{first + 5}"], [f"t_{first + 9}"])], "inner", [], []
+        )
+        nodes = [
+            helper.make_node("Relu", ["x"], [f"t_{first}"], name="t"),
+            helper.make_node("Relu", [f"t_{first}"], [f"t_{first + 5}"], name=f"t_{first}_relu"),
+            helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner),
+        ]
+        return helper.make_model(helper.make_graph(nodes, "g", [], []))
+
+    results = []
+    for first in (3, 40):
+        made = model(first)
+        renumber(made, r"t_(\d+)")
+        results.append(made.SerializeToString(deterministic=True))
+        assert made.graph.node[0].output[0] == made.graph.node[1].input[0] != made.graph.node[1].output[0]
+        assert made.graph.node[2].attribute[0].g.node[0].input[0] == made.graph.node[1].output[0]
+    assert results[0] == results[1]
+
+
+def test_a_graph_without_outputs_is_refused(path: Path) -> None:
+    model = read_model(path)
+    model.graph.ClearField("output")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="no outputs") as caught:
+        full_check(path)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("head", "remedy"),
+    [
+        (b"\x1f\x8b\x08", "gunzip"),
+        (b"PK\x03\x04", "zip archive"),
+        (b"\x80\x04\x95", "pickle"),
+        (b"\x89HDF\r\n", "HDF5"),
+        (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        (b"", "is empty"),
+        (b"\x08\x00 text", "copied whole"),
+    ],
+)
+def test_a_file_that_is_no_onnx_is_refused_by_what_it_is(tmp_path: Path, head: bytes, remedy: str) -> None:
+    (tmp_path / "model.onnx").write_bytes(head + bytes(40) * bool(head))
+    with pytest.raises(UserError) as caught:
+        read_structure(tmp_path / "model.onnx")
+    assert remedy in caught.value.remedy

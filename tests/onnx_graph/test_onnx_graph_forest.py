@@ -1,0 +1,147 @@
+"""The trees of a file are those of the estimator it was made from; a file that lies is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.forest import has_trees, read_trees
+from onnx_ops.ports import ExportRequest
+from onnx_ops.statistics.trees import compare_trees
+from onnx_ops.testing.models import write_perceptron
+
+# Functions of the package `sklearn`, which takes long to import, and the names of data.
+ESTIMATORS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "tree, 3 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_depth=4, random_state=0), "iris"),
+    "tree, 2 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_leaf_nodes=9, random_state=0), "breast_cancer"),
+    "tree, numbers": (lambda sk: sk.tree.DecisionTreeRegressor(max_depth=4, random_state=0), "diabetes"),
+    "forest, 3 classes": (
+        lambda sk: sk.ensemble.RandomForestClassifier(5, class_weight="balanced", random_state=0),
+        "iris",
+    ),
+    "forest, 2 classes": (
+        lambda sk: sk.ensemble.RandomForestClassifier(5, max_leaf_nodes=9, random_state=0),
+        "breast_cancer",
+    ),
+    "forest, numbers": (lambda sk: sk.ensemble.RandomForestRegressor(5, max_depth=5, random_state=0), "diabetes"),
+    "extra trees": (lambda sk: sk.ensemble.ExtraTreesClassifier(5, random_state=0), "iris"),
+    "boosting, 3 classes": (lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5, random_state=0), "iris"),
+    "boosting, 2 classes": (
+        lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5, random_state=0),
+        "breast_cancer",
+    ),
+    "boosting, numbers": (lambda sk: sk.ensemble.GradientBoostingRegressor(n_estimators=5, random_state=0), "diabetes"),
+    "scaled forest": (
+        lambda sk: sk.pipeline.make_pipeline(
+            sk.preprocessing.StandardScaler(), sk.ensemble.RandomForestClassifier(5, random_state=0)
+        ),
+        "breast_cancer",
+    ),
+}
+
+
+def exported(make: Callable[[Any], Any], data: str, path: Path) -> tuple[Any, Any]:
+    import sklearn
+    import sklearn.datasets
+
+    x, y = getattr(sklearn.datasets, f"load_{data}")(return_X_y=True)
+    x = x.astype(np.float32)
+    model = make(sklearn).fit(x, y)
+    request = ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=path)
+    SklearnExporter().export(model, request)
+    return model, x
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_export_holds_the_trees_of_its_source(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model, _ = exported(*ESTIMATORS[name], path)
+    trees = SklearnExporter().trees(model)
+    assert trees is not None
+    found = compare_trees(read_trees(path), trees)
+    assert found.changed == 0, found.differences
+    assert found.splits > 0
+
+
+def attribute(model: onnx.ModelProto, name: str) -> Any:
+    return next(a for node in model.graph.node for a in node.attribute if a.name == name)
+
+
+def test_every_changed_threshold_and_leaf_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model, _ = exported(*ESTIMATORS["forest, 3 classes"], path)
+    trees = SklearnExporter().trees(model)
+    assert trees is not None
+    whole = onnx.load(path)
+    modes = attribute(whole, "nodes_modes").strings
+    splits = [place for place, mode in enumerate(modes) if mode != b"LEAF"]
+    leaves = [place for place, weight in enumerate(attribute(whole, "class_weights").floats) if weight]
+    for name, places in (("nodes_values", splits), ("class_weights", leaves)):
+        for place in places[:: max(1, len(places) // 8)]:
+            changed = onnx.load(path)
+            attribute(changed, name).floats[place] *= 1.00001
+            onnx.save(changed, tmp_path / "changed.onnx")
+            found = compare_trees(read_trees(tmp_path / "changed.onnx"), trees)
+            assert found.changed == 1
+            assert ("threshold" if name == "nodes_values" else "leaf weight") in found.differences[0]
+
+
+def test_a_strict_split_is_another_threshold(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model, _ = exported(*ESTIMATORS["tree, 3 classes"], path)
+    strict = onnx.load(path)
+    attribute(strict, "nodes_modes").strings[0] = b"BRANCH_LT"
+    onnx.save(strict, path)
+    assert compare_trees(read_trees(path), SklearnExporter().trees(model) or ()).changed == 1
+
+
+def test_what_the_exporter_cannot_tell_is_not_told(tmp_path: Path) -> None:
+    model, _ = exported(lambda sk: sk.ensemble.AdaBoostClassifier(n_estimators=2), "iris", tmp_path / "model.onnx")
+    assert SklearnExporter().trees(model) is None
+    write_perceptron(tmp_path / "other.onnx")
+    assert not has_trees(tmp_path / "other.onnx")
+    assert read_trees(tmp_path / "other.onnx") == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("nodes_truenodeids", 0, "no tree"),
+        ("class_nodeids", 10_000, "a leaf that does not exist"),
+        ("class_ids", 1 << 40, "outputs"),
+        ("nodes_modes", b"BRANCH_EQ", "asks BRANCH_EQ"),
+    ],
+)
+def test_a_file_that_holds_no_trees_is_told(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    exported(*ESTIMATORS["tree, 3 classes"], path)
+    model = onnx.load(path)
+    found = attribute(model, name)
+    (found.strings if isinstance(value, bytes) else found.ints)[0] = value
+    onnx.save(model, path)
+    with pytest.raises(UserError, match=message):
+        read_trees(path)
+
+
+@pytest.mark.parametrize("name", ["forest, 3 classes", "forest, 2 classes", "forest, numbers", "tree, 2 classes"])
+def test_nan_takes_the_way_that_it_takes_in_the_source(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model, x = exported(*ESTIMATORS[name], path)
+    rows = x[::3].copy()
+    rows[np.arange(len(rows)), np.arange(len(rows)) % x.shape[1]] = np.nan
+    expected = SklearnExporter().reference(model, {"x": rows}, "float64") or {}
+    found = OnnxRuntime().run(path, Target(name="cpu"), ({"x": rows},))[0]
+    score = "variable" if "numbers" in name else "probabilities"
+    here: np.ndarray[Any, Any] = found[score]
+    there: np.ndarray[Any, Any] = expected[score]
+    np.testing.assert_allclose(here, there, rtol=1e-5, atol=1e-6)

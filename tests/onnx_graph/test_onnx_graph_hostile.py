@@ -1,0 +1,265 @@
+"""Files made to mislead: external data in every corner of a model, and types that do not exist."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import AttributeProto, TensorProto, helper
+
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import NotFound, Refused, TooLarge
+from onnx_ops.onnx_graph.check import ceiling
+from onnx_ops.onnx_graph.files import graphs, nodes, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.testing.models import write_perceptron
+from tests.support.external import write_external
+
+
+def outside() -> TensorProto:
+    tensor = TensorProto(name="hidden", data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="../secret")
+    return tensor
+
+
+def graph_with(tensor: TensorProto) -> onnx.GraphProto:
+    return helper.make_graph([], "inner", [], [], [tensor])
+
+
+def in_training(model: onnx.ModelProto) -> None:
+    model.training_info.add().algorithm.CopyFrom(graph_with(outside()))
+
+
+def in_default_of_a_function(model: onnx.ModelProto) -> None:
+    function = model.functions.add(name="f", domain="own")
+    function.attribute_proto.add(name="value", type=AttributeProto.TENSOR).t.CopyFrom(outside())
+
+
+def in_branch_of_a_function(model: onnx.ModelProto) -> None:
+    node = model.functions.add(name="f", domain="own").node.add(op_type="If")
+    node.attribute.add(name="then_branch", type=AttributeProto.GRAPH).g.CopyFrom(graph_with(outside()))
+
+
+def in_sparse_attribute(model: onnx.ModelProto) -> None:
+    attribute = model.graph.node.add(op_type="Constant").attribute.add(name="sparse_value")
+    attribute.type = AttributeProto.SPARSE_TENSOR
+    attribute.sparse_tensor.values.CopyFrom(outside())
+
+
+def in_attribute_of_false_type(model: onnx.ModelProto) -> None:
+    model.graph.node.add(op_type="Constant").attribute.add(name="v", type=AttributeProto.INT).t.CopyFrom(outside())
+
+
+def in_list_of_graphs(model: onnx.ModelProto) -> None:
+    model.graph.node.add(op_type="Own").attribute.add(name="g").graphs.append(graph_with(outside()))
+
+
+def in_sparse_initializer(model: onnx.ModelProto) -> None:
+    model.graph.sparse_initializer.add().indices.CopyFrom(outside())
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        in_training,
+        in_default_of_a_function,
+        in_branch_of_a_function,
+        in_sparse_attribute,
+        in_attribute_of_false_type,
+        in_list_of_graphs,
+        in_sparse_initializer,
+    ],
+)
+def test_external_data_is_found_wherever_it_hides(hide: Callable[[onnx.ModelProto], None], tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path)
+    model = read_structure(path)
+    hide(model)
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(Refused, match="outside its folder"):
+        info(path)
+
+
+@pytest.mark.parametrize("location", ["zero\0byte", "long" * 2000, "", "a/../../b", "..\\b"])
+def test_names_that_are_no_names_are_refused(location: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model = helper.make_model(graph_with(outside()))
+    model.graph.initializer[0].external_data[0].value = location
+    model.graph.output.add(name="hidden")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises((Refused, NotFound)):
+        read_structure(path)
+
+
+def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write_external(path, "../circle")
+    model = onnx.load(path, load_external_data=False)
+    model.graph.initializer[0].external_data[0].value = "circle"
+    path.write_bytes(model.SerializeToString())
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(Refused):
+        read_structure(path)
+
+
+def test_a_type_that_does_not_exist_is_undefined(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path)
+    model = read_structure(path)
+    model.graph.output[0].type.tensor_type.elem_type = 99
+    path.write_bytes(model.SerializeToString())
+    assert info(path).outputs[0].dtype == "undefined"
+
+
+def test_the_other_name_of_the_default_domain_hides_no_opset(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path, opset=22)
+    model = read_structure(path)
+    model.opset_import[0].domain = "ai.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert info(path).opsets == {"": 22}
+    assert "opset <= 21" in ceiling(info(path), Target(name="old", max_opset=21))
+
+
+def test_nodes_and_graphs_of_branches_are_walked_once(tmp_path: Path) -> None:
+    then = helper.make_graph([helper.make_node("Relu", ["x"], ["a"])], "then", [], [])
+    other = helper.make_graph([helper.make_node("Neg", ["x"], ["b"])], "else", [], [])
+    branch = helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    model = helper.make_model(helper.make_graph([branch], "outer", [], []))
+    assert sorted(node.op_type for node in nodes(model)) == ["If", "Neg", "Relu"]
+    assert sorted(graph.name for graph in graphs(model)) == ["else", "outer", "then"]
+
+
+def test_operator_sets_are_written_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path)
+    model = read_structure(path)
+    model.opset_import.insert(0, helper.make_opsetid("own", 1))
+    write_model(model, path)
+    assert [entry.domain for entry in read_structure(path).opset_import] == ["", "own"]
+
+
+def external(*entries: tuple[str, str], name: str = "factor", size: int = 2) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[size], data_location=TensorProto.EXTERNAL)
+    for key, value in entries:
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def write_with(folder: Path, *weights: TensorProto) -> Path:
+    """A model with those weights beside a file `w` of 64 bytes."""
+    folder.mkdir(exist_ok=True)
+    (folder / "w").write_bytes(bytes(64))
+    path = folder / "model.onnx"
+    write_external(path, "plain")
+    model = onnx.load(path, load_external_data=False)
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(weights)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+W = ("location", "w")
+FAR = str((1 << 63) - 8)
+WRONG_PLACES = {
+    "beyond the end": ([external(W, ("offset", "60"), ("length", "8"))], "beyond the end"),
+    "shape beyond the end": ([external(W, ("offset", "60"))], "beyond the end"),
+    "far away": ([external(W, ("offset", FAR), ("length", "8"))], "beyond the end"),
+    "sum that overflows": ([external(W, ("offset", FAR), ("length", FAR), size=1 << 61)], "bytes, its shape needs"),
+    "enormous": ([external(W, ("length", FAR), size=1 << 61)], "bytes, its shape needs"),
+    "enormous shape": ([external(W, size=1 << 61)], "beyond the end"),
+    "negative offset": ([external(W, ("offset", "-8"))], "no number"),
+    "negative length": ([external(W, ("length", "-8"))], "no number"),
+    "no number": ([external(W, ("offset", "abc"))], "no number"),
+    "other digits": ([external(W, ("offset", "٣"))], "no number"),
+    "more than 64 bits": ([external(W, ("offset", "9" * 30))], "no number"),
+    "too short": ([external(W, ("length", "4"))], "its shape needs 8"),
+    "too long": ([external(W, ("length", "16"))], "its shape needs 8"),
+    "negative shape": ([external(W, size=-2)], "shape is negative"),
+    "two files": ([external(W, ("location", "../secret"))], "twice"),
+    "no file": ([external(("offset", "0"))], "in which file"),
+    "nothing at all": ([external()], "in which file"),
+    "overlap": ([external(W, ("length", "8")), external(W, ("offset", "4"), name="b")], "overlaps that of tensor"),
+    "within another": ([external(W, size=8), external(W, ("offset", "8"), name="b")], "overlaps that of tensor"),
+    "the model itself": ([external(("location", "model.onnx"))], "in the model file itself"),
+    "the model itself by a detour": ([external(("location", "./model.onnx"))], "in the model file itself"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PLACES)
+def test_weights_are_read_from_their_own_place_only(case: str, tmp_path: Path) -> None:
+    weights, said = WRONG_PLACES[case]
+    with pytest.raises(Refused, match=said):
+        read_structure(write_with(tmp_path, *weights))
+
+
+def test_weights_that_are_tied_or_stand_side_by_side_are_read(tmp_path: Path) -> None:
+    weights = [external(W, size=2), external(W, name="tied"), external(W, ("offset", "8"), name="next")]
+    empty = external(W, ("offset", "4"), name="empty", size=0)
+    model = read_model(write_with(tmp_path, *weights, empty))
+    assert [len(tensor.raw_data) for tensor in model.graph.initializer] == [8, 8, 8, 0]
+
+
+def test_every_link_is_refused_with_its_reason_when_weights_are_read(tmp_path: Path) -> None:
+    """The onnx package follows none, not even one that stays in the folder, or a hard one."""
+    path = write_with(tmp_path / "model", external(("location", "w2")))
+    (path.parent / "w2").symlink_to(path.parent / "w")
+    read_structure(path)
+    with pytest.raises(Refused, match=r"not read.*symbolic link"):
+        read_model(path)
+    (path.parent / "w2").unlink()
+    (path.parent / "w2").hardlink_to(path.parent / "w")
+    with pytest.raises(Refused, match=r"not read.*hard links"):
+        read_model(path)
+
+
+def test_a_file_that_no_protobuf_can_be_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    with path.open("wb") as stream:
+        stream.truncate(1 << 31)
+    with pytest.raises(TooLarge, match="2 GiB"):
+        read_structure(path)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    spans=st.lists(st.tuples(st.integers(-4, 80), st.one_of(st.none(), st.integers(-4, 80))), min_size=1, max_size=4)
+)
+def test_what_is_accepted_lies_in_the_file_and_apart(tmp_path: Path, spans: list[tuple[int, int | None]]) -> None:
+    weights = [
+        external(W, ("offset", str(start)), *([("length", str(size))] if size is not None else []), name=f"t{i}")
+        for i, (start, size) in enumerate(spans)
+    ]
+    path = write_with(tmp_path, *weights)
+    try:
+        read_structure(path)
+    except Refused:
+        return
+    starts = sorted(start for start, _ in spans)
+    assert all(0 <= start <= 56 for start in starts)
+    assert all(size in (None, 8) for _, size in spans)
+    assert all(after == before or after >= before + 8 for before, after in itertools.pairwise(starts))
+
+
+def test_a_survey_reads_no_weights(tmp_path: Path) -> None:
+    """Three gigabytes of weights, of which the disk holds nothing; what Python takes for it stays below 32 MB."""
+    weights = external(W, ("length", str(3 << 30)), size=3 << 28)
+    path = write_with(tmp_path, weights)
+    with (tmp_path / "w").open("r+b") as stream:
+        stream.truncate(3 << 30)
+    code = (
+        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.survey import survey;"
+        "import onnx.checker, onnx.shape_inference; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "before = peak(); found = survey(Path(sys.argv[1])); print(found.info.size_bytes, peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    size, kilobytes = map(int, done.stdout.split())
+    assert size > 3 << 30
+    assert kilobytes < 32 << 10

@@ -1,0 +1,63 @@
+"""What a candidate is, read off two files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from onnx_ops.onnx_graph.kind import read_candidate_kind
+from onnx_ops.testing.models import write_perceptron
+from tests.support.pairs import derive
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.onnx"
+    write_perceptron(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "precision", "why"),
+    [
+        ("static", {}, "int8", "static, QuantizeLinear pairs: 3 of 3 MatMul/Conv/Gemm in int8"),
+        ("dynamic", {}, "int8", "dynamic: 3 of 3 MatMul/Conv/Gemm in int8"),
+        ("fp16", {}, "float16", "467 of 467 float weights are float16"),
+        ("weight-only", {"bits": 4, "block": 16}, "weight-only", "3 of 3 matrix products have 4-bit weights"),
+    ],
+)
+def test_kind_of_a_variant_names_its_precision(
+    source: Path, method: str, options: dict[str, int], precision: str, why: str
+) -> None:
+    found = read_candidate_kind(source, derive(source, method, options))
+    assert (found.candidate.precision, found.candidate.why, found.is_rounded) == (precision, why, True)
+
+
+def test_kind_of_the_same_file_says_so(source: Path) -> None:
+    found = read_candidate_kind(source, source)
+    assert (found.candidate.precision, found.changes, found.is_rounded) == ("float32", ("the same file",), False)
+
+
+def test_kind_of_another_opset_and_graph_lists_both(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.onnx"
+    write_perceptron(other, opset=19)
+    assert read_candidate_kind(source, other).changes == ("opset 19, was 18",)
+    model = onnx.load(other)
+    model.graph.node[2].op_type = "FusedRelu"
+    model.graph.node[2].domain = "com.microsoft"
+    onnx.save(model, other)
+    changes = read_candidate_kind(source, other).changes
+    assert changes == ("opset 19, was 18", "graph-optimised (FusedRelu 1; 6 nodes, was 6)")
+
+
+def test_graph_without_weights_is_float16_by_its_inputs(tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 9, opset_import: ["" : 18]> g (float16[N,4] x) => (float16[N,4] y) '
+        "{ one = Constant<value: tensor = float {1.0}>()\n half = Cast<to: int = 10>(one)\n y = Add(x, half) }"
+    )
+    path = tmp_path / "half.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    found = read_candidate_kind(path, path)
+    assert (found.candidate.precision, found.candidate.why) == ("float16", "its inputs are float16")

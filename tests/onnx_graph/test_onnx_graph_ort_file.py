@@ -1,0 +1,85 @@
+"""Files in ORT format: what is read of them, and that damaged ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.config.builtin import BUILTIN
+from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.files import read_model, read_structure
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.tools.derive import check_places
+
+_MAGIC_END = 8
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ort")
+    write_perceptron(folder / "model.onnx")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(folder / "model.ort")
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    return folder / "model.ort"
+
+
+def test_versions_inputs_outputs_and_operators_are_read(stored: Path) -> None:
+    assert is_ort(stored)
+    assert not is_ort(stored.with_name("model.onnx"))
+    found, source = info(stored), info(stored.with_name("model.onnx"))
+    assert (found.inputs, found.outputs, found.ir_version) == (source.inputs, source.outputs, source.ir_version)
+    assert found.opsets[""] == source.opsets[""]
+    graph = read_structure(stored).graph
+    assert {node.op_type for node in graph.node} >= {"Gemm"}
+    assert {tuple(tensor.dims) for tensor in graph.initializer} >= {(16, 16), (3, 16)}
+    full_check(stored)
+
+
+def test_it_is_not_rewritten(stored: Path) -> None:
+    with pytest.raises(UserError, match="cannot be rewritten") as caught:
+        read_model(stored)
+    assert caught.value.remedy.startswith("Give the .onnx file")
+
+
+def test_it_runs_under_any_name_and_no_variant_is_made_of_it(stored: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(stored.read_bytes())
+    runtime, target = OnnxRuntime(), BUILTIN["cpu-1t"]
+    ((answer,), (expected,)) = (runtime.run(p, target, (rows(4),)) for p in (path, stored.with_name("model.onnx")))
+    np.testing.assert_allclose(np.float32(answer["scores"]), np.float32(expected["scores"]), rtol=1e-5, atol=1e-6)
+    with pytest.raises(UserError, match="cannot be rewritten"):
+        check_places(path, tmp_path / "variant.onnx")
+
+
+def test_a_damaged_file_is_refused_or_read_and_never_a_crash(stored: Path, tmp_path: Path) -> None:
+    data, path = stored.read_bytes(), tmp_path / "damaged.ort"
+    draw = np.random.default_rng(0)
+    remedies: set[str] = set()
+    for size in draw.integers(_MAGIC_END, len(data), 60):
+        path.write_bytes(data[:size])
+        remedies.add(remedy_of(path))
+    for _ in range(400):
+        damaged = bytearray(data)
+        for place in draw.integers(_MAGIC_END, len(data), 8):
+            damaged[place] = int(draw.integers(0, 256))
+        path.write_bytes(damaged)
+        remedies.add(remedy_of(path))
+    assert remedies == {"", "Make it again from the .onnx file."}
+
+
+def remedy_of(path: Path) -> str:
+    """Return the remedy that reading the file ends with; empty if it is read."""
+    try:
+        read_structure(path)
+    except UserError as error:
+        return error.remedy or "none"
+    return ""

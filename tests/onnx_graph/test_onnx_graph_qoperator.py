@@ -1,0 +1,87 @@
+"""Graphs of integer operators are read as the pairs that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+
+from onnx_ops.adapters.optimizers.calibration import BatchReader
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.measure.activations import AS_WRITTEN
+from onnx_ops.onnx_graph.activations import quantized_activations
+from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.onnx_graph.hygiene import flatten_biases
+from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.qoperator import as_pairs
+from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+
+
+def quantized(folder: Path, write: Callable[[Path], None], feed: Any, *, per_channel: bool = True) -> tuple[Path, Path]:
+    source, plain, derived = folder / "source.onnx", folder / "plain.onnx", folder / "derived.onnx"
+    write(source)
+    model = read_model(source)
+    flatten_biases(model)
+    write_model(model, plain)
+    quantize_static(
+        str(plain),
+        str(derived),
+        BatchReader(feed(64), info(plain)),
+        quant_format=QuantFormat.QOperator,
+        per_channel=per_channel,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+    )
+    return source, derived
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("write", "feed"), [(write_perceptron, rows), (write_convolution, images)])
+def test_pairs_answer_as_the_integer_operators_do(tmp_path: Path, write: Any, feed: Any, per_channel: bool) -> None:
+    source, derived = quantized(tmp_path, write, feed, per_channel=per_channel)
+    assert any(node.op_type.startswith("QLinear") for node in read_model(derived).graph.node)
+    write_model(as_pairs(read_model(derived), ""), tmp_path / "pairs.onnx")
+    runtime = OnnxRuntime()
+    (before,), (after,) = (
+        runtime.run(path, AS_WRITTEN, (feed(32, seed=1),)) for path in (derived, tmp_path / "pairs.onnx")
+    )
+    step = max(activation.step for activation in quantized_activations(derived))
+    assert np.abs(before["scores"].astype(np.float64) - after["scores"].astype(np.float64)).max() <= 2.1 * step
+    for weight in quantized_weights(source, derived):
+        assert (np.abs(weight.original - weight.dequantized) <= 0.51 * weight.scale).all()
+        assert weight.stretch is None or weight.stretch < 1.1
+
+
+def test_a_consumer_that_reads_otherwise_than_was_written_is_another_reader(tmp_path: Path) -> None:
+    _, derived = quantized(tmp_path, write_perceptron, rows)
+    model = read_model(derived)
+    node = next(n for n in model.graph.node if n.op_type == "QGemm")
+    scale = next(numpy_helper.to_array(t) for t in model.graph.initializer if t.name == node.input[1])
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(scale * np.float32(1.1)), "other"))
+    value, node.input[1] = node.input[0], "other"
+    found = as_pairs(model, "")
+    readers = [n for n in found.graph.node if n.op_type == "DequantizeLinear" and n.input[0] == value]
+    assert [n.input[1] for n in readers] == ["other"]
+
+
+def test_an_unknown_integer_operator_and_an_old_opset_are_not_passed_over(tmp_path: Path) -> None:
+    node = helper.make_node("QLinearReduceMean", ["x", "s", "z", "s", "z"], ["y"], domain="com.microsoft")
+    ends = [helper.make_tensor_value_info(name, TensorProto.UINT8, [1]) for name in "xy"]
+    graph = helper.make_graph([node], "g", ends[:1], ends[1:])
+    for opset, text in ((18, "QLinearReduceMean"), (12, "opset 12")):
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+        with pytest.raises(MeasurementFailure, match=text):
+            as_pairs(model, "model.onnx")
+
+
+def test_a_graph_without_integer_operators_is_itself(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "source.onnx")
+    model = read_model(tmp_path / "source.onnx")
+    assert as_pairs(model, "") is model

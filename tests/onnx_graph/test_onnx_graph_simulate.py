@@ -1,0 +1,87 @@
+"""One node as if it alone were quantized: what is rounded, and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from onnx_ops.domain.target import Target
+from onnx_ops.onnx_graph.files import constants
+from onnx_ops.onnx_graph.simulate import activations, products, quantize_alone
+from onnx_ops.plugins import load
+from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from tests.measure.search_parts import write_words
+
+TARGET = Target(name="cpu-1t")
+
+
+def answers(path: Path, feed: dict[str, Any]) -> list[Any]:
+    (found,) = load("runtimes", "onnxruntime").run(path, TARGET, (feed,))
+    return list(found.values())
+
+
+@pytest.fixture
+def perceptron(tmp_path: Path) -> Path:
+    write_perceptron(tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def test_the_products_of_each_method(perceptron: Path, tmp_path: Path) -> None:
+    assert products(perceptron, "dynamic") == products(perceptron, "static") == ("first", "second", "third")
+    write_convolution(tmp_path / "cnn.onnx")
+    assert "Conv" in {node.op_type for node in onnx.load(tmp_path / "cnn.onnx").graph.node}
+    assert len(products(tmp_path / "cnn.onnx", "static")) > len(products(tmp_path / "cnn.onnx", "dynamic"))
+    assert products(perceptron, "weight-only") == ()
+
+
+def test_a_table_is_rounded_with_one_scale_and_its_indices_are_not(tmp_path: Path) -> None:
+    write_words(tmp_path / "words.onnx")
+    assert products(tmp_path / "words.onnx", "dynamic") == ("table", "head")
+    copy = tmp_path / "alone.onnx"
+    quantize_alone(tmp_path / "words.onnx", "table", copy, ranges=None, weight_levels=127)
+    before, after = (constants(onnx.load(path)) for path in (tmp_path / "words.onnx", copy))
+    table, rounded = numpy_helper.to_array(before["table.w"]), numpy_helper.to_array(after["table.w_alone"])
+    step = np.abs(table).max() / 127
+    assert 0.3 * step < np.abs(table - rounded).max() <= 0.51 * step
+    assert len(onnx.load(copy).graph.node) == 3
+
+
+@pytest.mark.parametrize("node", ["first", "second", "third"])
+@pytest.mark.parametrize("static", [True, False])
+def test_only_one_node_is_rounded_and_a_little(perceptron: Path, node: str, static: bool) -> None:
+    copy = perceptron.with_name("alone.onnx")
+    ranges = {name: (-16.0, 16.0) for names in activations(perceptron).values() for name in names} if static else None
+    quantize_alone(perceptron, node, copy, ranges=ranges, weight_levels=127)
+    feed = rows(32)
+    exact, rounded = answers(perceptron, feed)[0], answers(copy, feed)[0]
+    away = np.sqrt(np.mean((exact - rounded) ** 2)) / np.std(exact)
+    assert 0 < away < 0.2
+    new = {n.name for n in onnx.load(copy).graph.initializer} - {
+        n.name for n in onnx.load(perceptron).graph.initializer
+    }
+    assert sum(not name.endswith(("scale_0_alone", "zero_0_alone")) for name in new) == 1
+
+
+def test_a_weight_has_as_many_levels_as_asked_for_in_each_channel(tmp_path: Path) -> None:
+    path = tmp_path / "cnn.onnx"
+    write_convolution(path)
+    node = next(n for n in onnx.load(path).graph.node if n.op_type == "Conv")
+    quantize_alone(path, node.name, tmp_path / "alone.onnx", ranges=None, weight_levels=7)
+    stored = numpy_helper.to_array(constants(onnx.load(tmp_path / "alone.onnx"))[f"{node.input[1]}_alone"])
+    for channel in stored:
+        step = np.abs(channel).max() / 7
+        assert np.allclose(channel / step, np.round(channel / step), atol=1e-3)
+    assert answers(tmp_path / "alone.onnx", images(4))
+
+
+def test_an_unknown_node_and_an_old_opset_are_told(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "model.onnx", opset=10, ir_version=5)
+    with pytest.raises(ValueError, match="no node is called"):
+        quantize_alone(tmp_path / "model.onnx", "tenth", tmp_path / "a.onnx", ranges=None, weight_levels=127)
+    with pytest.raises(ValueError, match="opset 11"):
+        quantize_alone(tmp_path / "model.onnx", "first", tmp_path / "a.onnx", ranges=None, weight_levels=127)

@@ -1,0 +1,119 @@
+"""A variant without its rounding is its source with the variant's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.measure.activations import AS_WRITTEN
+from onnx_ops.onnx_graph.unrounded import write_unrounded, write_with_weights
+from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.testing.models import rows, write_perceptron
+from tests.support.pairs import derive
+
+METHODS: dict[str, dict[str, int]] = {"static": {}, "dynamic": {}, "fp16": {}, "weight-only": {"bits": 4, "block": 16}}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.onnx"
+    write_perceptron(path)
+    return path
+
+
+def distance(source: Path, derived: Path) -> float:
+    """Largest difference of the two functions, in the largest answer."""
+    plain, exact = source.with_name("plain.onnx"), source.with_name("exact.onnx")
+    write_with_weights(source, quantized_weights(source, derived), plain)
+    write_unrounded(source, derived, exact)
+    feed = {"x": 3 * rows(64, seed=9)["x"]}  # beyond the ranges too
+    one, other = (
+        np.asarray(OnnxRuntime().run(path, AS_WRITTEN, (feed,))[0]["scores"], dtype=np.float64)
+        for path in (plain, exact)
+    )
+    return float(np.abs(one - other).max() / np.abs(one).max())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unrounded_variant_computes_what_the_source_does(source: Path, method: str) -> None:
+    assert distance(source, derive(source, method, METHODS[method])) < 1e-5
+
+
+def _transpose_once(model: onnx.ModelProto) -> None:
+    """Exchange two columns of the input."""
+    order = numpy_helper.from_array(np.array([1, 0, *range(2, 8)]), "order")
+    model.graph.initializer.append(order)
+    for node in model.graph.node:
+        node.input[:] = ["x.swapped" if name == "x" else name for name in node.input]
+    model.graph.node.insert(0, helper.make_node("Gather", ["x", "order"], ["x.swapped"], axis=1))
+
+
+def _negate(model: onnx.ModelProto) -> None:
+    last = next(node for node in model.graph.node if "scores" in node.output)
+    last.output[0] = "scores.before"
+    model.graph.node.append(helper.make_node("Neg", ["scores.before"], ["scores"]))
+
+
+@pytest.mark.parametrize("fault", [_transpose_once, _negate])
+@pytest.mark.parametrize("method", METHODS)
+def test_fault_in_the_graph_of_a_variant_shows_itself(
+    source: Path, method: str, fault: Callable[[onnx.ModelProto], None]
+) -> None:
+    derived = derive(source, method, METHODS[method])
+    model = onnx.load(derived)
+    fault(model)
+    onnx.save(model, derived)
+    assert distance(source, derived) > 0.1
+
+
+def test_relu_that_a_range_does_not_stand_for_is_missed(source: Path) -> None:
+    """The range of a variant without that ReLU reaches below 0."""
+    derived = derive(source, "static")
+    model = onnx.load(derived)
+    pairs = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and "first" in node.input[0]]
+    for tensor in model.graph.initializer:
+        if tensor.name == pairs[0].input[2]:
+            tensor.CopyFrom(numpy_helper.from_array(np.array(128, np.uint8), tensor.name))
+    onnx.save(model, derived)
+    assert distance(source, derived) > 0.1
+
+
+def test_operator_that_hides_its_rounding_is_refused(source: Path) -> None:
+    derived = derive(source, "dynamic")
+    model = onnx.load(derived)
+    model.graph.node[0].op_type = "QAttention"
+    onnx.save(model, derived)
+    with pytest.raises(MeasurementFailure, match="QAttention"):
+        write_unrounded(source, derived, source.with_name("exact.onnx"))
+
+
+@pytest.mark.parametrize("format_", ["QDQ", "QOperator"])
+def test_clip_that_became_a_range_is_put_back(tmp_path: Path, format_: str) -> None:
+    """A bound of the Clip is a constant that the variant no longer has; a residual sum is cut off too."""
+    from onnxruntime.quantization import QuantFormat, quantize_static
+
+    from onnx_ops.adapters.optimizers.calibration import BatchReader
+    from onnx_ops.onnx_graph.inspect import info
+
+    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
+    write_perceptron(source)
+    model = onnx.load(source)
+    for node in model.graph.node:
+        if node.name == "second_relu":
+            node.op_type = "Clip"
+            node.input.extend(["least", "most"])
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.array(value, np.float32), name) for name, value in (("least", 0), ("most", 6))
+    )
+    onnx.save(model, source)
+    reader = BatchReader(rows(256), info(source))
+    quantize_static(str(source), str(derived), reader, quant_format=QuantFormat[format_])
+    assert not any(node.op_type == "Clip" for node in onnx.load(derived).graph.node)
+    assert distance(source, derived) < 1e-5

@@ -1,0 +1,183 @@
+"""Quantized weights are found with their originals, in the layouts that quantizers write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.errors import MeasurementFailure
+from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.onnx_graph.weights import kept_weights, quantized_weights
+from onnx_ops.statistics.parity import weight_error
+from onnx_ops.testing.models import HIDDEN, write_perceptron
+from tests.measure.search_parts import write_words
+
+
+def quantize(weight: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    other = tuple(i for i in range(weight.ndim) if i != axis)
+    scale = (np.abs(weight).max(axis=other) / 127).astype(np.float32)
+    shape = [1] * weight.ndim
+    shape[axis] = -1
+    return np.round(weight / scale.reshape(shape)).astype(np.int8), scale
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.onnx"
+    write_perceptron(path)
+    return path
+
+
+def derive(
+    source: Path, *, transposed: bool, factor: float = 1.0, shift: int = 0, dtype: type[np.integer[Any]] = np.int8
+) -> Path:
+    """The perceptron with `second.weight` in int8 or uint8: behind a DequantizeLinear as it was, or transposed for a
+    MatMulInteger. The zero point is in the middle of the type, or `shift` beside it."""
+    model = read_model(source)
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    weight = numpy_helper.to_array(stored["second.weight"])
+    levels, scale = quantize(weight.T if transposed else weight, 1 if transposed else 0)
+    middle = 128 if dtype is np.uint8 else 0
+    model.graph.initializer.remove(stored["second.weight"])
+    for name, array in (
+        ("second.weight_quantized", (levels.astype(np.int16) + middle).astype(dtype)),
+        ("second.weight_scale", scale * np.float32(factor)),
+        ("second.weight_zero_point", np.full(scale.shape, middle + shift, dtype)),
+    ):
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    gemm = next(node for node in model.graph.node if node.name == "second")
+    parts = ["second.weight_quantized", "second.weight_scale", "second.weight_zero_point"]
+    if transposed:
+        gemm.op_type = "MatMulInteger"
+        del gemm.attribute[:]
+        gemm.input[:] = ["first.out", parts[0], "", parts[2]]
+    else:
+        gemm.input[1] = "second.weight_float"
+        node = helper.make_node("DequantizeLinear", parts, ["second.weight_float"], axis=0)
+        model.graph.node.insert(0, node)
+    path = source.parent / "derived.onnx"
+    write_model(model, path)
+    return path
+
+
+def steps(source: Path, derived: Path) -> float:
+    (pair,) = quantized_weights(source, derived)
+    assert pair.name == "second.weight"
+    assert pair.original.shape == pair.dequantized.shape == (HIDDEN, HIDDEN)
+    return float((np.abs(pair.original - pair.dequantized) / pair.scale).max())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_a_correct_weight_is_within_half_a_step(source: Path, transposed: bool, dtype: type[np.integer[Any]]) -> None:
+    assert 0.3 < steps(source, derive(source, transposed=transposed, dtype=dtype)) <= 0.501
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_faults_that_no_accuracy_shows_are_seen(source: Path, transposed: bool) -> None:
+    assert steps(source, derive(source, transposed=transposed, shift=1)) > 0.9
+    assert steps(source, derive(source, transposed=transposed, factor=1.02)) > 1.5
+
+
+def test_a_copy_of_a_shared_weight_is_held_against_the_one_original(source: Path) -> None:
+    """A quantizer copies a bias that several nodes share, and numbers the copies."""
+    derived = derive(source, transposed=False)
+    model = read_model(derived)
+    for tensor in model.graph.initializer:
+        tensor.name = tensor.name.replace("second.weight_", "second.weight12_")
+    for node in model.graph.node:
+        node.input[:] = [name.replace("second.weight_", "second.weight12_") for name in node.input]
+        node.output[:] = [name.replace("second.weight_", "second.weight12_") for name in node.output]
+    write_model(model, derived)
+    (pair,) = quantized_weights(source, derived)
+    assert pair.name == "second.weight12"
+    assert np.abs(pair.original - pair.dequantized).max() <= 0.501 * pair.scale.max()
+
+
+def test_a_weight_without_its_original_is_not_passed_over(source: Path) -> None:
+    derived = derive(source, transposed=False)
+    model = read_model(derived)
+    for tensor in model.graph.initializer:
+        if tensor.name == "second.weight_quantized":
+            tensor.name = "folded_quantized"
+    model.graph.node[0].input[0] = "folded_quantized"
+    write_model(model, derived)
+    with pytest.raises(MeasurementFailure, match="folded"):
+        quantized_weights(source, derived)
+
+
+def test_a_weight_stored_in_an_unknown_way_is_not_passed_over(source: Path) -> None:
+    model = read_model(source)
+    model.graph.initializer.append(helper.make_tensor("strange_quantized", TensorProto.INT8, [2], [1, 2]))
+    derived = source.parent / "derived.onnx"
+    write_model(model, derived)
+    with pytest.raises(MeasurementFailure, match="strange"):
+        quantized_weights(source, derived)
+
+
+def test_a_float_model_has_none(source: Path) -> None:
+    assert quantized_weights(source, source) == ()
+
+
+def test_a_step_is_never_finer_than_float32_itself(source: Path) -> None:
+    model = read_model(source)
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    bias = numpy_helper.to_array(stored["second.bias"])
+    scale = np.float32(1e-9)
+    levels = np.clip(np.round(bias.astype(np.float64) / scale), -(2**31), 2**31 - 1).astype(np.int32)
+    levels[np.abs(bias) > 2] = 0
+    model.graph.initializer.remove(stored["second.bias"])
+    model.graph.initializer.append(numpy_helper.from_array(levels, "second.bias_quantized"))
+    model.graph.initializer.append(numpy_helper.from_array(scale.reshape(1), "second.bias_quantized_scale"))
+    parts = ["second.bias_quantized", "second.bias_quantized_scale"]
+    model.graph.node.insert(0, helper.make_node("DequantizeLinear", parts, ["second.bias"]))
+    derived = source.parent / "derived.onnx"
+    write_model(model, derived)
+    (pair,) = quantized_weights(source, derived)
+    small = np.abs(pair.original) <= 2
+    assert small.any()
+    assert float((np.abs(pair.original - pair.dequantized) / pair.scale)[small].max()) <= 0.51
+    assert (pair.scale > scale).any()
+
+
+def other_steps(source: Path, derived: Path) -> dict[str, float]:
+    return {w.name: weight_error(w.original, w.dequantized, w.scale) for w in kept_weights(source, derived)}
+
+
+def test_constants_left_in_float_are_held_against_their_originals(source: Path) -> None:
+    derived = derive(source, transposed=True)
+    assert other_steps(source, derived) == dict.fromkeys(
+        ["first.bias", "first.weight", "second.bias", "third.bias", "third.weight"], 0.0
+    )
+    model = read_model(derived)
+    bias = next(tensor for tensor in model.graph.initializer if tensor.name == "third.bias")
+    bias.CopyFrom(numpy_helper.from_array(0 * numpy_helper.to_array(bias), "third.bias"))
+    write_model(model, derived)
+    found = other_steps(source, derived)
+    assert found.pop("third.bias") > 1000
+    assert set(found.values()) == {0.0}
+
+
+def test_a_table_of_embeddings_is_read_behind_the_choice_of_its_rows(tmp_path: Path) -> None:
+    source, derived = tmp_path / "words.onnx", tmp_path / "int8.onnx"
+    write_words(source)
+    model = read_model(source)
+    table = numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == "table.w"))
+    step = np.float32(np.abs(table).max() / 127)
+    levels = np.round(table / step).astype(np.int8)
+    stored = [t for t in model.graph.initializer if t.name != "table.w"]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(stored)
+    model.graph.initializer.append(numpy_helper.from_array(levels, "table.w_quantized"))
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(step), "table.w_scale"))
+    model.graph.node[0].input[0], model.graph.node[0].output[0] = "table.w_quantized", "rows_quantized"
+    read = helper.make_node("DequantizeLinear", ["rows_quantized", "table.w_scale"], ["rows"])
+    model.graph.node.insert(1, read)
+    write_model(model, derived)
+    (weight,) = quantized_weights(source, derived)
+    assert weight.name == "table.w"
+    assert weight_error(weight.original, weight.dequantized, weight.scale) <= 0.51

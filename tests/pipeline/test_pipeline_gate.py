@@ -1,0 +1,78 @@
+"""The gate stage: what the signed record says of a decision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.attestation import read
+from onnx_ops.domain.artifact import Manifest, digest_bytes
+from onnx_ops.domain.evidence import BatchInvariance, Evidence
+from onnx_ops.domain.execution import Execution, SessionSettings
+from onnx_ops.domain.gate import DecisionRecord, ParityGate
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.measure.files import put_document
+from onnx_ops.pipeline.stages.gate import execute
+from onnx_ops.testing.fakes import FakeWorld
+
+STAGE = Stage(
+    id="gate/fp32@cpu",
+    kind=StageKind.GATE,
+    variant="fp32",
+    target="cpu",
+    settings={
+        "model": "m",
+        "gates": codec.to_json((ParityGate(noise_factor=10.0),)),
+        "custom_ops": [digest_bytes(b"library")],
+        "execution": codec.to_json(Execution(session=SessionSettings(intra_op_threads=4))),
+    },
+)
+
+
+def evidence_of(*invariance: BatchInvariance) -> Evidence:
+    digest = digest_bytes(b"content")
+    hardware = HardwareFingerprint(
+        machine="x86_64", cpu_model="c", cpu_flags=(), cores=1, memory_bytes=1, runtime="r", runtime_version="1"
+    )
+    return Evidence(
+        pipeline="p", variant="fp32", target="cpu", quantized=False, release=digest, manifest=digest,
+        target_digest=digest, dedicated=False, size_bytes=1, hardware=hardware, batch_invariance=invariance,
+    )  # fmt: skip
+
+
+def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance) -> DecisionRecord:
+    ports = world.ports(root=root)
+    measured = Manifest(files={"evidence.json": put_document(ports.store, evidence_of(*invariance))})
+    result = execute(STAGE, digest_bytes(b"key"), {"benchmark/fp32@cpu": measured}, ports)
+    return read(ports.store.read(result["signed.json"]), DecisionRecord).record
+
+
+@pytest.mark.parametrize(
+    ("ratios", "batchable"),
+    [([], False), ([1.0], True), ([1.0, 1e6], False)],
+    ids=["not measured", "independent", "dependent"],
+)
+def test_requests_are_batched_only_if_invariance_was_measured_and_passed(
+    tmp_path: Path, ratios: list[float], batchable: bool
+) -> None:
+    invariance = (
+        BatchInvariance(output=f"y{place}", rows=32, error=1e-7, ratio=ratio, changed=0.0)
+        for place, ratio in enumerate(ratios)
+    )
+    assert record_of(FakeWorld(), tmp_path, *invariance).batchable is batchable
+
+
+def test_what_the_target_declares_is_signed_with_the_decision(tmp_path: Path) -> None:
+    record = record_of(FakeWorld(), tmp_path)
+    assert record.custom_ops == (digest_bytes(b"library"),)
+    assert record.execution.session.intra_op_threads == 4
+
+
+def test_a_decision_made_a_millisecond_later_has_the_higher_sequence(tmp_path: Path) -> None:
+    world = FakeWorld()
+    earlier = record_of(world, tmp_path)
+    world.clock.advance(0.001)
+    assert record_of(world, tmp_path).sequence - earlier.sequence == 1

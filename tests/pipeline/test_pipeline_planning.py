@@ -1,0 +1,300 @@
+"""From a pipeline to stages: which, in which order, and what their keys depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.execution import SessionSettings
+from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
+from onnx_ops.domain.pipeline import Export, FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.pipeline import InlineExecutor, Silent, plan, run
+from onnx_ops.testing.fakes import FakeClock
+from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
+
+VARIANTS = ("fp32", "int8-dynamic", "int8-static")
+
+
+def planned(pipeline: Pipeline = PIPELINE, probe: TableProbe | None = None, until: StageKind | None = None) -> Plan:
+    return plan(pipeline, TARGETS, probe or TableProbe(), until=until)
+
+
+def keys(some: Plan) -> dict[str, Digest]:
+    """The key of every stage of a run from scratch."""
+    result = run(some, handler=CountingHandler(), executor=InlineExecutor(), observer=Silent(), clock=FakeClock())
+    return {name: outcome.key for name, outcome in result.outcomes.items() if outcome.key is not None}
+
+
+def changed(before: Plan, after: Plan) -> set[str]:
+    old, new = keys(before), keys(after)
+    assert set(old) == set(new)
+    return {name for name, key in new.items() if old[name] != key}
+
+
+def test_the_document_of_a_pipeline_is_read_back() -> None:
+    assert codec.loads(codec.dumps(PIPELINE), Pipeline) == PIPELINE
+
+
+def test_the_stages_of_a_pipeline() -> None:
+    stages = planned().stages
+    assert ids(stages, StageKind.DATA) == ["data/train", "data/test", "data/extra"]
+    assert ids(stages, StageKind.QUANTIZE) == ["quantize/int8-dynamic", "quantize/int8-static"]
+    pairs = [f"{variant}@{target}" for target in ("cpu", "edge") for variant in VARIANTS]
+    assert ids(stages, StageKind.BENCHMARK) == [f"benchmark/{pair}" for pair in pairs]
+    assert ids(stages, StageKind.GATE) == [f"gate/{pair}" for pair in pairs]
+    assert ids(stages, StageKind.PROMOTE) == ["promote@cpu", "promote@edge"]
+    assert ids(stages, StageKind.DEPLOY) == ["deploy/digits", "deploy/digits-edge"]
+    assert len(stages) == 3 + 1 + 1 + 1 + 2 + 6 + 6 + 1 + 2 + 2
+
+
+def test_every_stage_comes_after_those_it_waits_for() -> None:
+    seen: set[str] = set()
+    for stage in planned().stages:
+        assert seen >= {*stage.needs, *stage.tolerates}
+        assert stage.id not in seen
+        seen.add(stage.id)
+
+
+def test_what_is_scored_is_not_trained_on() -> None:
+    assert planned()["train"].needs == ("data/train", "data/extra")
+
+
+def test_needs_and_tolerances() -> None:
+    stages = planned()
+    assert stages["quantize/int8-static"].needs == ("export", "data/train")
+    assert stages["quantize/int8-dynamic"].needs == ("export",)
+    assert stages["benchmark/fp32@cpu"].needs == ("export", "validate", "data/test")
+    assert set(stages["benchmark/int8-static@edge"].needs) == {
+        "export",
+        "validate",
+        "quantize/int8-static",
+        "data/test",
+    }
+    assert stages["benchmark/fp32@cpu"].own_process
+    assert stages["register"].needs == ("train", "export")
+    assert {"gate/int8-static@edge", "quantize/int8-dynamic"} <= set(stages["register"].tolerates)
+    assert stages["deploy/digits"].needs == ("register",)
+    assert stages["deploy/digits"].tolerates == ("promote@cpu",)
+
+
+def test_a_model_that_is_brought_needs_no_data_to_train() -> None:
+    brought = planned(replace(PIPELINE, train=None, model="models/m.onnx"))["train"]
+    assert brought.needs == ()
+    assert brought.settings["model"] == "models/m.onnx"
+
+
+def test_nothing_is_released_without_a_key_or_a_registry() -> None:
+    last = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
+    for some in (planned(probe=TableProbe(key=None)), planned(replace(PIPELINE, register=None, deploy=()))):
+        assert not [stage for stage in some.stages if stage.kind in last]
+
+
+def test_a_person_promotes_where_the_pipeline_says_manual() -> None:
+    some = planned(replace(PIPELINE, register=Register(model="digits")))
+    assert not ids(some.stages, StageKind.PROMOTE)
+    assert some["deploy/digits"].needs == ("register",)
+
+
+@pytest.mark.parametrize("until", StageKind)
+def test_until_leaves_out_what_comes_later(until: StageKind) -> None:
+    order = list(StageKind)
+    kinds = {stage.kind for stage in planned(until=until).stages}
+    assert kinds == set(order[: order.index(until) + 1]) & {stage.kind for stage in planned().stages}
+
+
+def with_section(name: str, **values: object) -> Pipeline:
+    return replace(PIPELINE, **{name: replace(getattr(PIPELINE, name), **values)})
+
+
+@pytest.mark.parametrize("section", ["train", "export", "validate", "benchmark", "register"])
+def test_attempts_are_no_part_of_a_key(section: str) -> None:
+    patient = planned(with_section(section, retries=3, timeout=60.0))
+    assert not changed(planned(), patient)
+    assert any((stage.retries, stage.timeout) == (3, 60.0) for stage in patient.stages)
+
+
+def test_attempts_of_quantizing_and_deploying_are_no_part_of_a_key() -> None:
+    patient = replace(
+        PIPELINE,
+        quantize=tuple(replace(entry, retries=2) for entry in PIPELINE.quantize),
+        deploy=tuple(replace(entry, timeout=5.0) for entry in PIPELINE.deploy),
+    )
+    assert not changed(planned(), planned(patient))
+
+
+RELEASE = {"register", "promote@cpu", "promote@edge", "deploy/digits", "deploy/digits-edge"}
+
+
+def pairs_of(*kinds: str) -> set[str]:
+    return {f"{kind}/{variant}@{target}" for kind in kinds for variant in VARIANTS for target in TARGETS}
+
+
+def with_gates(*gates: Gate) -> Pipeline:
+    return replace(PIPELINE, gates=gates)
+
+
+BENCHMARKS = {f"benchmark/{variant}@{target}" for variant in VARIANTS for target in ("cpu", "edge")}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MetricGate(name="f1", min=0.5), MetricGate(name="f1", max_drop=0.01, min=0.6)),
+        (MetricGate(name="top_k", min=0.5), MetricGate(name="top_k", k=5, min=0.4)),
+        (SizeGate(max=1), MetricGate(max_drop=0.01)),
+        (
+            MetricGate(use="own:score", higher_is_better=True, min=0.5),
+            MetricGate(use="own:score", higher_is_better=False, max=1.0),
+        ),
+    ],
+)
+def test_limits_of_metrics_measure_nothing_again(before: Gate, after: Gate) -> None:
+    assert not changed(planned(with_gates(before)), planned(with_gates(after))) & BENCHMARKS
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (SizeGate(max=1), MetricGate(name="f1", min=0.5)),
+        (MetricGate(name="f1", min=0.5), MetricGate(name="f1", average="micro", min=0.5)),
+        (MetricGate(name="top_k", k=3, min=0.5), MetricGate(name="top_k", k=4, min=0.5)),
+        (MetricGate(name="auc", min=0.5), MetricGate(name="auc", output="scores", min=0.5)),
+    ],
+)
+def test_another_metric_is_measured(before: Gate, after: Gate) -> None:
+    assert changed(planned(with_gates(before)), planned(with_gates(after))) >= BENCHMARKS
+
+
+def test_the_code_of_an_own_metric_is_part_of_its_measurement() -> None:
+    pipeline = with_gates(MetricGate(use="own:score", higher_is_better=True, min=0.5))
+    digests = []
+    for code in ("", "edited"):
+        probe = TableProbe()
+        probe.world["code"] = code
+        digests.append(planned(pipeline, probe)["benchmark/fp32@cpu"].settings["metrics"])
+    assert digests[0] != digests[1]
+
+
+def test_the_order_of_metric_gates_does_not_matter_to_a_measurement() -> None:
+    gates = (MetricGate(name="f1", min=0.5), MetricGate(name="auc", min=0.5))
+    assert not changed(planned(with_gates(*gates)), planned(with_gates(*reversed(gates)))) & BENCHMARKS
+
+
+def test_other_gates_judge_again_and_measure_nothing_again() -> None:
+    other = planned(replace(PIPELINE, gates=(SizeGate(max=999),)))
+    assert changed(planned(), other) == pairs_of("gate") | RELEASE
+
+
+def plan_with(*gates: Gate) -> Plan:
+    return planned(with_gates(*gates))
+
+
+def test_measurements_follow_from_the_gates_and_limits_do_not_enter_their_keys() -> None:
+    without = plan_with(SizeGate(max=9))
+    assert not {"throughput", "starts"} & set(without["benchmark/fp32@cpu"].settings)
+    loaded = plan_with(SizeGate(max=9), ThroughputGate(concurrency=8, min=5.0), ThroughputGate(min=1.0))
+    assert loaded["benchmark/fp32@cpu"].settings["throughput"] == [4, 8]
+    assert changed(without, loaded) == pairs_of("benchmark", "gate") | RELEASE
+    started = plan_with(SizeGate(max=9), MemoryGate(max=5))
+    assert started["benchmark/fp32@cpu"].settings["starts"] is True
+    assert changed(started, plan_with(MemoryGate(max=6, max_regression=0.1))) == pairs_of("gate") | RELEASE
+    both = plan_with(ColdStartGate(load=1.0), MemoryGate(max=6))
+    assert not changed(started, both) & pairs_of("benchmark"), "the same processes serve both"
+
+
+def test_limits_of_a_target_judge_there_only() -> None:
+    limited = TARGETS | {"edge": replace(TARGETS["edge"], gates=(SizeGate(max=5), MemoryGate(max=7)))}
+    plain, found = planned(), plan(PIPELINE, limited, TableProbe())
+    there: Any = found["gate/fp32@edge"].settings["gates"]
+    assert [(gate["kind"], gate.get("max")) for gate in there] == [("latency", None), ("size", 5), ("memory", 7)]
+    assert found["gate/fp32@cpu"].settings == plain["gate/fp32@cpu"].settings
+    assert found["benchmark/fp32@edge"].settings["starts"] is True
+    assert {name for name in changed(plain, found) if name.endswith("@cpu")} <= RELEASE
+    looser = TARGETS | {"edge": replace(TARGETS["edge"], gates=(SizeGate(max=6), MemoryGate(max=8)))}
+    again = changed(found, plan(PIPELINE, looser, TableProbe()))
+    assert not again & pairs_of("benchmark"), "a limit measures nothing again"
+
+
+def test_limits_tell_the_measurement_how_long_to_go_on() -> None:
+    stage = plan_with(LatencyGate(max_regression=0.05), ThroughputGate(max_regression=0.1))["benchmark/fp32@cpu"]
+    assert stage.hints["tolerances"] == {"latency": [0.05], "throughput": [0.1]}
+
+
+def test_another_signer_judges_again() -> None:
+    assert changed(planned(), planned(probe=TableProbe(key=Digest("sha256:other")))) == pairs_of("gate") | RELEASE
+
+
+def test_the_code_of_a_table_of_translations_is_part_of_the_export() -> None:
+    export = Export(framework="torch", options={"translations": "operators:TABLE"})
+    pipeline = replace(PIPELINE, export=export, train=None, model="model.pt")
+    again = changed(planned(pipeline), planned(pipeline, TableProbe(world={"code": "new"})))
+    assert "export" in again
+    assert "train" not in again
+    plain = replace(pipeline, export=Export(framework="torch"))
+    assert not changed(planned(plain), planned(plain, TableProbe(world={"code": "new"})))
+
+
+def test_other_code_trains_again_and_all_that_follows() -> None:
+    again = changed(planned(), planned(probe=TableProbe(world={"code": "new"})))
+    assert again == {stage.id for stage in planned().stages if stage.kind is not StageKind.DATA}
+
+
+@pytest.mark.parametrize(
+    ("world", "again"),
+    [
+        ({"optimizers/static": "2.0"}, {"quantize/int8-static", "benchmark/int8-static@cpu", "gate/int8-static@edge"}),
+        ({"hardware": "another machine"}, pairs_of("benchmark", "gate")),
+    ],
+)
+def test_other_tools_and_machines(world: dict[str, str], again: set[str]) -> None:
+    found = changed(planned(), planned(probe=TableProbe(world=world)))
+    assert found >= again | RELEASE
+    assert not found & {"train", "export", "quantize/int8-dynamic"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: with_section("train", with_={"epochs": 4}),
+        lambda: with_section("export", opset=19),
+        lambda: with_section("benchmark", batch=2),
+        lambda: replace(PIPELINE, validate=Validate(samples=Samples(limit=7))),
+        lambda: replace(PIPELINE, data={**PIPELINE.data, "train": FileData(file="t.npz", inputs={"x": "x"})}),
+    ],
+)
+def test_settings_shape_keys(change: Callable[[], Pipeline]) -> None:
+    assert changed(planned(), planned(change()))
+
+
+def test_another_definition_of_a_target_measures_on_it_again() -> None:
+    targets = {**TARGETS, "edge": replace(TARGETS["edge"], session=SessionSettings(intra_op_threads=4))}
+    found = changed(planned(), plan(PIPELINE, targets, TableProbe()))
+    assert {f"benchmark/{v}@edge" for v in VARIANTS} <= found
+    assert not {f"benchmark/{v}@cpu" for v in VARIANTS} & found
+
+
+def test_one_input_more_is_another_key() -> None:
+    stage = planned()["register"]
+    handler = CountingHandler()
+    one = handler.execute(stage, Digest("a"), {})
+    two = handler.execute(stage, Digest("b"), {})
+    assert len({stage.key({}), stage.key({"x": one}), stage.key({"x": two}), stage.key({"y": one})}) == 4
+
+
+def test_a_variant_is_made_for_each_kind_of_machine_among_its_targets() -> None:
+    """Two targets on one kind of machine give one; another kind makes the variant anew."""
+
+    def settings(**world: str) -> object:
+        stages = plan(PIPELINE, TARGETS, TableProbe(world=world))
+        return stages["quantize/int8-static"].settings["machines"]
+
+    alike, mixed = settings(), settings(**{"edge/vnni": "no"})
+    assert alike == [codec.to_json(Arithmetic(family="x86"))]
+    assert sorted(one["saturates"] for one in mixed) == [False, True]  # type: ignore[attr-defined]
+    assert settings(**{"cpu/vnni": "no"}) == mixed

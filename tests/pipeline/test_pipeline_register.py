@@ -1,0 +1,158 @@
+"""The register stage: what it stores with each version."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Manifest, digest_bytes
+from onnx_ops.domain.evidence import (
+    Evidence,
+    Interval,
+    LatencySamples,
+    PairedCounts,
+    ScoreComparison,
+    Starts,
+    Throughput,
+)
+from onnx_ops.domain.gate import Decision, GateResult, ParityGate, Verdict
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.release import Lineage, Registration
+from onnx_ops.domain.standing import Policy
+from onnx_ops.measure.files import put_document
+from onnx_ops.measure.reference import put_reference
+from onnx_ops.pipeline.stages.register import choices, execute
+from onnx_ops.reporting.plain import plain_figures
+from onnx_ops.testing.fakes import FakeWorld
+
+RELEASE = digest_bytes(b"release")
+VARIANTS = ("fp32", "int8-static")
+
+
+def decision_of(variant: str) -> Decision:
+    verdict = Verdict.PASS if variant == "fp32" else Verdict.FAIL
+    result = GateResult(
+        gate="parity", metric="outputs", limit="error ≤ 10x noise", verdict=verdict, reason="as measured"
+    )
+    return Decision(variant=variant, target="cpu-1t", results=(result,))
+
+
+def evidence_of(variant: str) -> Evidence:
+    return Evidence(
+        pipeline="p",
+        variant=variant,
+        target="cpu-1t",
+        quantized=False,
+        release=RELEASE,
+        manifest=digest_bytes(variant.encode()),
+        target_digest=digest_bytes(b"target"),
+        dedicated=False,
+        size_bytes=1000,
+        hardware=HardwareFingerprint(
+            machine="x86_64",
+            cpu_model="Example CPU",
+            cpu_flags=(),
+            cores=2,
+            memory_bytes=10**9,
+            runtime="onnxruntime",
+            runtime_version="1",
+        ),
+    )
+
+
+def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> None:
+    world = FakeWorld()
+    ports = world.ports(root=tmp_path)
+    store = ports.store
+    inputs = {
+        "export": Manifest(
+            files={
+                "onnx/model.onnx": store.put_bytes(b"float"),
+                "reference.npz": put_reference(store, []),
+                "lineage.json": put_document(store, Lineage(pipeline="p", release=RELEASE)),
+            }
+        ),
+        "quantize/int8-static": Manifest(files={"onnx/model.onnx": store.put_bytes(b"integers")}),
+    }
+    for variant in VARIANTS:
+        inputs[f"benchmark/{variant}@cpu-1t"] = Manifest(
+            files={
+                "evidence.json": put_document(store, evidence_of(variant)),
+                "raw.npz": store.put_bytes(b"raw"),
+            }
+        )
+        inputs[f"gate/{variant}@cpu-1t"] = Manifest(
+            files={
+                "decision.json": put_document(store, decision_of(variant)),
+                "gates.json": put_document(store, (ParityGate(),)),
+            }
+        )
+    phone = {**inputs["benchmark/fp32@cpu-1t"].files, "package/model.ort": store.put_bytes(b"flat")}
+    inputs["benchmark/fp32@cpu-1t"] = Manifest(files=phone)
+    stage = Stage(
+        id="register",
+        kind=StageKind.REGISTER,
+        settings={
+            "model": "m",
+            "targets": ["cpu-1t"],
+            "policies": {"cpu-1t": {"prefer": "latency"}},
+            "parameters": {},
+            "measured_on": "test",
+            "variants": [{"name": "fp32", "stage": "export"}, {"name": "int8-static", "stage": "quantize/int8-static"}],
+        },
+    )
+    result = execute(stage, digest_bytes(b"key"), inputs, ports)
+    registration = codec.loads(store.read(result["registration.json"]), Registration)
+    assert [(c.target, c.variant) for c in registration.choices] == [("cpu-1t", "fp32")]
+    records = [world.registry.version("m", registration.versions[variant]) for variant in VARIANTS]
+    pages = [world.registry.document(record, "report.html").decode() for record in records]
+    assert pages[0] == pages[1]
+    assert pages[0].startswith("<!doctype html>")
+    assert world.registry.document(records[0], "packages/cpu-1t/model.ort") == b"flat"
+    for variant in VARIANTS:
+        assert f"{variant} on cpu-1t" in pages[0]
+        assert inputs[f"benchmark/{variant}@cpu-1t"]["evidence.json"] in pages[0]
+
+
+def test_a_target_without_measurements_is_an_error_and_no_failed_model() -> None:
+    found = choices({"cpu-1t": Policy(), "gpu": Policy()}, (decision_of("fp32"),))
+    assert [(c.target, c.variant, c.verdict) for c in found] == [
+        ("cpu-1t", "fp32", Verdict.PASS),
+        ("gpu", None, Verdict.ERROR),
+    ]
+
+
+def test_quantiles_and_medians_become_metrics_of_the_version() -> None:
+    evidence = replace(
+        evidence_of("fp32"),
+        throughput=(Throughput(concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)),),
+        starts=Starts(batch=1, requests=2, load_s=(0.5, 0.25, 1.0), first_s=(0.5,) * 3, peak_bytes=()),
+        latency=LatencySamples(batch=1, runs=200, preempted=0, quantiles_ns={"p50": 2.5e6, "p99": 4e6}),
+    )
+    assert plain_figures("cpu", evidence) == {
+        "cpu/size_bytes": 1000.0,
+        "cpu/p50_ms": 2.5,
+        "cpu/p99_ms": 4.0,
+        "cpu/requests_per_second_4": 205.0,
+        "cpu/load_ms": 500.0,
+        "cpu/first_ms": 500.0,
+    }
+
+
+def test_each_metric_is_a_figure_of_its_name() -> None:
+    value = Interval(estimate=0.8, low=0.7, high=0.9)
+    scores = (
+        ScoreComparison(metric="f1 binary positive:a=b", against="", n=9, candidate=value),
+        ScoreComparison(metric="f1 binary positive:a=b", against="fp32", n=9, candidate=value),
+        ScoreComparison(metric="cosine", against="fp32", n=9, candidate=value),
+        ScoreComparison(metric="mae", against="", n=9, failed="NaN"),
+    )
+    counts = (PairedCounts(metric="top_5", against="", n=10, both=7, only_baseline=0, only_candidate=1),)
+    assert plain_figures("cpu", replace(evidence_of("fp32"), metrics=counts, scores=scores)) == {
+        "cpu/size_bytes": 1000.0,
+        "cpu/top_5": 0.8,
+        "cpu/f1 binary positive:a_b": 0.8,
+        "cpu/cosine vs fp32": 0.8,
+    }

@@ -1,0 +1,49 @@
+"""Training code is the user's: what goes wrong in it is told as such."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure, UserError
+from onnx_ops.pipeline.stages.train import execute
+from onnx_ops.testing.fakes import FakeWorld
+
+
+def train(root: Path, body: str, function: str = "train") -> None:
+    module = f"user_{uuid.uuid4().hex}"
+    (root / f"{module}.py").write_text(body, encoding="utf-8")
+    settings: dict[str, Json] = {"run": f"{module}:{function}", "with_": {"seed": 1}, "framework": "sklearn"}
+    stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings)
+    ports = replace(FakeWorld().ports(root=root), exporter=lambda *_: SklearnExporter())
+    execute(stage, digest_bytes(b""), {}, ports)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "told"),
+    [
+        ("import nowhere_at_all\n", MissingPackage, "pip install nowhere_at_all"),
+        ("undefined\n", UserError, "NameError"),
+        ("1 / 0\n", UserError, "py:1: .* cannot be imported .ZeroDivisionError"),
+        ("import json\ndef f(:\n", UserError, "py:2: .* cannot be imported .SyntaxError"),
+        ("other = 1\n", NotFound, "train"),
+        ("def train(data, seed):\n    raise KeyError('no such column')\n", UserError, "py:2: .* 'no such column'"),
+        ("import json\ndef train(data, seed):\n    json.loads('{')\n", UserError, "py:3: .*JSONDecodeError"),
+        ("def train(data, seed):\n    raise ConnectionError('no answer')\n", StageFailure, "py:2: .* no answer"),
+        ("def train(data):\n    return 1\n", UserError, "train.with: .* 'seed'"),
+        ("def train(data, seed):\n    pass\n", UserError, "train.run: .* returned nothing"),
+        ("def train(data, seed, depth):\n    return 1\n", UserError, "train.with: .* 'depth'"),
+    ],
+)
+def test_a_fault_in_user_code_is_told_in_its_own_words(
+    tmp_path: Path, body: str, kind: type[OnnxOpsError], told: str
+) -> None:
+    with pytest.raises(kind, match=told):
+        train(tmp_path, body)

@@ -1,0 +1,110 @@
+"""Scenes whose ledger, model folders and content store are files, and what must be true of these files in the end."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.domain.ledger import fold
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.ports import Ports
+from onnx_ops.testing.fakes import FakeWorld
+from tests.release.release_parts import Scene, new_world
+
+STATE = ".onnx-ops"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskWorld(FakeWorld):
+    """What outlives a process lies below `root`, as in a project; what a process remembers of it ends with it."""
+
+    root: Path
+    alive: dict[str, Ports] = field(default_factory=dict)
+
+    def ports(self, process: str = "process-1", root: Path | None = None) -> Ports:
+        if process not in self.alive:
+            self.alive[process] = replace(
+                FakeWorld.ports(self, process, root or self.root),
+                ledger=ledger_of(self.root),
+                files=models_of(self.root),
+                store=store_of(self.root),
+            )
+        return self.alive[process]
+
+
+def ledger_of(root: Path) -> ObjectLedger:
+    return ObjectLedger(LocalObjects(root / STATE / "ledger"))
+
+
+def models_of(root: Path) -> ModelFolders:
+    return ModelFolders(root / STATE / "models")
+
+
+def store_of(root: Path) -> ContentStore:
+    place = root / STATE / "store"
+    return ContentStore(LocalObjects(place), place)
+
+
+def disk_world(root: Path) -> DiskWorld:
+    return DiskWorld(root=root, ledger=ledger_of(root), files=models_of(root))  # type: ignore[arg-type]
+
+
+@contextmanager
+def on_disk(root: Path) -> Iterator[None]:
+    """Scenes that are made meanwhile stand below this folder."""
+    token = new_world.set(lambda: disk_world(root))
+    try:
+        yield
+    finally:
+        new_world.reset(token)
+
+
+def disk_copies_of(setup: Callable[[], Scene], root: Path) -> Callable[[], Scene]:
+    """Return what `setup` returns, as it was: each call of the result puts the files below `root` back."""
+    with on_disk(root):
+        first = setup()
+    world = first.world
+    kept = pickle.dumps((world.registry, world.provider, world.clock, world.dead, world.notifiers))
+    aside = root.with_name(f"{root.name}-kept")
+    root.mkdir(exist_ok=True)
+    shutil.copytree(root, aside)
+
+    def copy() -> Scene:
+        shutil.rmtree(root)
+        shutil.copytree(aside, root)
+        registry, provider, clock, dead, notifiers = pickle.loads(kept)  # noqa: S301 (our own)
+        again = replace(
+            disk_world(root), registry=registry, provider=provider, clock=clock, dead=dead, notifiers=notifiers
+        )
+        return Scene(world=again, processes=first.processes)
+
+    return copy
+
+
+def damage(root: Path) -> list[str]:
+    """What is torn below a world's folder, read as a process reads it that starts now."""
+    found: list[str] = []
+    ledger, models, store = ledger_of(root), models_of(root), store_of(root)
+    for endpoint in ledger.endpoints():
+        try:
+            if ledger.state(endpoint) != fold(endpoint, ledger.read(endpoint)):
+                found.append(f"the snapshot of {endpoint} says something else than its entries")
+        except OnnxOpsError as error:
+            found.append(str(error))
+    folders = [one.digest for one in models.kept() if one.digest is not None]
+    found += [f"model folder {digest} is damaged" for digest in folders if models.location(digest) is None]
+    for one in store.contents():
+        try:
+            if one.digest is not None:
+                store.path(one.digest)
+        except OnnxOpsError as error:
+            found.append(str(error))
+    return found

@@ -1,0 +1,164 @@
+"""The operations whose effects are disturbed: those of the reconciler and of operators, retention, and whole runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.summary import summarise
+from onnx_ops.domain.artifact import Manifest, digest_bytes
+from onnx_ops.domain.ledger import Deleted
+from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.rollout import DAY
+from onnx_ops.release.delete import delete
+from onnx_ops.release.journal import bound_endpoints
+from onnx_ops.release.prune import plan_pruning, prune
+from onnx_ops.release.reconcile import settle
+from tests.release.effect_sweep import OF_CALLS, OF_FILES, Operation, comparable_end
+from tests.release.release_parts import MODEL, Scene
+from tests.release.release_scenes import serving
+from tests.release.test_release_faults import SCENARIOS
+
+PLUGINS = Path(__file__).resolve().parents[2] / "benchmarks" / "synthetic"
+MONTH = 30 * DAY
+_ALL = (*OF_FILES, *OF_CALLS)
+
+_RELEASE = "register: {model: digits, promote: auto}\ndeploy: {endpoint: digits, target: machine-0}\n"
+
+
+@contextmanager
+def synthetic() -> Iterator[None]:
+    """The plugins of the synthetic project can be found meanwhile."""
+    with patch.object(sys, "path", [str(PLUGINS), *sys.path]):
+        yield
+    for name in ("synthetic_project", "synthetic_plugins", "synthetic_job"):
+        sys.modules.pop(name, None)
+
+
+def project_of(scene: Scene) -> Project:
+    """A process's view of the scene's project: the files are real, the services those of the scene."""
+    project, ports = open_project(scene.ports.root), scene.ports
+    return replace(
+        project,
+        ports=replace(
+            project.ports,
+            ledger=ports.ledger,
+            files=ports.files,
+            registry=ports.registry,
+            provider=ports.provider,
+            metrics=ports.metrics,
+            clock=ports.clock,
+            host=ports.host,
+            verifier=ports.verifier,
+            signer=ports.signer,
+        ),
+    )
+
+
+def run(scene: Scene, until: StageKind | None = None) -> tuple[str, ...]:
+    """Run the project's pipeline; which stages did something. Raises what a stage raised."""
+    project = project_of(scene)
+    (file,) = (project.settings.root / "configs" / "pipelines").glob("*.yaml")
+    helper = importlib.import_module("synthetic_project")
+    prepared = helper.in_this_process(prepare(project, file, until=until))
+    result = execute(project, prepared)
+    for error in result.errors.values():
+        raise error
+    summary = summarise(prepared.pipeline, result, project.ports)
+    assert summary.exit_code == 0, summary
+    return summary.executed
+
+
+def pipeline() -> Scene:
+    """A project with a pipeline that nobody has run."""
+    scene = Scene()
+    helper = importlib.import_module("synthetic_project")
+    (file,) = helper.write_project(scene.ports.root, pipelines=1, variants=2, targets=1)
+    text = file.read_text().replace("  - {kind: latency, max_regression: 5%}\n", "")
+    file.write_text(text + _RELEASE)
+    return scene
+
+
+def judged() -> Scene:
+    """A project whose pipeline has run until its gates."""
+    scene = pipeline()
+    run(scene, StageKind.GATE)
+    return scene
+
+
+def end_of_run(scene: Scene) -> Mapping[str, Any]:
+    """With what the registry holds, and what a further run does."""
+    versions = [(one.version, one.variant, one.manifest) for one in scene.world.registry.versions(MODEL)]
+    return {**comparable_end(scene), "versions": sorted(versions), "executed": run(scene)}
+
+
+def settle_bound(scene: Scene) -> None:
+    for name in bound_endpoints(scene.ports):
+        settle(scene.ports, name)
+
+
+def end_of_deletion(scene: Scene) -> Mapping[str, Any]:
+    bodies = [entry.body for entry in scene.world.ledger.read("digits")]
+    ended = sum(isinstance(body, Deleted) and body.done for body in bodies)
+    return {
+        "bound": bound_endpoints(scene.ports),
+        "traffic": scene.traffic(),
+        "ended": ended,
+        "aliases": scene.aliases(),
+    }
+
+
+def full_house() -> Scene:
+    """Version 1 to 5, of which 3 serves and 2 is the one before; and a store with something that nobody needs."""
+    scene = serving("a", "b", "c")
+    store = scene.ports.store
+    used = store.put_bytes(b"used")
+    store.record(digest_bytes(b"key"), Manifest(files={"file": used}))
+    store.put_bytes(b"unused")
+    store.put_bytes(b"unused as well")
+    now = (scene.ports.root / ".onnx-ops").stat().st_mtime
+    scene.world.clock.advance(now - scene.world.clock.now())
+    scene.publish("d")
+    scene.publish("e")
+    scene.world.clock.advance(MONTH + DAY)
+    return scene
+
+
+def prune_all(scene: Scene) -> None:
+    prune(scene.ports, plan_pruning(scene.ports, [MODEL], keep=1, older_than_s=MONTH))
+
+
+def end_of_pruning(scene: Scene) -> Mapping[str, Any]:
+    ports = scene.ports
+    kept = {
+        "versions": [one.version for one in scene.world.registry.versions(MODEL)],
+        "folders": sorted(one.name for one in ports.files.kept()),
+        "contents": sorted(one.name for one in ports.store.contents() if one.digest is not None),
+        "result": ports.store.lookup(digest_bytes(b"key")),
+    }
+    scene.roll_back()
+    scene.settle()
+    return {**kept, **comparable_end(scene)}
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    **{name: Operation(one.setup, one.act, one.done) for name, one in SCENARIOS.items()},
+    "delete": Operation(
+        setup=lambda: serving("a", "b"),
+        act=lambda scene: delete(scene.ports, "digits", reason="over"),
+        done=lambda scene: scene.state().config is None,
+        follow=settle_bound,
+        end=end_of_deletion,
+        troubles=_ALL,
+    ),
+    "prune": Operation(setup=full_house, act=prune_all, follow=prune_all, end=end_of_pruning, troubles=_ALL),
+    "release": Operation(setup=judged, act=run, end=end_of_run, troubles=_ALL),
+    "run": Operation(setup=pipeline, act=run, end=end_of_run),
+}

@@ -1,0 +1,213 @@
+"""Releases, endpoints and operators over fakes: what the tests of release operations are written in."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.execution import Execution, SessionSettings
+from onnx_ops.domain.gate import DecisionRecord, Verdict
+from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome, ReleaseState, fold
+from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
+from onnx_ops.domain.rollout import RolloutPolicy, Word
+from onnx_ops.ports import Ports
+from onnx_ops.release.promote import Promotion, configure, promote
+from onnx_ops.release.reconcile import StepReport, settle
+from onnx_ops.release.rollback import Rolled, roll_back, say
+from onnx_ops.testing.fakes import FakeSigner, FakeWorld
+from tests.support.faults import Faults
+
+MODEL, TARGET = "digits", "cpu"
+CHAMPION, CHALLENGER, PREVIOUS = f"champion-{TARGET}", f"challenger-{TARGET}", f"previous-{TARGET}"
+AT_ONCE = RolloutPolicy()
+CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0))
+TARGET_DIGEST = digest_bytes(b"cpu as it is")
+EXECUTION = Execution(session=SessionSettings(intra_op_threads=3))
+
+
+def config_of(endpoint: str) -> EndpointConfig:
+    return EndpointConfig(
+        endpoint=endpoint, provider="fake", model=MODEL, target=TARGET, target_digest=TARGET_DIGEST, pipeline="p"
+    )
+
+
+def decision_record(
+    release: Digest, variant: str, manifest: Digest, verdict: Verdict = Verdict.PASS, *, batchable: bool = False
+) -> DecisionRecord:
+    return DecisionRecord(
+        model=MODEL,
+        release=release,
+        variant=variant,
+        target=TARGET,
+        manifest=manifest,
+        target_digest=TARGET_DIGEST,
+        gates_digest=digest_bytes(b"gates"),
+        evidence=digest_bytes(b"evidence"),
+        verdict=verdict,
+        verdicts={"size": verdict},
+        batchable=batchable,
+        execution=EXECUTION,
+        decided_at="2026-01-01T00:00:00Z",
+        sequence=1,
+    )
+
+
+new_world: ContextVar[Callable[[], FakeWorld]] = ContextVar("new_world", default=FakeWorld)
+"""What makes the world of a scene: one in memory, where a test does not say otherwise."""
+
+
+def make_world() -> FakeWorld:
+    return new_world.get()()
+
+
+@dataclass
+class Scene:
+    """A world with a process in it. `restart` plays that the process was killed and another one started.
+
+    `faults` stand around everything that the process does.
+    """
+
+    world: FakeWorld = field(default_factory=make_world)
+    processes: int = 1
+    faults: Faults | None = None
+
+    @property
+    def process(self) -> str:
+        return f"process-{self.processes}"
+
+    @property
+    def ports(self) -> Ports:
+        ports = self.world.ports(self.process)
+        return ports if self.faults is None else self.faults.around(ports)
+
+    def restart(self) -> None:
+        self.world.dead.add(self.process)
+        self.processes += 1
+        self.faults = None
+
+    def publish(
+        self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS, batchable: bool = False
+    ) -> str:
+        """A version of release `seed` with a signed decision; versions count from 1."""
+        release = digest_bytes(seed.encode())
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model.onnx"
+            file.write_text(f"{seed} {variant}")
+            manifest = Manifest(files={"model.onnx": digest_file(file)})
+            decided = decision_record(release, variant, manifest.digest(), verdict, batchable=batchable)
+            record = VariantRecord(
+                variant=variant,
+                files={"model.onnx": file},
+                manifest=manifest,
+                evidence={},
+                metrics={},
+                decisions={},
+                signed={TARGET: sign(decided, self.world.signer)},
+                description="",
+            )
+            lineage = Lineage(pipeline="p", release=release)
+            return self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))[variant]
+
+    def forge(self, version: str, **changes: object) -> VersionRecord:
+        """Let the registry say something else about a version."""
+        record = replace(self.record(version), **changes)  # type: ignore[arg-type]
+        self.world.registry.replace_record(record)
+        return record
+
+    def record(self, version: str) -> VersionRecord:
+        return self.world.registry.version(MODEL, version)
+
+    def bind(self, endpoint: str = "digits", policy: RolloutPolicy = AT_ONCE) -> None:
+        configure(self.ports, config_of(endpoint), policy)
+
+    def promote(self, version: str, *, override: bool = False, reason: str = "", actor: str = "") -> Promotion:
+        return promote(self.ports, MODEL, version, TARGET, override=override, reason=reason, actor=actor)
+
+    def settle(self, endpoint: str = "digits") -> list[StepReport]:
+        reports = settle(self.ports, endpoint)
+        assert reports[-1].settled, reports
+        return reports
+
+    def settle_some(self, endpoint: str = "digits") -> None:
+        """As far as it goes without a word of an operator."""
+        settle(self.ports, endpoint)
+
+    def settle_all(self) -> None:
+        """Twice around, since an endpoint may owe aliases until the others have followed."""
+        names = [name for name in self.world.ledger.endpoints() if "@" not in name]
+        for name in (*names, *names):
+            self.settle(name)
+
+    def serve(self, version: str, endpoint: str = "digits") -> None:
+        """Promote a version and let the endpoint follow, whatever steps that takes."""
+        self.promote(version)
+        self.settle(endpoint)
+        while self.state(endpoint).roles.candidate is not None:
+            self.say(Word.ADVANCE, endpoint)
+            self.settle(endpoint)
+        assert self.traffic(endpoint)[f"v{version}"] == 100
+
+    def say(self, word: Word, endpoint: str = "digits") -> None:
+        say(self.ports, endpoint, word)
+
+    def abort(self, endpoint: str = "digits") -> Rolled:
+        """What an operator does who takes a candidate back."""
+        return roll_back(self.ports, endpoint, reason="aborted by an operator", candidate_only=True)
+
+    def roll_back(self, endpoint: str = "digits", *, to: str | None = None, force: bool = False) -> Rolled:
+        return roll_back(self.ports, endpoint, to=to, reason="it is slow", force=force)
+
+    def give_override(self, version: str, reason: str, *, by: str = "alice", signer: FakeSigner | None = None) -> None:
+        """What the registry's own server writes when a person who may override sets the tag."""
+        signer, record = signer or self.world.signer, self.record(version)
+        about = OverrideRecord(
+            model=MODEL,
+            version=version,
+            release=record.release,
+            variant=record.variant,
+            manifest=record.manifest,
+            target=TARGET,
+            reason=reason,
+            by=by,
+            at="2026-01-01T00:00:00+00:00",
+        )
+        signed = sign(about, signer)
+        tags = {reason_tag(TARGET): reason, record_tag(TARGET): codec.dumps(signed.envelope).decode()}
+        self.world.registry.annotate(MODEL, version, tags)
+
+    def set_alias(self, alias: str, version: str) -> None:
+        """What a person does in the registry's own pages."""
+        self.world.registry.set_alias(MODEL, alias, version)
+
+    def aliases(self) -> Mapping[str, str]:
+        return self.world.registry.aliases(MODEL)
+
+    def state(self, endpoint: str = "digits") -> ReleaseState:
+        return fold(endpoint, self.world.ledger.read(endpoint))
+
+    def traffic(self, endpoint: str = "digits") -> Mapping[str, int]:
+        """What the endpoint itself does."""
+        state = self.world.provider.observe(config_of(endpoint))
+        return {} if state is None else dict(state.split.weights)
+
+
+def effects(entries: tuple[LedgerEntry, ...]) -> list[str]:
+    """Kinds of the actions that counted: those whose outcome says that they were done while they were not overtaken."""
+    done: list[str] = []
+    intents: dict[int, str] = {}
+    last = 0
+    for entry in entries:
+        if isinstance(entry.body, Intent):
+            intents[entry.sequence], last = entry.body.action.kind.value, entry.sequence
+        elif isinstance(entry.body, Outcome) and entry.body.ok and entry.body.of == last:
+            done.append(intents[last])
+            last = 0
+    return done

@@ -1,0 +1,197 @@
+"""Moments in the life of an endpoint at which a reconciler has something to do, and what must be true in the end."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord
+from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
+from onnx_ops.domain.rollout_policy import Guardrail
+from onnx_ops.testing.endpoints import scaling_deployment
+from tests.release.release_parts import (
+    CANARY,
+    CHALLENGER,
+    CHAMPION,
+    MODEL,
+    TARGET,
+    Scene,
+    decision_record,
+    effects,
+)
+
+GUARDED = RolloutPolicy(
+    steps=(0.1, 0.5, 1.0),
+    min_requests=(200,),
+    guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99")),
+)
+
+
+def copies_of(setup: Callable[[], Scene]) -> Callable[[], Scene]:
+    """Return what `setup` returns, which is done once: each call of the result makes an equal scene of its own."""
+    first = setup()
+    assert first.faults is None
+    world = first.world
+    kept = pickle.dumps(
+        (world.registry, world.provider, world.ledger, world.files, world.clock, world.dead, world.notifiers)
+    )
+
+    def copy() -> Scene:
+        registry, provider, ledger, files, clock, dead, notifiers = pickle.loads(kept)  # noqa: S301 (our own)
+        again = replace(
+            world,
+            registry=registry,
+            provider=provider,
+            ledger=ledger,
+            files=files,
+            clock=clock,
+            dead=dead,
+            notifiers=notifiers,
+        )
+        return Scene(world=again, processes=first.processes)
+
+    return copy
+
+
+def serving(*seeds: str) -> Scene:
+    scene = Scene()
+    scene.bind()
+    for seed in seeds:
+        scene.serve(scene.publish(seed))
+    return scene
+
+
+def on_trial(*words: Word) -> Scene:
+    """Version 2 in the place of 1, and version 3 on trial."""
+    scene = serving("a", "b")
+    scene.bind(policy=CANARY)
+    scene.promote(scene.publish("c"))
+    scene.settle()
+    for word in words:
+        scene.say(word)
+        scene.settle()
+    return scene
+
+
+def with_candidate(scene: Scene, *, verdict: Verdict = Verdict.PASS) -> Scene:
+    scene.publish("new", verdict=verdict)
+    return scene
+
+
+def pair() -> Scene:
+    """Two endpoints on version 1; the first has followed to version 2, which the second has not seen yet."""
+    scene = Scene()
+    scene.bind("digits-a")
+    scene.bind("digits-b")
+    scene.promote(scene.publish("a"))
+    scene.settle_all()
+    scene.promote(scene.publish("b"))
+    scene.settle("digits-a")
+    return scene
+
+
+def withdrawn() -> Scene:
+    scene = on_trial()
+    scene.world.registry.delete_alias(MODEL, CHALLENGER)
+    return scene
+
+
+def misled(alias: str) -> Scene:
+    scene = with_candidate(serving("a"), verdict=Verdict.FAIL)
+    scene.set_alias(alias, "2")
+    return scene
+
+
+def rolled_back_alone() -> Scene:
+    scene = serving("a", "b")
+    scene.world.registry.down = True
+    scene.roll_back()
+    scene.world.registry.down = False
+    return scene
+
+
+def past_its_time() -> Scene:
+    scene = serving("a", "b")
+    scene.world.clock.advance(DAY)
+    return scene
+
+
+def lost() -> Scene:
+    scene = on_trial()
+    scene.world.provider.interfere("digits", None)
+    return scene
+
+
+def moved_by_hand() -> Scene:
+    scene = with_candidate(serving("a"))
+    scene.set_alias(CHAMPION, "2")
+    return scene
+
+
+def begun(policy: RolloutPolicy = GUARDED) -> Scene:
+    """Version 1 serves, version 2 has just begun its rollout."""
+    scene = asked_for(policy)
+    scene.settle()
+    return scene
+
+
+def asked_for(policy: RolloutPolicy = GUARDED) -> Scene:
+    """Version 1 serves, version 2 is wanted, and figures will decide about it."""
+    scene = Scene()
+    scene.bind(policy=policy)
+    scene.promote(scene.publish("a"))
+    scene.settle()
+    scene.promote(scene.publish("b"))
+    return scene
+
+
+def counted_out(bad: bool) -> Scene:
+    """Enough was counted to decide about version 2, and nobody has looked yet."""
+    scene = begun()
+    counted = scene.world.provider.counted
+    counted.count("v1", requests=9000, errors=9, over_p50=4500, over_p99=90)
+    counted.count("v2", requests=1000, errors=100 if bad else 1, over_p50=500, over_p99=10)
+    return scene
+
+
+def end_of(scene: Scene) -> dict[str, object]:
+    """Everything that must be the same whatever happened on the way."""
+    names = scene.world.ledger.endpoints()
+    states = {name: scene.state(name) for name in names}
+    return {
+        "aliases": scene.aliases(),
+        "roles": {name: state.roles for name, state in states.items()},
+        "owed": {name: state.pending_aliases for name, state in states.items()},
+        "told": {name: state.aliases for name, state in states.items()},
+        "rejected": {name: state.rejected for name, state in states.items()},
+        "word": {name: state.word for name, state in states.items()},
+        "open": {name: state.open_intent for name, state in states.items()},
+        "effects": {name: effects(scene.world.ledger.read(name)) for name in names},
+        "traffic": {name: scene.traffic(name) for name in names},
+        "changes": [(name, state.split.weights) for name, state in scene.world.provider.applied],
+    }
+
+
+def publish_scaling(scene: Scene, folder: Path, factor: float) -> str:
+    """Register a version that passed and that multiplies by `factor`, for endpoints that really answer."""
+    scaling_deployment(folder, name="v", version="", scale=factor)
+    file = folder / "model.onnx"
+    manifest = Manifest(files={"model.onnx": digest_file(file)})
+    release = digest_bytes(str(factor).encode())
+    record = VariantRecord(
+        variant="fp32",
+        files={"model.onnx": file},
+        manifest=manifest,
+        evidence={},
+        metrics={},
+        decisions={},
+        signed={TARGET: sign(decision_record(release, "fp32", manifest.digest()), scene.world.signer)},
+        description="",
+    )
+    lineage = Lineage(pipeline="p", release=release)
+    return scene.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))["fp32"]

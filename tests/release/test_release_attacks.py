@@ -1,0 +1,538 @@
+"""Who can write everything in the registry, in the ledger's storage, or in both, but has no key, and what that loads.
+
+The files of versions 2 and 3 failed their gates; the override that once let version 2 serve is known to the attacker,
+and so is every decision that was ever signed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.adapters.ledgers.log import SNAPSHOT_EVERY, ObjectLedger
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.attestation import TrustedKeys, sign
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
+from onnx_ops.domain.attestation import Envelope
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.entries import Configured, Intent, Outcome, Override, RollbackRequested, Spoken
+from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
+from onnx_ops.domain.ledger import Body, LedgerEntry, ReleaseState
+from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word, rollback
+from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.ports import Ports
+from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.reconcile import settle
+from onnx_ops.release.rollback import roll_back
+from onnx_ops.serving.verified import Trust, verify
+from onnx_ops.testing.endpoints import scaling_deployment
+from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
+from tests.release.release_parts import CHALLENGER, CHAMPION, Scene
+
+ENDPOINT, MODEL, OTHER, TARGET, GPU = "digits", "digits", "faces", "cpu", "gpu"
+THIEF = FakeSigner(b"has no trusted key")
+TARGET_DIGEST = digest_bytes(b"target")
+
+
+class Loading(FakeProvider):
+    """Loads as the server does, up to the runtime: what it would open is in `loaded`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        folder.mkdir()
+        self._trust = Trust(TrustedKeys((), encoded=FakeSigner().trusted_keys), folder)
+        self.loaded: list[str] = []
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        self._load(config, state)
+        super().apply(config, state, generation=generation)
+        self._trust.bind(state)
+
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        self._load(config, state)
+        super().roll_back(config, state, generation=generation)
+
+    def _load(self, config: EndpointConfig, state: EndpointState) -> None:
+        held = self.observe(config)
+        for one in state.deployments:
+            if held is None or one not in held.deployments:
+                verify(Path(one.location), one, self._trust)
+                self.loaded += [digest_file(Path(one.location) / name) for name in ("model.onnx", *one.custom_ops)]
+
+
+@dataclass
+class Site:
+    """An endpoint that serves version 1, the past that the attacker knows, and what is loaded from now on."""
+
+    root: Path
+    real: bool = False
+    world: FakeWorld = field(default_factory=FakeWorld)
+    told: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = EndpointConfig(
+            endpoint=ENDPOINT, provider="p", model=MODEL, target=TARGET, target_digest=TARGET_DIGEST, pipeline="p"
+        )
+        keys = self.root / "keys"
+        keys.mkdir()
+        self.fake = Loading(self.root / "server")
+        self.local = LocalEndpoints(self.root / "endpoints", keys)
+        if self.real:
+            der = self.world.signer.trusted_keys
+            pem = f"-----BEGIN PUBLIC KEY-----\n{der}\n-----END PUBLIC KEY-----\n"
+            (keys / "signing.pub.pem").write_text(pem)
+        self.publish(1)
+        configure(self.ports, self.config, RolloutPolicy())
+        promote(self.ports, MODEL, "1", TARGET)
+        settle(self.ports, ENDPOINT)
+        self.before = len(self.ledger().read(ENDPOINT))
+        self.publish(2, Verdict.FAIL)
+        promote(self.ports, MODEL, "2", TARGET, override=True, reason="sure")
+        settle(self.ports, ENDPOINT)
+        roll_back(self.ports, ENDPOINT, reason="it is slow")
+        settle(self.ports, ENDPOINT)
+        self.publish(3, Verdict.FAIL)
+        self.publish(4, target=GPU)
+        self.publish(1, model=OTHER, scale=9.0)
+        self.fake.loaded.clear()
+        assert self.serving() == {"v1": 100}
+
+    def ledger(self) -> ObjectLedger:
+        return ObjectLedger(LocalObjects(self.root / "ledger"))
+
+    @property
+    def ports(self) -> Ports:
+        """Those of a process that has just started."""
+        ports = replace(
+            replace(self.world, ledger=self.ledger()).ports(root=self.root),
+            files=ModelFolders(self.root / "models"),
+            clock=SystemClock(),
+        )
+        return replace(ports, provider=lambda _: self.local if self.real else self.fake)
+
+    def publish(
+        self,
+        number: int,
+        verdict: Verdict = Verdict.PASS,
+        *,
+        model: str = MODEL,
+        target: str = TARGET,
+        scale: float | None = None,
+    ) -> str:
+        folder = self.root / "built" / model / str(number)
+        made = scaling_deployment(folder, name="x", version=str(number), scale=scale or float(number), model=model)
+        release = digest_bytes(f"{model} {number}".encode())
+        manifest = Manifest(files={"model.onnx": digest_file(folder / "model.onnx")})
+        decided = DecisionRecord(
+            model=model,
+            release=release,
+            variant="fp32",
+            target=target,
+            manifest=made.manifest,
+            target_digest=TARGET_DIGEST,
+            gates_digest=digest_bytes(b"gates"),
+            evidence=digest_bytes(f"evidence {number}".encode()),
+            verdict=verdict,
+            verdicts={"size": verdict},
+            decided_at="2026-01-01T00:00:00+00:00",
+            sequence=number,
+        )
+        record = VariantRecord(
+            variant="fp32",
+            files={"model.onnx": folder / "model.onnx"},
+            manifest=manifest,
+            evidence={},
+            metrics={},
+            decisions={},
+            signed={target: sign(decided, self.world.signer)},
+            description="",
+        )
+        lineage = Lineage(pipeline="p", release=release)
+        return self.world.registry.publish(Publication(model=model, lineage=lineage, variants=(record,)))["fp32"]
+
+    def record(self, version: str, model: str = MODEL) -> VersionRecord:
+        return self.world.registry.version(model, version)
+
+    def state(self) -> ReleaseState:
+        return self.ledger().state(ENDPOINT)
+
+    def forge(self, version: str, **changes: Any) -> None:
+        """The registry says something else about a version."""
+        self.world.registry.replace_record(replace(self.record(version), **changes))
+
+    def ask_for(self, version: str) -> None:
+        self.world.registry.set_alias(MODEL, CHALLENGER, version)
+        self.world.registry.set_alias(MODEL, CHAMPION, version)
+
+    def append(self, *bodies: Body) -> None:
+        """The ledger's storage gets further entries."""
+        ledger = self.ledger()
+        for body in bodies:
+            head = ledger.state(ENDPOINT).head
+            ledger.append(LedgerEntry(endpoint=ENDPOINT, sequence=head + 1, at=1e9, actor="alice", body=body))
+
+    def rewrite(self, change: Callable[[Any], Any]) -> None:
+        """Every document of the ledger is replaced by what `change` makes of it."""
+        for path in sorted((self.root / "ledger" / ENDPOINT).iterdir()):
+            path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+    def deployment(self, version: str, **changes: Any) -> Deployment:
+        """A deployment of a version as the ledger would have it, with the authority that the attacker gives it."""
+        record = self.record(version)
+        known = self.state().known["1"]
+        there = {"location": str(self.root / "built" / MODEL / version), "authority": None}
+        about = {name: getattr(record, name) for name in ("version", "release", "variant", "manifest")}
+        return replace(known, name=f"v{version}", **{**about, **there, **changes})
+
+    def drive(self) -> None:
+        """Everything that somebody who suspects nothing does next."""
+        for act in (
+            lambda: self.told.extend(r.why for r in settle(self.ports, ENDPOINT)),
+            lambda: promote(self.ports, MODEL, "3", TARGET),
+            lambda: self.told.extend(r.why for r in settle(self.ports, ENDPOINT)),
+            lambda: roll_back(self.ports, ENDPOINT, reason="what is this?"),
+            lambda: self.told.extend(r.why for r in settle(self.ports, ENDPOINT)),
+        ):
+            try:
+                act()
+            except OnnxOpsError as error:
+                self.told.append(str(error))
+
+    def serving(self) -> dict[str, int]:
+        provider = self.local if self.real else self.fake
+        seen = provider.observe(self.config)
+        assert seen is not None
+        return {name: weight for name, weight in seen.split.weights.items() if weight}
+
+    def held(self) -> set[Digest]:
+        seen = (self.local if self.real else self.fake).observe(self.config)
+        return set() if seen is None else {one.manifest for one in seen.deployments}
+
+
+def all_to(deployment: Deployment) -> EndpointState:
+    return EndpointState(deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100}))
+
+
+def bringing(deployment: Deployment, kind: ActionKind = ActionKind.FINISH) -> Action:
+    return Action(kind=kind, state=all_to(deployment), roles=Roles(stable=deployment), why="looks good")
+
+
+def begun(action: Action) -> Intent:
+    return Intent(action=action, holder="a process that died", expires_at=0.0)
+
+
+def decision_of(site: Site, version: str = "1", target: str = TARGET, model: str = MODEL) -> SignedDecision:
+    return site.record(version, model).decisions[target]
+
+
+def stolen(site: Site, version: str) -> SignedDecision:
+    """A passing decision about the version that a stranger has signed."""
+    record = replace(decision_of(site, version).record, verdict=Verdict.PASS)
+    return sign(record, THIEF)
+
+
+def override_of(site: Site, version: str, **changes: Any) -> Envelope:
+    record = site.record(version)
+    about = OverrideRecord(
+        model=MODEL,
+        version=version,
+        release=record.release,
+        variant=record.variant,
+        manifest=record.manifest,
+        target=TARGET,
+        reason="sure",
+        by="alice",
+        at="2030-01-01T00:00:00+00:00",
+    )
+    return sign(replace(about, **changes), THIEF).envelope
+
+
+def past_override(site: Site) -> Override:
+    (given,) = [e.body for e in site.ledger().read(ENDPOINT) if isinstance(e.body, Override)]
+    return given
+
+
+def copied_decision(site: Site) -> None:
+    site.forge("3", decisions=site.record("1").decisions)
+    site.ask_for("3")
+
+
+def edited_decision(site: Site) -> None:
+    genuine, mine = decision_of(site, "3").envelope, stolen(site, "3")
+    envelope = replace(mine.envelope, signatures=genuine.signatures)
+    site.forge("3", decisions={TARGET: replace(mine, envelope=envelope)})
+    site.ask_for("3")
+
+
+def self_signed_decision(site: Site) -> None:
+    site.forge("3", decisions={TARGET: stolen(site, "3")})
+    site.ask_for("3")
+
+
+def decision_of_another_target(site: Site) -> None:
+    site.forge("4", decisions={TARGET: decision_of(site, "4", GPU)})
+    site.ask_for("4")
+
+
+def decision_of_another_model(site: Site) -> None:
+    site.forge("3", decisions=site.record("1", OTHER).decisions)
+    site.ask_for("3")
+
+
+def renamed_into_another_model(site: Site) -> None:
+    """Everything of the other model's version but its files stands on this one."""
+    other = site.record("1", OTHER)
+    site.forge("3", release=other.release, manifest=other.manifest, decisions=other.decisions)
+    site.ask_for("3")
+
+
+def release_of_the_overridden(site: Site) -> None:
+    site.forge("3", release=site.record("2").release)
+    site.ask_for("3")
+
+
+def tags_of_the_overridden(site: Site) -> None:
+    two = site.record("2")
+    site.forge("3", tags={tag: two.tags[tag] for tag in (reason_tag(TARGET), record_tag(TARGET))})
+    site.ask_for("3")
+
+
+def identity_of_the_approved(site: Site) -> None:
+    """Version 3 says to be version 1 in everything, and holds its own files."""
+    one = site.record("1")
+    site.forge("3", release=one.release, manifest=one.manifest, decisions=one.decisions)
+    site.world.registry.set_alias(MODEL, CHALLENGER, "3")
+    shutil.rmtree(site.root / "models")
+
+
+def replaced_artifact(site: Site) -> None:
+    site.world.registry.tamper(site.record("4"), "model.onnx")
+    decision = sign(replace(decision_of(site, "4", GPU).record, target=TARGET), site.world.signer)
+    site.forge("4", decisions={TARGET: decision})
+    site.ask_for("4")
+
+
+def self_signed_override(site: Site) -> None:
+    envelope = codec.dumps(override_of(site, "3")).decode()
+    site.forge("3", tags={reason_tag(TARGET): "sure", record_tag(TARGET): envelope})
+    site.ask_for("3")
+
+
+def known_override_after_the_rollback(site: Site) -> None:
+    site.forge("2", tags={t: v for t, v in site.record("2").tags.items() if "rolled-back" not in t})
+    site.ask_for("2")
+
+
+def begun_rollout(site: Site) -> None:
+    site.append(begun(bringing(site.deployment("3"))))
+
+
+def begun_rollout_with_the_authority_of_another(site: Site) -> None:
+    one = site.state().known["1"]
+    site.append(begun(bringing(site.deployment("3", authority=one.authority, evidence=one.evidence))))
+
+
+def other_files_under_an_approved_name(site: Site) -> None:
+    """All that is said is approved; only the files are others."""
+    one = site.state().known["1"]
+    site.append(begun(bringing(replace(one, name="v7", location=str(site.root / "built" / MODEL / "3")))))
+
+
+def added_library(site: Site) -> None:
+    one = site.state().known["1"]
+    folder = site.root / "mixed"
+    shutil.copytree(one.location, folder)
+    (folder / "custom_ops" / TARGET).mkdir(parents=True)
+    (folder / "custom_ops" / TARGET / "evil.so").write_bytes(b"\x7fELF")
+    library = f"custom_ops/{TARGET}/evil.so"
+    site.append(begun(bringing(replace(one, name="v7", location=str(folder), custom_ops=(library,)))))
+
+
+def finished_rollout(site: Site) -> None:
+    """The ledger says that version 3 serves, so the endpoint is not what it should be."""
+    head = site.state().head
+    site.append(begun(bringing(site.deployment("3"))), Outcome(of=head + 1, ok=True))
+
+
+def begun_canary(site: Site) -> None:
+    one = site.state().known["1"]
+    mixed = EndpointState(deployments=(one, site.deployment("3")), split=TrafficSplit(weights={"v1": 50, "v3": 50}))
+    roles = Roles(stable=one, candidate=site.deployment("3"))
+    site.append(begun(Action(kind=ActionKind.START, state=mixed, roles=roles, why="step 1")))
+
+
+def way_back_to_other_files(site: Site) -> None:
+    one = site.state().known["1"]
+    back = rollback(Roles(stable=one), site.deployment("3"), TARGET, why="back")
+    site.append(RollbackRequested(action=back))
+
+
+def previous_version_replaced(site: Site) -> None:
+    """The operator's own rollback is to bring the files."""
+    head, one = site.state().head, site.state().known["1"]
+    roles = Roles(stable=one, previous=site.deployment("3"), finished_at=1.0)
+    keeping = Action(kind=ActionKind.CLEAN_UP, state=all_to(one), roles=roles, why="kept")
+    site.append(begun(keeping), Outcome(of=head + 1, ok=True))
+
+
+def forged_override_in_the_ledger(site: Site) -> None:
+    record = site.record("3")
+    given = Override(
+        release=record.release, manifest=record.manifest, version="3", reason="sure", signed=override_of(site, "3")
+    )
+    site.append(given)
+    site.ask_for("3")
+
+
+def known_override_on_other_files(site: Site) -> None:
+    record, given = site.record("3"), past_override(site)
+    site.append(replace(given, release=record.release, manifest=record.manifest, version="3"))
+    site.ask_for("3")
+
+
+def known_override_again(site: Site) -> None:
+    site.append(past_override(site))
+    site.ask_for("2")
+
+
+def ledger_of_before_the_rollback(site: Site) -> None:
+    """The newer entries are gone, and the endpoint's server was lost too."""
+    folder = site.root / "ledger" / ENDPOINT
+    for path in folder.iterdir():
+        if not path.stem.isdecimal() or int(path.stem) > site.before:
+            path.unlink()
+    site.fake = Loading(site.root / "another machine")
+    site.ask_for("2")
+
+
+def snapshot_with_other_files(site: Site) -> None:
+    """The snapshot says that version 3 serves and that nothing was ever rejected."""
+    three = codec.to_json(site.deployment("3"))
+    while site.state().head % SNAPSHOT_EVERY:
+        site.append(Spoken(word=Word.ADVANCE))
+    folder = site.root / "ledger" / ENDPOINT
+    snapshot = json.loads((folder / "snapshot.json").read_text())
+    state = snapshot["state"]
+    state["roles"]["stable"], state["known"]["3"] = three, three
+    state["rejected"], state["overrides_taken"] = {}, []
+    (folder / "snapshot.json").write_text(json.dumps(snapshot))
+
+
+def bound_to_another_target(site: Site) -> None:
+    config = replace(site.config, target=GPU)
+    one = site.deployment("4", authority=decision_of(site, "4", GPU).envelope)
+    one = replace(one, evidence=decision_of(site, "4", GPU).record.evidence)
+    site.append(Configured(config=config, policy=RolloutPolicy()), begun(bringing(one)))
+
+
+def bound_to_trust_nobody(site: Site) -> None:
+    config = replace(site.config, settings={"trusted_keys": ""})
+    site.append(Configured(config=config, policy=RolloutPolicy()), begun(bringing(site.deployment("3"))))
+
+
+def everything_rewritten(site: Site) -> None:
+    """Every digest of version 1 is that of version 3, in the registry and in the ledger."""
+    one, three = site.record("1"), site.record("3")
+    swap: dict[str, str] = {one.manifest: three.manifest, one.release: three.release}
+
+    def change(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {swap.get(k, k): change(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [change(v) for v in value]
+        return swap.get(value, value) if isinstance(value, str) else value
+
+    site.rewrite(change)
+    site.forge("1", manifest=three.manifest, release=three.release)
+    shutil.rmtree(site.root / "models")
+
+
+REGISTRY: dict[Callable[[Site], None], str] = {
+    copied_decision: "about another model, version or target",
+    edited_decision: "does not fit",
+    self_signed_decision: "is not trusted",
+    decision_of_another_target: "about another model, version or target",
+    decision_of_another_model: "about another model, version or target",
+    renamed_into_another_model: "about another model, version or target",
+    release_of_the_overridden: "rolled this release back",
+    tags_of_the_overridden: "ended fail",
+    identity_of_the_approved: "the registry holds",
+    replaced_artifact: "the registry holds",
+    self_signed_override: "ended fail",
+    known_override_after_the_rollback: "rolled this release back",
+}
+LEDGER: dict[Callable[[Site], None], str] = {
+    begun_rollout: "no signed decision names its files",
+    begun_rollout_with_the_authority_of_another: "names other files",
+    other_files_under_an_approved_name: "digest mismatch",
+    added_library: "digest mismatch",
+    finished_rollout: "no signed decision names its files",
+    begun_canary: "no signed decision names its files",
+    way_back_to_other_files: "no signed decision names its files",
+    previous_version_replaced: "no signed decision names its files",
+    snapshot_with_other_files: "no signed decision names its files",
+    bound_to_another_target: "serves digits on cpu, and never digits on gpu",
+    bound_to_trust_nobody: "no signed decision names its files",
+}
+BOTH: dict[Callable[[Site], None], str] = {
+    forged_override_in_the_ledger: "ended fail",
+    known_override_on_other_files: "ended fail",
+    known_override_again: "rolled this release back",
+    ledger_of_before_the_rollback: "rolled this release back",
+    everything_rewritten: "names other files|registry holds|about another",
+}
+ATTACKS = {**REGISTRY, **LEDGER, **BOTH}
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_who_has_no_key_gets_nothing_loaded(attack: Callable[[Site], None], tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    approved = {site.record("1").manifest}
+    files = {digest_file(tmp_path / "built" / MODEL / "1" / "model.onnx")}
+    attack(site)
+    site.drive()
+    assert set(site.fake.loaded) <= files
+    assert site.held() <= approved
+    assert any(re.search(ATTACKS[attack], told) for told in site.told), site.told
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_nor_does_a_real_server_load_it(attack: Callable[[Site], None], tmp_path: Path) -> None:
+    site = Site(tmp_path, real=True)
+    try:
+        approved = {site.record("1").manifest}
+        attack(site)
+        site.drive()
+        assert site.held() <= approved
+        assert any(re.search(ATTACKS[attack], told) for told in site.told), site.told
+    finally:
+        site.local.stop(site.config)
+
+
+def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider() -> None:
+    """Before the server refuses it: not every provider has one that verifies."""
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    forged = replace(scene.state().known["1"], name="v9", authority=None)
+    entry = LedgerEntry(
+        endpoint=ENDPOINT, sequence=scene.state().head + 1, at=1e9, actor="alice", body=begun(bringing(forged))
+    )
+    scene.world.ledger.append(entry)
+    with pytest.raises(Refused, match="no signed decision names its files"):
+        settle(scene.ports, ENDPOINT)
+    assert scene.traffic() == {"v1": 100}

@@ -1,0 +1,142 @@
+"""What leaves the content store: nothing that a result, the ledger or evidence needs, and nothing young."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops import codec
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_of
+from onnx_ops.domain.ledger import Frozen, LedgerEntry
+from onnx_ops.domain.rollout import DAY
+from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.ports import Ports
+from onnx_ops.release.collect import collect, digests_in, reachable, unneeded
+from onnx_ops.release.prune import plan_pruning, prune
+from tests.release.release_parts import MODEL, TARGET, Scene, decision_record
+
+MONTH = 30 * DAY
+
+
+@pytest.fixture(params=["folder", "objects"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Ports]:
+    """An endpoint that serves, and ports whose clock is that of the machine: it tells the age of what is stored."""
+    scene = Scene()
+    (tmp_path / "now").touch()
+    scene.world.clock.advance((tmp_path / "now").stat().st_mtime - scene.world.clock.now())
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    local = ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
+    ports = scene.world.ports(root=tmp_path)
+    return scene, replace(ports, store=local) if request.param == "folder" else ports
+
+
+def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene, Ports]) -> None:
+    scene, ports = world
+    used, unused = ports.store.put_bytes(b"used"), ports.store.put_bytes(b"unused")
+    key = digest_bytes(b"key")
+    ports.store.record(key, Manifest(files={"file": used}))
+    scene.world.clock.advance(MONTH + 60)
+    found = unneeded(ports, older_than_s=MONTH)
+    assert [one.digest for one in found] == [unused]
+    assert ports.store.read(unused) == b"unused"
+    assert collect(ports, found) == found
+    assert unneeded(ports, older_than_s=MONTH) == ()
+    assert ports.store.lookup(key) == Manifest(files={"file": used})
+
+
+def test_what_is_young_stays_whatever_is_asked_for(world: tuple[Scene, Ports]) -> None:
+    """A run puts its files, and records them afterwards."""
+    scene, ports = world
+    ports.store.put_bytes(b"of a run")
+    scene.world.clock.advance(DAY - 3600)
+    assert unneeded(ports, older_than_s=0) == ()
+    scene.world.clock.advance(2 * 3600)
+    assert len(unneeded(ports, older_than_s=0)) == 1
+    assert unneeded(ports, older_than_s=MONTH) == ()
+
+
+def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Ports]) -> None:
+    scene, ports = world
+    put = ports.store.put_bytes
+    samples, weights = put(b"samples"), put(b"weights")
+    evidence = put(canonical_json({"raw": samples}))
+    request = put(canonical_json({"inputs": {"export": {"model.onnx": weights}, "seen": [evidence]}}))
+    ports.store.record(digest_bytes(b"key"), Manifest(files={"request.json": request}))
+    gone = put(canonical_json({"raw": samples}) + b" ")
+    scene.world.clock.advance(MONTH + 60)
+    assert [one.digest for one in unneeded(ports, older_than_s=MONTH)] == [gone]
+
+
+def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[Scene, Ports]) -> None:
+    scene, ports = world
+    put = ports.store.put_bytes
+    by_ledger, by_decision, by_nobody = put(b"in the ledger"), put(b"evidence"), put(b"nobody's")
+    head = len(scene.world.ledger.read("digits"))
+    body = Frozen(candidate=by_ledger, thresholds=None)
+    scene.world.ledger.append(LedgerEntry(endpoint="digits", sequence=head + 1, at=1.0, actor="a", body=body))
+    record = scene.record("1")
+    decided = replace(decision_record(record.release, record.variant, record.manifest), evidence=by_decision)
+    scene.forge("1", decisions={TARGET: sign(decided, scene.world.signer)})
+    scene.world.clock.advance(MONTH + 60)
+    assert [one.digest for one in unneeded(ports, older_than_s=MONTH)] == [by_nobody]
+
+
+def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Ports]) -> None:
+    scene, ports = world
+    ports.store.put_bytes(b"unused")
+    scene.world.clock.advance(MONTH)
+    scene.world.registry.down = True
+    with pytest.raises(ServiceUnavailable):
+        unneeded(ports, older_than_s=DAY)
+
+
+def test_pruning_collects(world: tuple[Scene, Ports]) -> None:
+    scene, ports = world
+    unused = ports.store.put_bytes(b"unused")
+    scene.world.clock.advance(MONTH + 60)
+    plan = plan_pruning(ports, [MODEL], older_than_s=MONTH)
+    assert [one.digest for one in plan.contents] == [unused]
+    assert ports.store.read(unused) == b"unused"
+    before = replace(plan, contents=tuple(replace(one, at=one.at - 5) for one in plan.contents))
+    assert prune(ports, before).contents == ()  # a run has put it again since
+    assert ports.store.read(unused) == b"unused"
+    assert prune(ports, plan).contents == plan.contents
+    assert ports.store.contents() == ()
+
+
+def test_a_digest_of_damaged_content_is_no_hindrance(world: tuple[Scene, Ports], tmp_path: Path) -> None:
+    scene, ports = world
+    lost = ports.store.put_bytes(b"lost")
+    ports.store.record(digest_bytes(b"key"), Manifest(files={"file.json": lost, "never there": digest_bytes(b"no")}))
+    for path in tmp_path.rglob(hex_of(lost)):
+        path.chmod(0o600)
+        path.write_bytes(b"spoilt")
+    scene.world.clock.advance(MONTH + 60)
+    assert unneeded(ports, older_than_s=MONTH) == ()
+
+
+nodes = st.integers(0, 12).map(lambda n: digest_bytes(b"%d" % n))
+
+
+@given(st.dictionaries(nodes, st.sets(nodes)), st.sets(nodes))
+def test_everything_that_is_named_is_reached_and_nothing_else(
+    graph: dict[Digest, set[Digest]], roots: set[Digest]
+) -> None:
+    found = reachable(roots, lambda digest: graph.get(digest, ()))
+    assert roots <= found
+    assert all(graph.get(digest, set()) <= found for digest in found)
+    named = roots.union(*graph.values())
+    assert found <= named
+
+
+@given(st.lists(nodes), st.binary(max_size=40).filter(lambda data: b"sha256" not in data))
+def test_digests_are_found_in_any_document(digests: list[Digest], noise: bytes) -> None:
+    assert digests_in(noise.join([codec.dumps(digests), noise])) == set(digests)

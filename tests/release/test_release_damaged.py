@@ -1,0 +1,240 @@
+"""A ledger that is damaged stops its own endpoint and nothing else."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.cli.main import app
+from onnx_ops.domain.rollout import DAY, RolloutPolicy
+from onnx_ops.errors import StateCorrupt
+from onnx_ops.ports import Ports
+from onnx_ops.release.bell import Bell
+from onnx_ops.release.journal import bound_endpoints, damage
+from onnx_ops.release.notify import Herald, Told
+from onnx_ops.release.promote import configure
+from onnx_ops.release.prune import plan_pruning
+from onnx_ops.release.reconcile import settle, settle_each
+from onnx_ops.release.rollback import chosen, roll_back, roll_back_each
+from onnx_ops.release.status import Wanted, history, status_each, wanted_endpoints
+from onnx_ops.release.watch import Watcher, WatchReport
+from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
+from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of
+
+FACES = replace(config_of("faces"), provider="local", model="faces", target="gpu")
+
+
+class Site:
+    """Endpoints on a real folder of ledgers: `digits` and `digits-eu` serve one model, `faces` is bound to another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(folder))))
+        self.scene.bind("digits")
+        for name in ("faces", "faces-eu"):
+            configure(self.scene.ports, replace(FACES, endpoint=name), RolloutPolicy())
+
+    def serve(self, *seeds: str) -> None:
+        for seed in seeds:
+            self.scene.serve(self.scene.publish(seed))
+
+    def break_entry(self, endpoint: str, number: int) -> None:
+        """Damage an entry that no snapshot stands for."""
+        path = self.folder / endpoint / f"{number:08d}.json"
+        path.write_bytes(path.read_bytes()[:40])
+        path.with_name("snapshot.json").unlink(missing_ok=True)
+
+    def last(self, endpoint: str) -> int:
+        return len(list((self.folder / endpoint).glob("0*.json")))
+
+    @property
+    def ports(self) -> Ports:
+        """As another process reads it, which has no entry in mind."""
+        return replace(self.scene.ports, ledger=ObjectLedger(LocalObjects(self.folder)))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_an_old_entry_that_is_damaged_stops_nothing_and_is_told(site: Site) -> None:
+    site.serve("a", "b")
+    path = site.folder / "digits" / "00000002.json"
+    path.write_bytes(path.read_bytes()[:40])
+    assert roll_back(site.ports, "digits").moved_to == "v1"
+    _, errors = history(site.ports, Wanted(endpoints=("digits",)))
+    assert set(errors) == {"digits"}
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["nothing of it can be read", "a part can be read"])
+def test_the_owed_aliases_of_another_model_are_written(site: Site, number: int) -> None:
+    site.serve("a", "b")
+    site.scene.world.registry.down = True
+    roll_back(site.ports, "digits")
+    site.scene.world.registry.down = False
+    configure(site.scene.ports, FACES, RolloutPolicy(steps=(0.5, 1.0)))
+    site.break_entry("faces", number)
+    assert settle(site.ports, "digits")[-1].settled
+    assert site.scene.aliases()[CHAMPION] == "1"
+    with pytest.raises(StateCorrupt, match="not JSON"):
+        settle(site.ports, "faces")
+
+
+def test_a_rollback_does_not_need_the_ledgers_of_others(site: Site) -> None:
+    site.serve("a", "b")
+    site.break_entry("faces", 1)
+    assert roll_back(site.ports, "digits").moved_to == "v1"
+    assert site.scene.traffic()["v1"] == 100
+
+
+def test_a_pass_over_all_moves_the_others_and_tells_of_the_one(site: Site) -> None:
+    site.serve("a")
+    site.scene.promote(site.scene.publish("b"))
+    site.break_entry("faces", 1)
+    names = bound_endpoints(site.ports)
+    assert names == ("digits", "faces", "faces-eu")
+    reports, errors = settle_each(site.ports, names)
+    assert (set(reports), set(errors)) == ({"digits", "faces-eu"}, {"faces"})
+    assert site.scene.traffic()["v2"] == 100
+    found, untold = status_each(site.ports, wanted_endpoints(site.ports, Wanted()))
+    assert [one.state.endpoint for one in found] == ["digits", "faces-eu"]
+    assert isinstance(untold["faces"], StateCorrupt)
+
+
+def test_a_watch_goes_on_with_the_others(site: Site) -> None:
+    site.serve("a")
+    site.scene.promote(site.scene.publish("b"))
+    site.break_entry("faces", 1)
+    told: list[WatchReport] = []
+    Watcher(site.ports, Bell(), every=5.0, endpoints=(), actor="", told=told.append).look_at_all()
+    assert site.scene.aliases()[CHAMPION] == "2"
+    assert ["not JSON" in one.why for one in told if one.endpoint == "faces"] == [True]
+    assert not [one for one in told if one.kind.value == "trouble" and one.endpoint == "digits"]
+
+
+@pytest.fixture
+def pair(site: Site) -> Site:
+    """Two endpoints of one model on version 2; the ledger of the second is then damaged at its end."""
+    site.scene.bind("digits-eu")
+    for seed in ("a", "b"):
+        site.scene.world.clock.advance(DAY)
+        site.scene.promote(site.scene.publish(seed))
+        for name in ("digits", "digits-eu", "digits", "digits-eu"):
+            site.scene.settle(name)
+    site.break_entry("digits-eu", site.last("digits-eu"))
+    return site
+
+
+def test_a_sibling_counts_by_what_it_does_while_nobody_can_read_what_it_should(pair: Site) -> None:
+    scene = pair.scene
+    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+    scene.world.registry.down = True
+    roll_back(pair.ports, "digits", pin=False)
+    scene.world.registry.down = False
+    settle(pair.ports, "digits")
+    assert scene.aliases()[CHAMPION] == "2"  # its sibling does not serve version 1
+    state = scene.world.provider.observe(config_of("digits"))
+    scene.world.provider.interfere("digits-eu", state)
+    settle(pair.ports, "digits")
+    assert scene.aliases()[CHAMPION] == "1"
+    assert CHALLENGER not in scene.aliases()
+
+
+def test_a_sibling_that_does_not_answer_either_holds_the_champion(pair: Site) -> None:
+    scene = pair.scene
+    scene.world.registry.down = True
+    roll_back(pair.ports, "digits", pin=False)
+    scene.world.registry.down = False
+    scene.world.provider.interfere("digits-eu", None)
+    settle(pair.ports, "digits")
+    assert scene.aliases()[CHAMPION] == "2"
+
+
+def test_one_of_two_is_pinned_although_the_others_ledger_is_damaged(pair: Site) -> None:
+    assert roll_back(pair.ports, "digits").owed == ()
+    settle(pair.ports, "digits")
+    assert pair.scene.aliases()[CHAMPION] == "2"
+
+
+def test_a_rollback_of_all_moves_what_it_can_and_tells_of_the_rest(pair: Site) -> None:
+    names = chosen(pair.ports, (), every=True, model=MODEL)
+    assert names == ("digits", "digits-eu")
+    moved, errors = roll_back_each(pair.ports, names, pin=False)
+    assert (set(moved), set(errors)) == ({"digits"}, {"digits-eu"})
+    assert pair.scene.traffic("digits")["v1"] == 100
+
+
+def test_nothing_is_pruned_while_nobody_knows_what_an_endpoint_needs(pair: Site) -> None:
+    pair.scene.world.clock.advance(90 * DAY)
+    with pytest.raises(StateCorrupt):
+        plan_pruning(pair.ports, [MODEL], keep=0, older_than_s=DAY)
+
+
+def test_people_are_told_about_the_others(site: Site) -> None:
+    people = FakeNotifier()
+    site.scene.world.notifiers["chat"] = people
+    site.serve("a", "b")
+    roll_back(site.ports, "digits")
+    site.break_entry("faces", 1)
+    told: list[Told] = []
+    herald = Herald(site.ports, every=5.0, endpoints=lambda: ("faces", "digits"), told=told.append)
+    herald.look()
+    herald.look()
+    assert people.received
+    assert [one.endpoint for one in told if one.trouble] == ["faces"]
+    stopped = threading.Event()
+    stopped.set()
+    herald.run(stopped)
+
+
+def test_the_commands_about_all_end_with_4_and_tell_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site = Site(tmp_path / ".onnx-ops" / "ledger")
+    site.break_entry("faces", 1)
+    monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
+    result = CliRunner().invoke(app, ["status", "--json"])
+    assert result.exit_code == 4
+    told = {one["endpoint"]: one for one in json.loads(capfd.readouterr().out)}
+    assert told["faces"]["error"] == "StateCorrupt"
+    assert told["faces-eu"]["config"]["model"] == "faces"
+    for command in ("status", "history"):
+        result = CliRunner().invoke(app, [command])
+        assert result.exit_code == 4
+        assert "error: ledger faces/00000001.json: not JSON" in result.output
+        assert "faces-eu" in result.output
+
+
+def test_a_history_tells_what_came_before_the_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site = Site(tmp_path / ".onnx-ops" / "ledger")
+    site.serve("a")
+    site.break_entry("digits", 3)
+    site.break_entry("faces", 1)
+    monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
+    assert CliRunner().invoke(app, ["history", "digits", "--json"]).exit_code == 4
+    *lines, error = json.loads(capfd.readouterr().out)
+    assert [line["sequence"] for line in lines] == [1, 2]
+    assert (error["endpoint"], error["error"]) == ("digits", "StateCorrupt")
+    lines_of_model, errors = history(site.ports, Wanted(model="other"))
+    assert lines_of_model == ()
+    assert list(errors) == ["faces"]  # nobody can tell any more what it was bound to
+
+
+def test_the_part_before_the_damage_is_sound(site: Site) -> None:
+    site.serve("a")
+    whole = site.ports.ledger.read("digits")
+    assert site.ports.ledger.sound("digits") == whole
+    site.break_entry("digits", 3)
+    assert site.ports.ledger.sound("digits") == whole[:2]
+    assert isinstance(damage(site.ports, "digits"), StateCorrupt)
+    assert damage(site.ports, "faces") is None

@@ -1,0 +1,273 @@
+"""The rule of signed decisions: whatever a registry may say, nothing but a valid, latest pass lets a version serve."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onnx_ops import codec
+from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.attestation import Signature
+from onnx_ops.domain.execution import Execution, SessionSettings
+from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
+from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.errors import Refused, SignatureInvalid
+from onnx_ops.release.decided import counts, override_of, passing_decision, standing_override
+from onnx_ops.testing.fakes import FakeSigner
+
+SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")
+TARGET = "cpu"
+digests = st.sampled_from([digest_bytes(bytes([n])) for n in range(3)])
+names = st.sampled_from(["cpu", "cuda", "digits", "faces"])
+verdicts = st.sampled_from(list(Verdict))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def record(**changes: Any) -> DecisionRecord:
+    passed = DecisionRecord(
+        model="digits",
+        release=digest_bytes(b"release"),
+        variant="fp32",
+        target=TARGET,
+        manifest=digest_bytes(b"manifest"),
+        target_digest=digest_bytes(b"target"),
+        gates_digest=digest_bytes(b"gates"),
+        evidence=digest_bytes(b"evidence"),
+        verdict=Verdict.PASS,
+        verdicts={"latency": Verdict.PASS},
+        decided_at="2026-01-01T00:00:00+00:00",
+        sequence=10,
+    )
+    return replace(passed, **changes)
+
+
+def signed(about: DecisionRecord, signer: FakeSigner = SIGNER) -> SignedDecision:
+    return sign(about, signer)
+
+
+def version(*found: SignedDecision, **changes: Any) -> VersionRecord:
+    about = record()
+    read = VersionRecord(
+        model=about.model,
+        version="1",
+        release=about.release,
+        variant=about.variant,
+        manifest=about.manifest,
+        decisions={one.record.target: one for one in found},
+        tags={},
+    )
+    return replace(read, **changes)
+
+
+def test_a_valid_pass_lets_it_serve() -> None:
+    assert passing_decision(version(signed(record())), TARGET, SIGNER).record == record()
+
+
+@given(
+    field=st.sampled_from(["verdict", "verdicts", "sequence", "manifest", "model", "target_digest", "batchable"]),
+    data=st.data(),
+)
+def test_no_field_can_be_changed_under_its_signature(field: str, data: st.DataObject) -> None:
+    values: dict[str, st.SearchStrategy[Any]] = {
+        "verdict": verdicts,
+        "verdicts": st.dictionaries(names, verdicts, max_size=3),
+        "sequence": st.integers(),
+        "manifest": digests,
+        "model": names,
+        "target_digest": digests,
+        "batchable": st.booleans(),
+    }
+    genuine = signed(record(verdict=Verdict.FAIL, verdicts={"latency": Verdict.FAIL}))
+    lie = replace(genuine, record=replace(genuine.record, **{field: data.draw(values[field])}))
+    with pytest.raises(Refused):
+        passing_decision(version(lie), TARGET, SIGNER)
+
+
+@given(
+    model=names,
+    variant=st.sampled_from(["fp32", "int8"]),
+    release=digests | st.just(record().release),
+    manifest=digests | st.just(record().manifest),
+    target=names,
+)
+def test_a_genuine_pass_about_anything_else_is_refused(**about: Any) -> None:
+    genuine = signed(record(**about))
+    here = version(replace(genuine), decisions={TARGET: genuine})
+    if genuine.record == record():
+        passing_decision(here, TARGET, SIGNER)
+        return
+    with pytest.raises(SignatureInvalid, match="about another model, version or target"):
+        passing_decision(here, TARGET, SIGNER)
+
+
+@given(st.binary(min_size=64, max_size=64), st.booleans())
+def test_a_signature_of_nobody_is_refused(noise: bytes, claims_trusted: bool) -> None:
+    genuine = signed(record(), STRANGER)
+    key = (SIGNER if claims_trusted else STRANGER).key
+    noisy = Signature(keyid=key, sig=base64.b64encode(noise).decode())
+    forged = replace(genuine, envelope=replace(genuine.envelope, signatures=(noisy,)))
+    with pytest.raises(SignatureInvalid):
+        passing_decision(version(forged), TARGET, SIGNER)
+    with pytest.raises(SignatureInvalid, match="is not trusted"):
+        passing_decision(version(signed(record(), STRANGER)), TARGET, SIGNER)
+
+
+@given(own=st.integers(0, 5), others=st.lists(st.tuples(st.integers(0, 5), verdicts), max_size=5))
+def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: list[tuple[int, Verdict]]) -> None:
+    here = version(signed(record(sequence=own)))
+    elsewhere = [signed(record(sequence=number, verdict=verdict)) for number, verdict in others]
+    latest = max([own, *(number for number, _ in others)])
+    worst = max([v.rank for n, v in others if n == latest] + [0] * (own == latest))
+    if worst == Verdict.PASS.rank:
+        assert passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence == latest
+    else:
+        with pytest.raises(Refused, match="its gates on cpu ended"):
+            passing_decision(here, TARGET, SIGNER, others=elsewhere)
+
+
+@given(others=st.lists(st.tuples(st.integers(0, 99), st.booleans(), names), max_size=5))
+def test_what_does_not_count_changes_nothing(others: list[tuple[int, bool, str]]) -> None:
+    here = version(signed(record(verdict=Verdict.FAIL)))
+    elsewhere = [
+        signed(record(sequence=number, target=TARGET if stranger else name, model="digits" if stranger else "faces"),
+               STRANGER if stranger else SIGNER)
+        for number, stranger, name in others
+    ]  # fmt: skip
+    with pytest.raises(Refused, match="ended fail"):
+        passing_decision(here, TARGET, SIGNER, others=elsewhere)
+
+
+def test_a_pass_elsewhere_is_no_decision_here() -> None:
+    with pytest.raises(Refused, match="no signed decision"):
+        passing_decision(version(), TARGET, SIGNER, others=[signed(record(sequence=99))])
+
+
+def tags(value: str) -> dict[str, str]:
+    about = record()
+    identity = {RELEASE: about.release, VARIANT: about.variant, DIGEST: about.manifest}
+    return {**identity, f"{DECISION}{TARGET}": value}
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(json_values.map(json.dumps) | st.text(max_size=60))
+def test_no_tag_that_was_not_signed_lets_it_serve(value: str) -> None:
+    read = read_record("digits", "1", tags(value))
+    assert read is not None
+    with pytest.raises(Refused):
+        passing_decision(read, TARGET, SIGNER)
+
+
+HUGE = codec.dumps(signed(record()).envelope).decode()
+
+
+def changed(old: str, new: str) -> str:
+    """The tag, with other text in the bytes that were signed."""
+    envelope = signed(record()).envelope
+    payload = base64.b64decode(envelope.payload).decode()
+    assert old in payload
+    text = payload.replace(old, new).encode(errors="surrogatepass")
+    return codec.dumps(replace(envelope, payload=base64.b64encode(text).decode())).decode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        changed('"sequence":10', '"sequence":NaN'),
+        changed('"sequence":10', '"sequence":1e999'),
+        changed('"sequence":10', '"sequence":' + "9" * 5000),
+        changed('"sequence":10', '"sequence":10,"sequence":11'),
+        changed('"fp32"', r'"fp32\ud800"'),
+        changed('"fp32"', '"fp32\ud800"'),
+        changed('{"latency":"pass"}', "[" * 60_000),
+        changed('"latency"', '"' + "x" * 2_000_000 + '"'),
+        HUGE.replace("payloadType", "payload"),
+        HUGE.replace("in-toto", "in\ud800toto"),
+        codec.dumps(replace(signed(record()).envelope, signatures=())).decode(),
+        codec.dumps(replace(signed(record()).envelope, payloadType="text/plain")).decode(),
+        codec.dumps(replace(signed(record()).envelope, payload="no base64")).decode(),
+        HUGE + HUGE,
+    ],
+    ids=[
+        "nan",
+        "infinite",
+        "long",
+        "twice",
+        "escaped half",
+        "half",
+        "deep",
+        "huge",
+        "fields",
+        "half type",
+        "unsigned",
+        "type",
+        "payload",
+        "two",
+    ],
+)
+def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
+    read = read_record("digits", "1", tags(value))
+    assert read is not None
+    with pytest.raises(Refused):
+        passing_decision(read, TARGET, SIGNER)
+
+
+def test_a_genuine_tag_is_read_back() -> None:
+    read = read_record("digits", "1", tags(HUGE))
+    assert read is not None
+    assert passing_decision(read, TARGET, SIGNER).record == record()
+    assert counts(decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
+
+
+def override_tags(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str]:
+    given_ = OverrideRecord(
+        model="digits",
+        version="1",
+        release=record().release,
+        variant="fp32",
+        manifest=record().manifest,
+        target=TARGET,
+        reason="sure",
+        by="alice",
+        at="2026-01-01T00:00:00+00:00",
+    )
+    about = replace(given_, **changes)
+    one = sign(about, signer)
+    return {reason_tag(TARGET): "sure", record_tag(TARGET): codec.dumps(one.envelope).decode()}
+
+
+def test_an_override_stands_for_exactly_what_it_names() -> None:
+    assert standing_override(version(tags=override_tags()), TARGET, SIGNER) is not None
+    assert standing_override(version(tags=override_tags()), "cuda", SIGNER) is None
+    assert standing_override(version(tags=override_tags(STRANGER)), TARGET, SIGNER) is None
+    others = {"version": "2", "model": "faces", "target": "cuda", "reason": "other", "variant": "int8"}
+    for name, value in others.items():
+        changes: dict[str, Any] = {name: value}
+        assert standing_override(version(tags=override_tags(**changes)), TARGET, SIGNER) is None
+
+
+@pytest.mark.parametrize(("verifier", "judged"), [(SIGNER, True), (STRANGER, False), (None, False)])
+def test_an_override_serves_what_was_judged_as_its_target_runs_it(verifier: FakeSigner | None, judged: bool) -> None:
+    library, execution = digest_bytes(b"library"), Execution(session=SessionSettings(intra_op_threads=4))
+    failed = signed(record(verdict=Verdict.FAIL, custom_ops=(library,), execution=execution))
+    about = override_of(version(failed), TARGET, verifier, reason="sure", by="alice", now=0.0)
+    assert (about.custom_ops, about.execution) == (((library,), execution) if judged else ((), Execution()))
+    assert (about.model, about.version, about.manifest, about.target) == ("digits", "1", record().manifest, TARGET)
+
+
+@given(st.text(max_size=60) | json_values.map(json.dumps))
+def test_rubbish_is_no_override(value: str) -> None:
+    found = {reason_tag(TARGET): "sure", record_tag(TARGET): value}
+    assert standing_override(version(tags=found), TARGET, SIGNER) is None

@@ -1,0 +1,142 @@
+"""Taking an endpoint out of service, over fakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnx_ops.domain.ledger import Deleted
+from onnx_ops.errors import Conflict, NotFound, Refused, StillOwed
+from onnx_ops.release.delete import delete
+from onnx_ops.release.journal import Journal, bound_endpoints
+from onnx_ops.release.reconcile import settle
+from onnx_ops.release.rollback import withdraw
+from tests.release.release_parts import CHAMPION, Scene, config_of
+from tests.support.faults import Faults, Killed
+
+
+@pytest.fixture
+def scene() -> Scene:
+    scene = Scene()
+    scene.bind()
+    for seed in ("a", "b"):
+        scene.serve(scene.publish(seed))
+    return scene
+
+
+def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
+    before = len(scene.world.ledger.read("digits"))
+    delete(scene.ports, "digits", reason="no longer needed")
+    assert scene.traffic() == {}
+    assert bound_endpoints(scene.ports) == ()
+    added = scene.world.ledger.read("digits")[before:]
+    assert [entry.body for entry in added] == [
+        Deleted(reason="no longer needed"),
+        Deleted(reason="no longer needed", done=True),
+    ]
+    assert scene.aliases()[CHAMPION] == "2"
+    with pytest.raises(NotFound):
+        delete(scene.ports, "digits")
+
+
+def test_killed_anywhere_it_is_completed() -> None:
+    moments = _moments()
+    assert moments > 6
+    for at in range(moments):
+        for finish in (lambda s: settle(s.ports, "digits"), lambda s: delete(s.ports, "digits"), lambda s: s.bind()):
+            scene = _scene()
+            scene.faults = Faults(at=at)
+            with pytest.raises(Killed):
+                delete(scene.ports, "digits")
+            scene.restart()
+            asked = scene.state().deleting
+            gone = scene.state().config is None
+            if gone or not asked:
+                continue
+            finish(scene)
+            assert scene.traffic() == {}
+            assert not scene.state().deleting
+            done = [e for e in scene.world.ledger.read("digits") if e.body == Deleted(done=True)]
+            assert len(done) == 1
+
+
+def _scene() -> Scene:
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    return scene
+
+
+def _moments() -> int:
+    scene = _scene()
+    counted = Faults()
+    scene.faults = counted
+    delete(scene.ports, "digits")
+    return counted.moments
+
+
+def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene) -> None:
+    generation = scene.state().generation
+    scene.roll_back()
+    scene.settle()
+    rejected = scene.state().rejected
+    assert rejected
+    delete(scene.ports, "digits")
+    scene.bind()
+    scene.settle()
+    assert scene.traffic() == {"v1": 100}
+    assert scene.state().generation > generation
+    assert scene.state().rejected == rejected
+    with pytest.raises(Refused):
+        scene.promote("2")
+
+
+def test_not_while_somebody_is_at_work(scene: Scene) -> None:
+    apply = scene.world.provider.apply
+
+    def interrupted(*_: object, **__: object) -> None:
+        with pytest.raises(Conflict, match="changing this endpoint"):
+            delete(scene.world.ports("process-2"), "digits")
+        raise KeyboardInterrupt
+
+    scene.promote(scene.publish("c"))
+    scene.world.provider.apply = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        settle(scene.ports, "digits")
+    scene.world.provider.apply = apply  # type: ignore[method-assign]
+    scene.restart()
+    delete(scene.ports, "digits")
+    assert scene.traffic() == {}
+
+
+def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        delete(scene.ports, "digits")
+    scene.world.provider.down = False
+    withdraw(scene.ports, "digits", reason="it is needed")
+    scene.settle()
+    assert scene.world.provider.observe(config_of("digits")) is not None
+
+
+def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
+    served = next(name for name, weight in scene.traffic().items() if weight)
+    scene.world.provider.down = True
+    for command in (scene.roll_back, lambda: delete(scene.ports, "digits")):
+        with pytest.raises(StillOwed):
+            command()
+    scene.world.provider.down = False
+    withdraw(scene.ports, "digits", reason="it is needed")
+    assert scene.settle()[0].did == "rollback"
+    assert scene.traffic().get(served, 0) == 0
+
+
+def test_an_endpoint_that_cannot_be_reached_stays_to_be_deleted(scene: Scene) -> None:
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        delete(scene.ports, "digits")
+    with pytest.raises(Refused, match="being deleted"):
+        scene.roll_back()
+    scene.world.provider.down = False
+    assert settle(scene.ports, "digits")[-1].did == "deleted"
+    assert Journal.open(scene.ports, "digits").state.config is None
+    assert scene.world.provider.observe(config_of("digits")) is None

@@ -1,0 +1,318 @@
+"""Every release operation, killed before and after every call of every port, and with others at work beside it.
+
+Whatever the moment, what follows leads to the same end as without the kill: the same roles, traffic, aliases and
+rejections, every effect done once and recorded as done once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.ledger import Frozen, Override, Spoken, Withdrawn
+from onnx_ops.domain.rollout import Word
+from onnx_ops.errors import Conflict, NotFound, Refused, ServiceUnavailable, StillOwed
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.promote import promote
+from onnx_ops.release.reconcile import settle
+from onnx_ops.release.rollback import roll_back
+from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
+from tests.release.release_scenes import (
+    asked_for,
+    copies_of,
+    counted_out,
+    end_of,
+    lost,
+    misled,
+    moved_by_hand,
+    on_trial,
+    pair,
+    past_its_time,
+    rolled_back_alone,
+    serving,
+    with_candidate,
+    withdrawn,
+)
+from tests.support.faults import Faults, Killed
+from tests.support.golden import Golden
+from tests.support.suite import PARTS, Sweep
+
+MOST_MOMENTS = 1000
+"""More than any driver has, where they are not counted beforehand."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`act` is done in a process that may be killed; then again, if a person sees that it is not `done`."""
+
+    setup: Callable[[], Scene]
+    act: Callable[[Scene], object]
+    done: Callable[[Scene], bool] = lambda scene: False
+
+
+def promoting(version: str, **options: bool | str) -> Callable[[Scene], None]:
+    def act(scene: Scene) -> None:
+        scene.promote(version, **options)  # type: ignore[arg-type]
+        scene.settle_all()
+
+    return act
+
+
+def aborting(scene: Scene) -> None:
+    scene.abort()
+    scene.settle()
+
+
+def saying(word: Word) -> Callable[[Scene], None]:
+    def act(scene: Scene) -> None:
+        scene.say(word)
+        scene.settle()
+
+    return act
+
+
+def said(scene: Scene) -> bool:
+    return any(isinstance(entry.body, Spoken) for entry in scene.world.ledger.read("digits"))
+
+
+def went_back(scene: Scene) -> bool:
+    return not {"rollback", "abort"}.isdisjoint(effects(scene.world.ledger.read("digits")))
+
+
+def overridden(scene: Scene) -> bool:
+    return any(isinstance(entry.body, Override) for entry in scene.world.ledger.read("digits")) and (
+        scene.aliases().get(CHALLENGER) == "2" or scene.traffic().get("v2") == 100
+    )
+
+
+def overridden_in_registry() -> Scene:
+    scene = with_candidate(serving("a"), verdict=Verdict.FAIL)
+    scene.give_override("2", "sure")
+    scene.set_alias(CHALLENGER, "2")
+    return scene
+
+
+def rolling_back(scene: Scene) -> None:
+    scene.roll_back()
+    scene.settle_all()
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "first deployment": Scenario(lambda: with_candidate(serving()), promoting("1")),
+    "all at once": Scenario(lambda: with_candidate(serving("a")), promoting("2")),
+    "start": Scenario(lambda: with_candidate(on_trial(Word.ADVANCE, Word.ADVANCE)), promoting("4")),
+    "advance": Scenario(on_trial, saying(Word.ADVANCE), said),
+    "finish": Scenario(
+        lambda: on_trial(Word.ADVANCE),
+        saying(Word.ADVANCE),
+        lambda scene: sum(isinstance(e.body, Spoken) for e in scene.world.ledger.read("digits")) == 2,
+    ),
+    "abort by word": Scenario(on_trial, aborting, went_back),
+    "abort by alias": Scenario(withdrawn, Scene.settle_all),
+    "replace a candidate": Scenario(lambda: with_candidate(on_trial()), promoting("4")),
+    "refuse a challenger": Scenario(lambda: misled(CHALLENGER), Scene.settle_all),
+    "refuse a champion": Scenario(lambda: misled(CHAMPION), Scene.settle_all),
+    "champion by hand": Scenario(moved_by_hand, Scene.settle_all),
+    "restore": Scenario(lost, Scene.settle_all),
+    "retire": Scenario(past_its_time, Scene.settle_all),
+    "rollback": Scenario(lambda: serving("a", "b"), rolling_back, went_back),
+    "rollback of a candidate": Scenario(on_trial, rolling_back, went_back),
+    "aliases after a rollback": Scenario(rolled_back_alone, Scene.settle_all),
+    "the last of two endpoints": Scenario(pair, Scene.settle_all),
+    "a judged start": Scenario(asked_for, Scene.settle_all),
+    "a judged step": Scenario(lambda: counted_out(bad=False), Scene.settle_all),
+    "a judged way back": Scenario(lambda: counted_out(bad=True), Scene.settle_all),
+    "override": Scenario(
+        lambda: with_candidate(serving("a"), verdict=Verdict.FAIL),
+        promoting("2", override=True, reason="sure", actor="operator"),
+        overridden,
+    ),
+    "override in the registry": Scenario(overridden_in_registry, Scene.settle_all),
+    "without endpoint": Scenario(lambda: with_candidate(with_candidate(Scene())), lambda scene: scene.promote("1")),
+}
+
+
+def prepared(name: str) -> Scenario:
+    """Return the scenario of that name, whose scene is set up once for all its moments."""
+    scenario = SCENARIOS[name]
+    return replace(scenario, setup=copies_of(scenario.setup))
+
+
+def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
+    scene = scenario.setup()
+    scene.faults = faults
+    try:
+        scenario.act(scene)
+    except Killed:
+        scene.restart()
+        if not scenario.done(scene):
+            scenario.act(scene)
+    scene.faults = None
+    scene.settle_all()
+    return end_of(scene)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_at_any_moment(name: str, sweep: Sweep) -> None:
+    scenario = prepared(name)
+    counted = Faults()
+    expected = play(scenario, counted)
+    assert counted.moments > 4
+    for moment in sweep(range(counted.moments)):
+        assert play(scenario, Faults(at=moment)) == expected, f"killed at moment {moment} of {counted.moments}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_any_call_may_fail(name: str, sweep: Sweep) -> None:
+    """Each call of each port, or its answer, is lost once. What was asked for, or is owed, is done by what follows."""
+    scenario = prepared(name)
+    counted = Faults()
+    expected = play(scenario, counted)
+    for moment in sweep(range(counted.moments)):
+        scene = scenario.setup()
+        scene.faults = Faults(at=moment, error=ServiceUnavailable("injected", where=name))
+        try:
+            scenario.act(scene)
+        except ServiceUnavailable:
+            scene.faults = None
+            if not scenario.done(scene):
+                scenario.act(scene)
+        except StillOwed:
+            assert scene.state().pending_rollback is not None or went_back(scene)
+        scene.restart()
+        scene.settle_all()
+        assert without_clean_ups(end_of(scene)) == without_clean_ups(expected), f"moment {moment} of {counted.moments}"
+
+
+def without_clean_ups(end: dict[str, object]) -> dict[str, object]:
+    """Leave out when something was cleaned up: a registry that fails for a moment lets that be done before the next
+    rollout begins, and not by it."""
+    done = {name: [effect for effect in found if effect != "clean-up"] for name, found in end["effects"].items()}  # type: ignore[attr-defined]
+    split = [(name, {k: v for k, v in weights.items() if v}) for name, weights in end["changes"]]  # type: ignore[attr-defined]
+    return {**end, "effects": done, "changes": [change for change, _ in itertools.groupby(split)]}
+
+
+@pytest.mark.parametrize("name", ["all at once", "abort by word", "rollback"])
+def test_killed_twice(name: str, sweep: Sweep) -> None:
+    """The process that finishes the work of a dead one may die as well."""
+    scenario = prepared(name)
+    counted = Faults()
+    expected = play(scenario, counted)
+    for first, second in sweep(itertools.product(range(0, counted.moments, 3), range(1, counted.moments, 7))):
+        scene = scenario.setup()
+        for moment in (first, second):
+            scene.faults = Faults(at=moment)
+            with contextlib.suppress(Killed):
+                if not scenario.done(scene):
+                    scenario.act(scene)
+                scene.settle_all()
+            scene.restart()
+        if not scenario.done(scene):
+            scenario.act(scene)
+        scene.settle_all()
+        assert end_of(scene) == expected, f"killed at moments {first} and {second}"
+
+
+DRIVEN = [name for name, scenario in SCENARIOS.items() if name not in ("without endpoint", "override")]
+
+
+@pytest.mark.parametrize("name", DRIVEN)
+def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None:
+    """A second driver makes all its steps at one moment of the first one, for every moment."""
+    scenario = prepared(name)
+    counted = Faults()
+    expected = play(scenario, counted)
+    for moment in sweep(range(counted.moments)):
+        scene = scenario.setup()
+        other = scene.world.ports("another driver")
+
+        def drive(number: int, scene: Scene = scene, moment: int = moment) -> None:
+            if number == moment:
+                for endpoint in scene.world.ledger.endpoints():
+                    settle(other, endpoint)  # noqa: B023 (called in this turn of the loop)
+
+        scene.faults = Faults(between=drive)
+        with contextlib.suppress(Conflict):
+            scenario.act(scene)
+        scene.faults = None
+        if not scenario.done(scene):
+            scenario.act(scene)
+        scene.settle_all()
+        assert end_of(scene) == expected, f"at moment {moment} of {counted.moments}"
+
+
+def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golden) -> None:
+    scene = with_candidate(serving("a"))
+    scene.promote("2")
+    reports: list[str] = []
+    provider = scene.world.provider
+    apply = provider.apply
+
+    def look(*arguments: object, **options: object) -> None:
+        (report,) = settle(scene.world.ports("another driver"), "digits")
+        reports.append(report.why)
+        apply(*arguments, **options)  # type: ignore[arg-type]
+
+    provider.apply = look  # type: ignore[method-assign]
+    scene.settle()
+    golden("reasons", "\n".join(reports))
+    assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
+
+
+def test_two_drivers_that_saw_the_same_ledger_cannot_both_write() -> None:
+    scene = serving("a")
+    one, two = (Journal.open(scene.world.ports(name), "digits") for name in ("one", "two"))
+    one.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
+    with pytest.raises(Conflict):
+        two.append(Withdrawn(reason="y"))
+
+
+@pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])
+def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> None:
+    """What the operator rolled back does not serve in the end, and the driver's late effects do not stick."""
+
+    def setup() -> Scene:
+        scene = serving("a", "b")
+        scene.publish(candidate, variant="int8")
+        scene.promote("3")
+        return scene
+
+    copies, moment = copies_of(setup), 0
+    for moment in sweep(range(MOST_MOMENTS)):
+        scene = copies()
+        left: list[str] = []
+
+        def go_back(number: int, scene: Scene = scene, moment: int = moment) -> None:
+            if number == moment:
+                left.append(roll_back(scene.world.ports("operator"), "digits").moved_from)  # noqa: B023
+
+        scene.faults = Faults(between=go_back)
+        scene.settle()
+        scene.faults = None
+        if not left:
+            break
+        scene.settle()
+        state = scene.state()
+        assert state.roles.stable is not None
+        assert state.roles.stable.name not in left, f"at moment {moment}"
+        assert state.roles.candidate is None
+        assert state.why_rejected(state.known[left[0].removeprefix("v")]) is not None
+        assert scene.traffic()[state.roles.stable.name] == 100
+        assert scene.aliases()[CHAMPION] == state.roles.stable.version
+        assert effects(scene.world.ledger.read("digits")).count("rollback") == 1
+    assert 20 < moment < MOST_MOMENTS - PARTS
+
+
+def test_a_promotion_that_was_killed_is_refused_if_its_release_was_rolled_back_meanwhile() -> None:
+    scene = serving("a", "b")
+    scene.roll_back()
+    with pytest.raises(Refused):
+        promote(scene.ports, MODEL, "2", TARGET)
+    with pytest.raises(NotFound):
+        promote(scene.ports, MODEL, "7", TARGET)
+    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}

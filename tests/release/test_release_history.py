@@ -1,0 +1,106 @@
+"""The audit trail: who did what to which endpoint, when, and which versions it was about."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome
+from onnx_ops.domain.rollout import DAY
+from onnx_ops.errors import NotFound
+from onnx_ops.ports import Ports
+from onnx_ops.release.delete import delete
+from onnx_ops.release.promote import promote
+from onnx_ops.release.status import HistoryLine, Wanted, wanted_endpoints
+from onnx_ops.release.status import history as read_history
+from tests.release.release_parts import MODEL, TARGET, Scene
+
+
+def history(ports: Ports, wanted: Wanted) -> tuple[HistoryLine, ...]:
+    lines, errors = read_history(ports, wanted)
+    assert errors == {}
+    return lines
+
+
+@pytest.fixture
+def scene() -> Scene:
+    scene = Scene()
+    for endpoint in ("digits", "digits-eu"):
+        scene.bind(endpoint)
+    scene.promote(scene.publish("a"))
+    scene.settle_all()
+    return scene
+
+
+def test_several_endpoints_in_one_order(scene: Scene) -> None:
+    lines = history(scene.ports, Wanted())
+    assert {line.endpoint for line in lines} == {"digits", "digits-eu"}
+    assert lines == tuple(sorted(lines, key=lambda line: (line.at, line.endpoint, line.sequence)))
+    assert history(scene.ports, Wanted(endpoints=("digits-eu",))) == tuple(
+        line for line in lines if line.endpoint == "digits-eu"
+    )
+
+
+def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
+    (first,) = (line for line in history(scene.ports, Wanted(endpoints=("digits",))) if line.kind == "first-deployment")
+    stable = first.versions["stable"]
+    record = scene.record("1")
+    assert (stable.version, stable.release, stable.manifest) == ("1", record.release, record.manifest)
+
+
+def test_what_moved_traffic(scene: Scene) -> None:
+    promote(scene.ports, MODEL, scene.publish("b"), TARGET)
+    scene.settle_all()
+    moves = history(scene.ports, Wanted(endpoints=("digits",), traffic=True))
+    assert moves == tuple(line for line in history(scene.ports, Wanted(endpoints=("digits",))) if line.traffic)
+    assert [dict(line.traffic) for line in moves] == [{"v1": 100}, {"v1": 0, "v2": 100}]
+
+
+def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
+    ledger = scene.ports.ledger
+    entries = ledger.read("digits")
+    (begun,) = (entry.body for entry in entries if isinstance(entry.body, Intent))
+    again = len(entries) + 1
+    bodies: tuple[Body, ...] = (begun, Outcome(of=again, ok=False, detail="refused"))
+    for at, body in enumerate(bodies, start=again):
+        ledger.append(LedgerEntry(endpoint="digits", sequence=at, at=scene.world.clock.now(), actor="alice", body=body))
+    lines = history(scene.ports, Wanted(endpoints=("digits",)))
+    assert [(line.sequence == again, dict(line.traffic)) for line in lines if line.kind == "first-deployment"] == [
+        (False, {"v1": 100}),
+        (True, {}),
+    ]
+
+
+def test_who_and_when_and_how_many(scene: Scene) -> None:
+    scene.world.clock.advance(DAY)
+    promote(scene.ports, MODEL, scene.publish("b"), TARGET, actor="alice")
+    scene.settle_all()
+    moment = scene.world.clock.now()
+    late = history(scene.ports, Wanted(since=moment))
+    assert late
+    assert len(late) < len(history(scene.ports, Wanted()))
+    assert history(scene.ports, Wanted(limit=2)) == history(scene.ports, Wanted())[-2:]
+    assert history(scene.ports, Wanted(actor="nobody")) == ()
+
+
+def test_models_and_targets(scene: Scene) -> None:
+    assert history(scene.ports, Wanted(model=MODEL, target=TARGET)) == history(scene.ports, Wanted())
+    assert history(scene.ports, Wanted(model="other")) == ()
+    assert wanted_endpoints(scene.ports, Wanted(target=TARGET)) == ("digits", "digits-eu")
+    assert wanted_endpoints(scene.ports, Wanted(target="other")) == ()
+
+
+def test_a_model_without_endpoints_has_a_history_too() -> None:
+    scene = Scene()
+    scene.promote(scene.publish("a"))
+    assert [line.kind for line in history(scene.ports, Wanted(model=MODEL, target=TARGET))] == ["mirrored"]
+    assert history(scene.ports, Wanted(target="other")) == ()
+
+
+def test_a_deleted_endpoint_keeps_its_history(scene: Scene) -> None:
+    delete(scene.ports, "digits", reason="moved")
+    lines = history(scene.ports, Wanted(endpoints=("digits",), model=MODEL))
+    assert [(line.kind, line.why) for line in lines][-2:] == [("deleted", "moved"), ("deleted", "moved")]
+    with pytest.raises(NotFound):
+        wanted_endpoints(scene.ports, Wanted(endpoints=("digits",)))
+    with pytest.raises(NotFound):
+        history(scene.ports, Wanted(endpoints=("nothing",)))

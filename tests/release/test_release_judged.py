@@ -1,0 +1,182 @@
+"""Rollouts that figures decide about, driven by the reconciler over fakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnx_ops.domain.ledger import Frozen, Observed
+from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_observed import ShadowTally, Tally
+from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
+from onnx_ops.errors import Refused, ServiceUnavailable
+from onnx_ops.release.decided import told_rollback
+from onnx_ops.release.observe import RECORD_EVERY_S
+from tests.release.release_parts import CHALLENGER, CHAMPION, Scene, effects
+from tests.release.release_scenes import GUARDED, begun, copies_of, counted_out
+from tests.support.faults import Faults, Killed
+from tests.support.golden import Golden
+from tests.support.suite import Sweep
+
+SHADOWED = RolloutPolicy(steps=(0.5, 1.0), shadow=ShadowTrial(min_requests=100), min_requests=(200,))
+
+
+def traffic(scene: Scene, requests: int, *, errors: tuple[int, int] = (0, 0), slow: tuple[int, int] = (0, 0)) -> None:
+    """So many requests of both versions as they are split now; `errors` and `slow` are of stable and candidate."""
+    weights = scene.traffic()
+    for place, name in enumerate(("v1", "v2")):
+        count = requests * weights.get(name, 0) // 100
+        over = min(count, count // 2 + slow[place])
+        scene.world.provider.counted.count(
+            name, requests=count, errors=min(count, errors[place]), over_p50=over, over_p99=count // 100
+        )
+    scene.world.clock.advance(5.0)
+    scene.settle()
+
+
+def test_a_healthy_candidate_reaches_all_traffic_by_itself() -> None:
+    scene = begun()
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+    rounds = 0
+    while scene.state().roles.candidate is not None:
+        traffic(scene, 1000, errors=(2, 0))
+        rounds += 1
+        assert rounds < 40
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+    assert scene.aliases()[CHAMPION] == "2"
+    assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "start", "advance", "finish"]
+
+
+def test_the_thresholds_stand_in_the_ledger_before_the_candidate_gets_a_request() -> None:
+    kinds = [entry.body.kind for entry in begun().world.ledger.read("digits")]
+    assert kinds.index("frozen") < [i for i, kind in enumerate(kinds) if kind == "intent"][1]
+
+
+@pytest.mark.parametrize("fault", ["errors", "slow", "refused"])
+def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: str) -> None:
+    scene = begun()
+    for _ in range(40):
+        count = 100
+        if fault == "refused":
+            scene.world.provider.counted.count("v2", requests=20, refused=20, over_p50=10, over_p99=0)
+        traffic(scene, 10 * count, errors=(9, 8 if fault == "errors" else 1), slow=(0, 40 if fault == "slow" else 0))
+        if scene.state().roles.candidate is None:
+            break
+    assert scene.traffic() == {"v1": 100}
+    assert CHALLENGER not in scene.aliases()
+    written = [entry.body for entry in scene.world.ledger.read("digits")]
+    (asked,) = [body for body in written if body.kind == "rollback-requested"]
+    judged = written[written.index(asked) - 1]
+    assert isinstance(judged, Observed)
+    assert judged.reading.tallies["v2"] == scene.world.provider.counted.tallies["v2"]
+    assert asked.action.why.endswith("-> ROLL BACK")
+    assert not asked.by_hand
+    told = told_rollback(scene.record("2"), "digits")
+    assert told is not None
+    assert told.why == asked.action.why[:400]
+    traffic(scene, 1000)
+    assert scene.traffic() == {"v1": 100}
+    with pytest.raises(Refused):
+        scene.promote("2")
+
+
+def test_without_counts_nothing_moves_but_the_way_back(golden: Golden) -> None:
+    scene = begun()
+    traffic(scene, 1000)
+    scene.world.provider.counted.down = True
+    for _ in range(50):
+        traffic(scene, 10_000)
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+    golden("reasons", scene.settle()[-1].why)
+    scene.abort()
+    scene.settle()
+    assert scene.traffic() == {"v1": 100}
+
+
+def test_a_rollout_does_not_begin_blindly() -> None:
+    scene = Scene()
+    scene.bind(policy=GUARDED)
+    scene.promote(scene.publish("a"))
+    scene.settle()
+    scene.world.provider.counted.down = True
+    scene.promote(scene.publish("b"))
+    with pytest.raises(ServiceUnavailable):
+        scene.settle()
+    assert scene.traffic() == {"v1": 100}
+    scene.world.provider.counted.down = False
+    scene.settle()
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+
+
+def test_no_traffic_is_no_success() -> None:
+    scene = begun()
+    for _ in range(20):
+        traffic(scene, 0)
+    scene.world.clock.advance(2 * GUARDED.step_timeout)
+    assert "held for an operator" in scene.settle()[-1].why
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+
+
+def test_readings_are_written_once_a_minute_and_before_every_move() -> None:
+    scene = begun(RolloutPolicy(steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)))
+    before = len(scene.world.ledger.read("digits"))
+    for _ in range(100):
+        traffic(scene, 100)
+    written = scene.world.ledger.read("digits")[before:]
+    assert all(isinstance(entry.body, Observed) for entry in written)
+    assert len(written) <= 1 + 100 * 5 / RECORD_EVERY_S
+    assert len(written) >= 5
+
+
+def test_counters_that_begin_anew_are_no_evidence() -> None:
+    scene = begun()
+    traffic(scene, 1000)
+    counted = scene.world.provider.counted
+    counted.origin, counted.tallies = "second", {"v2": Tally(requests=50, errors=50, over_p50=0, over_p99=0)}
+    scene.settle()
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+
+
+def test_a_shadow_that_answers_otherwise_never_gets_traffic() -> None:
+    scene = begun(SHADOWED)
+    assert scene.traffic() == {"v2": 0, "v1": 100}
+    for number in range(1, 20):
+        scene.world.provider.counted.shadow = ShadowTally(compared=20 * number, differing=number)
+        scene.settle()
+    assert scene.traffic() == {"v1": 100}
+    assert scene.state().roles.candidate is None
+
+
+def test_a_shadow_that_answers_alike_goes_on() -> None:
+    scene = begun(SHADOWED)
+    scene.world.provider.counted.shadow = ShadowTally(compared=1000)
+    scene.settle()
+    assert scene.traffic() == {"v1": 50, "v2": 50}
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool, sweep: Sweep) -> None:
+    """Of a step forward, and of the way back: one action each, and the split is always whole."""
+    moments = _at_the_decision(bad).moments
+    assert moments > 8
+    copies = copies_of(lambda: counted_out(bad))
+    for at in sweep(range(moments)):
+        faults = Faults(at=at)
+        scene = copies()
+        scene.faults = faults
+        with pytest.raises(Killed):
+            scene.settle()
+        assert sum(scene.traffic().values()) == 100
+        scene.restart()
+        scene.settle()
+        assert scene.traffic() == ({"v1": 100} if bad else {"v1": 50, "v2": 50})
+        done = effects(scene.world.ledger.read("digits"))
+        assert done[2:] == (["abort", "clean-up"] if bad else ["advance"]), at
+        frozen = [e for e in scene.world.ledger.read("digits") if isinstance(e.body, Frozen)]
+        assert len(frozen) == 1
+
+
+def _at_the_decision(bad: bool) -> Faults:
+    scene = counted_out(bad)
+    scene.faults = Faults()
+    scene.settle()
+    return scene.faults

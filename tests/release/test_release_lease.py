@@ -1,0 +1,143 @@
+"""An effect that takes longer than a lease lasts, as a new deployment in a cloud does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from onnx_ops.domain.ledger import Intent, LedgerEntry, Renewed
+from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.release import lease
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.lease import LEASE_SECONDS
+from onnx_ops.release.reconcile import settle
+from onnx_ops.release.rollback import roll_back
+from tests.release.release_parts import Scene, effects
+from tests.release.release_scenes import serving, with_candidate
+from tests.support.golden import Golden
+
+UPDATE_S = 20 * 60
+PATIENCE_S = 30.0
+"""How long the machine may take for what takes no time."""
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """Version 1 serves and version 2 shall."""
+    monkeypatch.setattr(lease, "LOOK_S", 0.001)
+    scene = with_candidate(serving("a"))
+    scene.promote("2")
+    return scene
+
+
+def renewals(scene: Scene) -> list[LedgerEntry]:
+    return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Renewed)]
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true; the thread that renews has its own pace."""
+    waiting = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.002)):
+        if condition():
+            return True
+        waiting.wait(0.002)
+    return False
+
+
+def during_an_update(scene: Scene, every_half_lease: Callable[[int], None]) -> None:
+    """The next change of the endpoint takes as long as a cloud's; time goes on by half a lease at once."""
+    provider = scene.world.provider
+    apply = provider.apply
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        provider.apply = apply  # type: ignore[method-assign]
+        for turn in range(int(UPDATE_S / (LEASE_SECONDS / 2))):
+            scene.world.clock.advance(LEASE_SECONDS / 2)
+            every_half_lease(turn)
+        apply(*arguments, **options)
+
+    provider.apply = slowly  # type: ignore[method-assign]
+
+
+def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: Golden) -> None:
+    reports: list[str] = []
+
+    def look(turn: int) -> None:
+        assert soon(lambda: len(renewals(scene)) > turn)
+        (report,) = settle(scene.world.ports("another driver"), "digits")
+        reports.append(report.why)
+
+    during_an_update(scene, look)
+    scene.settle()
+    golden("reasons", "\n".join(set(reports)))
+    assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+    found = renewals(scene)
+    assert len(found) == UPDATE_S / (LEASE_SECONDS / 2)
+    intents = [e.sequence for e in scene.world.ledger.read("digits") if isinstance(e.body, Intent)]
+    assert {entry.body.of for entry in found} == {intents[-1]}  # type: ignore[union-attr]
+
+
+def test_a_holder_that_stands_still_loses_its_lease(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
+    """A process that was stopped does not renew; it is overtaken, and what it does then is refused."""
+    monkeypatch.setattr(lease, "LOOK_S", 3600.0)
+    taken: list[str] = []
+
+    def look(turn: int) -> None:
+        if turn == 2:
+            taken.append(settle(scene.world.ports("another driver"), "digits")[0].why)
+
+    during_an_update(scene, look)
+    scene.settle()
+    golden("reasons", "\n".join(taken))
+    assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+
+
+def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
+    """An operator does not ask for a lease. What was his stays his, however long the other goes on."""
+
+    def look(turn: int) -> None:
+        if turn == 0:
+            assert soon(lambda: len(renewals(scene)) == 1)
+            roll_back(scene.world.ports("operator"), "digits", to="1")
+
+    during_an_update(scene, look)
+    scene.settle()
+    assert len(renewals(scene)) == 1
+    assert scene.traffic()["v1"] == 100
+
+
+def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -> None:
+    ledger = scene.world.ledger
+    append = ledger.append
+    failed: list[LedgerEntry] = []
+
+    def unreachable(entry: LedgerEntry) -> None:
+        if isinstance(entry.body, Renewed) and len(failed) < 3:
+            failed.append(entry)
+            raise ServiceUnavailable("the ledger does not answer")
+        append(entry)
+
+    ledger.append = unreachable  # type: ignore[method-assign]
+    during_an_update(scene, lambda turn: None if turn else assert_soon(lambda: len(renewals(scene)) > 0))
+    scene.settle()
+    assert len(failed) == 3
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+
+
+def assert_soon(condition: Callable[[], bool]) -> None:
+    assert soon(condition)
+
+
+def test_only_the_open_intent_can_be_renewed() -> None:
+    scene = serving("a")
+    journal = Journal.open(scene.ports, "digits")
+    assert not journal.renewed(journal.state.generation)
+    journal.append(Renewed(of=journal.state.generation, expires_at=1e12))
+    assert journal.state.open_intent is None

@@ -1,0 +1,229 @@
+"""Overrides that a person gave in the registry, and what a veto of the registry's server does to the reconciler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from onnx_ops.adapters.ledgers.log import MemoryLedger
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.ledger import LedgerEntry, Override
+from onnx_ops.domain.override import reason_tag, record_tag
+from onnx_ops.errors import Refused
+from onnx_ops.testing.fakes import FakeProvider, FakeRegistry, FakeSigner, FakeWorld
+from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """Version 1 serves; version 2 failed its gates."""
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    scene.publish("b", verdict=Verdict.FAIL)
+    return scene
+
+
+def overrides(scene: Scene) -> list[LedgerEntry]:
+    return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Override)]
+
+
+def test_a_signed_override_goes_into_the_ledger_under_its_givers_name(scene: Scene) -> None:
+    scene.give_override("2", "the old one is worse")
+    scene.set_alias(CHALLENGER, "2")
+    scene.settle()
+    assert scene.traffic()["v2"] == 100
+    (entry,) = overrides(scene)
+    assert isinstance(entry.body, Override)
+    assert (entry.actor, entry.body.reason) == ("alice", "the old one is worse")
+
+
+def test_a_tag_that_no_server_signed_overrides_nothing(scene: Scene) -> None:
+    scene.world.registry.annotate(MODEL, "2", {reason_tag(TARGET): "sure"})
+    scene.set_alias(CHALLENGER, "2")
+    assert scene.settle()[0].refused
+    scene.give_override("2", "sure", signer=FakeSigner(b"somebody else"))
+    scene.set_alias(CHALLENGER, "2")
+    assert scene.settle()[0].refused
+    assert overrides(scene) == []
+    assert scene.traffic() == {"v1": 100}
+
+
+def test_an_override_is_taken_up_once_and_does_not_outlive_a_rollback(scene: Scene) -> None:
+    scene.give_override("2", "sure")
+    scene.set_alias(CHALLENGER, "2")
+    scene.settle()
+    scene.roll_back()
+    scene.settle()
+    scene.set_alias(CHALLENGER, "2")
+    scene.settle()
+    scene.set_alias(CHAMPION, "2")
+    assert any(report.refused for report in scene.settle())
+    assert scene.traffic()["v1"] == 100
+    assert len(overrides(scene)) == 1
+    scene.give_override("2", "sure, now that the network is well")
+    scene.set_alias(CHALLENGER, "2")
+    scene.settle()
+    assert scene.traffic()["v2"] == 100
+
+
+class SigningRegistry(FakeRegistry):
+    """A registry whose server signs overrides, or refuses them."""
+
+    def __init__(self, *, refusing: bool) -> None:
+        super().__init__()
+        self.scene = Scene(world=FakeWorld(registry=self))
+        self.refusing = refusing
+
+    def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
+        reason = tags.get(reason_tag(TARGET))
+        if reason is not None and record_tag(TARGET) not in tags:
+            if self.refusing:
+                raise Refused("policy.yaml:6 lets only alice override")
+            self.scene.give_override(version, reason)
+        super().annotate(model, version, tags)
+
+
+def behind_a_server(*, refusing: bool) -> Scene:
+    scene = SigningRegistry(refusing=refusing).scene
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    scene.publish("b", verdict=Verdict.FAIL)
+    return scene
+
+
+def test_a_promotion_with_override_is_the_same_override_as_the_servers() -> None:
+    scene = behind_a_server(refusing=False)
+    scene.promote("2", override=True, reason="sure")
+    scene.settle()
+    scene.roll_back()
+    scene.settle()
+    scene.set_alias(CHAMPION, "2")
+    assert any(report.refused for report in scene.settle())
+    assert len(overrides(scene)) == 1
+
+
+def test_who_may_not_override_at_the_server_does_not_override_in_the_ledger() -> None:
+    scene = behind_a_server(refusing=True)
+    with pytest.raises(Refused, match="lets only alice override"):
+        scene.promote("2", override=True, reason="sure")
+    assert overrides(scene) == []
+
+
+class VetoingRegistry(FakeRegistry):
+    """A registry whose server refuses aliases on some versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vetoed: set[str] = set()
+        self.asked: list[str] = []
+
+    def set_alias(self, model: str, alias: str, version: str) -> None:
+        self.asked.append(alias)
+        if version in self.vetoed:
+            raise Refused("the key of its decision was retired")
+        super().set_alias(model, alias, version)
+
+
+def vetoing() -> tuple[Scene, VetoingRegistry]:
+    registry = VetoingRegistry()
+    scene = Scene(world=FakeWorld(registry=registry))
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    scene.serve(scene.publish("b"))
+    return scene, registry
+
+
+def test_a_rollback_stands_although_the_server_refuses_its_alias() -> None:
+    scene, registry = vetoing()
+    registry.vetoed = {"1"}
+    scene.roll_back()
+    with pytest.raises(Refused, match="retired"):
+        scene.settle()
+    assert scene.traffic()["v1"] == 100
+    assert scene.aliases()[CHAMPION] == "2"
+    assert scene.state().pending_aliases[CHAMPION] == "1"
+    registry.vetoed = set()
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "1"
+    assert scene.state().pending_aliases == {}
+
+
+def test_what_cannot_be_put_back_is_taken_away() -> None:
+    scene, registry = vetoing()
+    scene.set_alias(CHAMPION, scene.publish("c", verdict=Verdict.FAIL))
+    registry.vetoed = {"2"}
+    assert scene.settle()[0].refused
+    assert CHAMPION not in scene.aliases()
+    assert scene.traffic()["v2"] == 100
+
+
+def test_the_old_champion_becomes_previous_before_the_new_one_is_named() -> None:
+    scene, registry = vetoing()
+    registry.asked.clear()
+    scene.serve(scene.publish("c"))
+    assert registry.asked == [CHALLENGER, PREVIOUS, CHAMPION]
+
+
+def restored(scene: Scene, count: int) -> Scene:
+    """The same world after the machine was lost, and a backup of the ledger restored with so many entries."""
+    kept = MemoryLedger()
+    for entry in scene.world.ledger.read("digits")[:count]:
+        kept.append(entry)
+    scene.world = replace(scene.world, ledger=kept, provider=FakeProvider())
+    return scene
+
+
+def overridden_and_rolled_back() -> Scene:
+    """Version 2 failed its gates, served by an override, and was rolled back; the ledger is of before all that."""
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    scene.publish("b", verdict=Verdict.FAIL)
+    before = len(scene.world.ledger.read("digits"))
+    scene.world.clock.advance(1)
+    scene.promote("2", override=True, reason="sure")
+    scene.settle()
+    scene.world.clock.advance(1)
+    scene.roll_back()
+    scene.settle()
+    scene.world.clock.advance(1)
+    return restored(scene, before)
+
+
+@pytest.mark.parametrize("alias", [CHALLENGER, CHAMPION])
+def test_what_was_rolled_back_stays_so_in_a_ledger_that_does_not_know(alias: str) -> None:
+    """Its override of then is as valid as ever; the registry remembers that the rollback came later."""
+    scene = overridden_and_rolled_back()
+    scene.set_alias(alias, "2")
+    (refused,) = [report for report in scene.settle() if report.refused]
+    assert refused.why.startswith("digits/2: endpoint digits rolled this release back")
+    assert "v2" not in scene.traffic()
+    assert overrides(scene) == []
+    with pytest.raises(Refused, match="rolled this release back"):
+        scene.promote("2")
+
+
+@pytest.mark.parametrize("hours", [0, -1], ids=["a right clock", "a slow clock"])
+def test_a_later_override_brings_it_back_there_too(hours: int) -> None:
+    scene = overridden_and_rolled_back()
+    scene.world.clock.advance(3600 * hours)
+    scene.promote("2", override=True, reason="sure again")
+    scene.settle()
+    assert scene.traffic()["v2"] == 100
+
+
+def test_a_version_that_serves_again_is_told_to_be_free() -> None:
+    scene = Scene()
+    scene.bind()
+    for seed in "ab":
+        scene.serve(scene.publish(seed))
+    scene.roll_back()
+    scene.settle()
+    assert scene.record("2").tags["onnxops.rolled-back.digits"].endswith("it is slow")
+    scene.roll_back(to="2", force=True)
+    scene.settle()
+    assert scene.record("2").tags["onnxops.rolled-back.digits"] == ""
+    assert scene.record("1").tags["onnxops.rolled-back.digits"].endswith("it is slow")

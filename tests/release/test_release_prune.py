@@ -1,0 +1,175 @@
+"""Retention over fakes: what is served, promoted or young never goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnx_ops.domain.artifact import Stored
+from onnx_ops.domain.endpoint import Leftover
+from onnx_ops.domain.rollout import DAY
+from onnx_ops.release.orphans import Orphan, Survey, survey
+from onnx_ops.release.prune import PrunePlan, plan_pruning, prune
+from tests.release.release_parts import CANARY, MODEL, Scene
+from tests.support.faults import Killed
+from tests.support.golden import Golden
+
+
+def versions(plan: PrunePlan) -> list[str]:
+    return [entry.version for entry in plan.remove[MODEL]]
+
+
+def plan(scene: Scene, *, keep: int = 1, older_than_s: float = DAY) -> PrunePlan:
+    return plan_pruning(scene.ports, [MODEL], keep=keep, older_than_s=older_than_s)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """Version 1 to 5, of which 3 serves, 2 is the one before, and 5 is the newest; all are two days old."""
+    scene = Scene()
+    scene.bind()
+    for seed in "abc":
+        scene.serve(scene.publish(seed))
+    scene.publish("d")
+    scene.publish("e")
+    scene.world.clock.advance(2 * DAY)
+    return scene
+
+
+def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
+    found = plan(scene)
+    assert versions(found) == ["1", "4"]
+    golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.kept)))
+    assert versions(plan(scene, older_than_s=3 * DAY)) == []
+    assert versions(plan(scene, keep=2)) == ["1"]
+
+
+def test_pruning_removes_the_versions_and_their_folders(scene: Scene) -> None:
+    before = plan(scene)
+    gone = scene.record("1").manifest
+    removed = prune(scene.ports, before)
+    assert removed.remove == before.remove
+    assert [entry.version for entry in scene.world.registry.versions(MODEL)] == ["2", "3", "5"]
+    assert [folder.digest for folder in before.folders] == [gone]
+    assert scene.world.files.location(gone) is None
+    assert versions(plan(scene)) == []
+    assert scene.roll_back().moved_to == "v2"
+
+
+def test_folders_of_versions_that_are_gone_already_go_once_they_are_old(scene: Scene) -> None:
+    """A pruning was killed between a version and its folder."""
+    gone = scene.record("1").manifest
+    scene.world.registry.delete_version(MODEL, "1")
+    assert plan(scene, older_than_s=3 * DAY).folders == ()
+    found = plan(scene)
+    assert [folder.digest for folder in found.folders] == [gone]
+    assert prune(scene.ports, found).folders == found.folders
+    assert plan(scene).folders == ()
+
+
+def test_folders_that_an_endpoint_needs_by_now_stay(scene: Scene) -> None:
+    found = plan(scene)
+    needed = scene.record("3").manifest
+    removed = prune(scene.ports, replace(found, folders=(Stored(name="3", digest=needed, size_bytes=1, at=0.0),)))
+    assert removed.folders == ()
+    assert scene.world.files.location(needed) is not None
+
+
+def test_an_endpoint_that_does_not_answer_keeps_all_it_ever_served(scene: Scene) -> None:
+    scene.world.provider.down = True
+    assert versions(plan(scene)) == ["4"]
+
+
+def test_a_version_promoted_after_the_plan_stays(scene: Scene) -> None:
+    before = plan(scene)
+    scene.set_alias("somebody-elses", "4")
+    removed = prune(scene.ports, before)
+    assert versions(removed) == ["1"]
+    assert scene.world.registry.version(MODEL, "4").version == "4"
+
+
+def test_a_version_that_came_into_service_after_the_plan_stays(scene: Scene) -> None:
+    before = plan(scene)
+    scene.roll_back(to="1", force=True)
+    assert versions(prune(scene.ports, before)) == ["4"]
+
+
+def test_a_model_that_is_not_there_is_empty(scene: Scene) -> None:
+    assert plan_pruning(scene.ports, ["nothing"], older_than_s=0.0).remove == {"nothing": ()}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from(("publish", "serve", "trial", "back", "settle", "age")), min_size=1, max_size=10),
+    st.integers(1, 3),
+)
+def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep: int) -> None:
+    scene = Scene()
+    scene.bind(policy=CANARY)
+    count = 0
+    for what in happened:
+        if what in ("publish", "serve", "trial"):
+            count += 1
+            version = scene.publish(f"release {count}")
+            if what == "trial":
+                scene.promote(version)
+                scene.settle_some()
+            elif what == "serve" and scene.state().roles.candidate is None:
+                scene.serve(version)
+        elif what == "back" and scene.state().roles.previous is not None:
+            scene.roll_back(force=True)
+        elif what == "settle":
+            scene.settle_some()
+        else:
+            scene.world.clock.advance(2 * DAY)
+    scene.world.clock.advance(2 * DAY)
+    prune(scene.ports, plan(scene, keep=keep))
+    left = {entry.version for entry in scene.world.registry.versions(MODEL)}
+    roles = scene.state().roles
+    in_use = {d.version for d in (roles.stable, roles.previous, roles.candidate) if d is not None}
+    assert in_use <= left
+    assert set(scene.aliases().values()) <= left
+    assert {name.removeprefix("v") for name in scene.traffic()} <= left
+    if count:
+        assert str(count) in left
+
+
+def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> None:
+    served = scene.state().roles.stable
+    assert served is not None
+    mine, theirs = (
+        Leftover(kind="model", name=name, why="no state names it", paid=True) for name in (served.manifest, "other")
+    )
+    scene.world.provider.left["digits"] = [mine, theirs]
+    before = plan(scene)
+    assert before.orphans == Survey(orphans=(Orphan(endpoint="digits", provider="fake", leftover=theirs),))
+    assert prune(scene.ports, before).orphans == before.orphans
+    assert scene.world.provider.left["digits"] == [mine]
+    assert survey(scene.ports, ["digits"]) == Survey()
+
+
+def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
+    candidate = scene.publish("f")
+    manifest = scene.record(candidate).manifest
+    scene.world.provider.left["digits"] = [Leftover(kind="model", name=manifest, why="no state names it", paid=True)]
+    assert [orphan.leftover.name for orphan in survey(scene.ports, ["digits"]).orphans] == [manifest]
+    scene.promote(candidate)
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    scene.world.provider.apply = die  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        scene.settle()
+    assert scene.state().open_intent is not None
+    assert f"v{candidate}" not in scene.traffic()
+    assert survey(scene.ports, ["digits"]) == Survey()
+
+
+def test_a_provider_that_does_not_answer_is_not_taken_for_a_tidy_one(scene: Scene) -> None:
+    scene.world.provider.down = True
+    assert survey(scene.ports, ["digits"]).silent == ("digits",)
+    assert plan(scene).orphans.silent == ("digits",)

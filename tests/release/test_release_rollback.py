@@ -1,0 +1,648 @@
+"""The way back, whatever else is going on, and what it means for the endpoints beside."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.ledger import Intent, LedgerEntry, Spoken
+from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
+from onnx_ops.errors import MissingPackage, NotFound, Refused, ServiceUnavailable, StillOwed, UserError
+from onnx_ops.release import rollback
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.promote import configure
+from onnx_ops.release.reconcile import settle, settle_owed, step
+from onnx_ops.release.rollback import roll_back, roll_back_each, withdraw
+from onnx_ops.testing.fakes import FakeWorld
+from tests.release.release_parts import (
+    AT_ONCE,
+    CANARY,
+    CHALLENGER,
+    CHAMPION,
+    MODEL,
+    PREVIOUS,
+    Scene,
+    config_of,
+    effects,
+)
+from tests.support.faults import Faults
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """Versions 1, 2 and 3 served one after another; 3 serves now."""
+    scene = Scene()
+    scene.bind()
+    for seed in "abc":
+        scene.serve(scene.publish(seed))
+    return scene
+
+
+def test_back_to_the_previous_version(scene: Scene) -> None:
+    rolled = scene.roll_back()
+    assert (rolled.moved_from, rolled.moved_to, rolled.reason) == ("v3", "v2", "it is slow")
+    assert set(rolled.owed) == {CHAMPION, CHALLENGER, PREVIOUS}
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+    assert scene.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
+    scene.settle()
+    assert scene.traffic() == {"v2": 100}
+    assert scene.aliases() == {CHAMPION: "2"}
+    assert scene.state().pending_aliases == {}
+
+
+def test_back_to_a_version_by_name(scene: Scene) -> None:
+    assert scene.roll_back(to="v1").moved_to == "v1"
+    assert scene.traffic() == {"v1": 100, "v3": 0, "v2": 0}
+    with pytest.raises(NotFound, match="v9 never served here") as caught:
+        scene.roll_back(to="9")
+    assert "v1, v2, v3" in caught.value.remedy
+
+
+def test_a_version_that_was_rolled_back_is_no_way_back_unless_a_person_insists(scene: Scene) -> None:
+    scene.roll_back()
+    with pytest.raises(Refused, match="v3 is known to be bad"):
+        scene.roll_back(to="3")
+    scene.roll_back(to="3", force=True)
+    assert scene.traffic()["v3"] == 100
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "3"
+    scene.serve(scene.publish("d"))
+    assert scene.roll_back().moved_to == "v3"
+
+
+@pytest.mark.parametrize("to", [None, "2", "v2"])
+def test_asking_again_for_what_was_done_changes_nothing(scene: Scene, to: str | None) -> None:
+    scene.roll_back(to=to)
+    before = scene.world.ledger.read("digits")
+    again = scene.roll_back(to=to)
+    assert (again.already, again.moved_to) == (True, "v2")
+    assert scene.world.ledger.read("digits") == before
+    scene.serve(scene.publish("d"))
+    assert not scene.roll_back().already
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(scene: Scene, aborted: bool) -> None:
+    if aborted:
+        scene.bind(policy=CANARY)
+        scene.promote(scene.publish("d"))
+        scene.settle()
+    scene.roll_back()
+    goal = "v3" if aborted else "v2"
+    scene.world.provider.down = True
+    for _ in range(2):
+        with pytest.raises(StillOwed):
+            scene.roll_back()
+    scene.world.provider.down = False
+    scene.settle()
+    assert scene.traffic()[goal] == 100
+    assert scene.state().why_rejected(scene.state().known[goal.removeprefix("v")]) is None
+    assert scene.roll_back().already
+
+
+def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow endpoint would else never get there, however often it is asked."""
+    monkeypatch.setattr(rollback, "PATIENCE_S", 0.01)
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        scene.roll_back()
+    scene.world.provider.down = False
+    pending = scene.state().pending_rollback
+    assert pending is not None
+    other = Journal.open(scene.world.ports("other"), "digits")
+    expires = scene.world.clock.now() + 120
+    other.append(Intent(action=pending.action, holder="other", expires_at=expires))
+    with pytest.raises(StillOwed) as caught:
+        scene.roll_back()
+    assert "other is at work" in caught.value.why
+    assert scene.state().head == other.state.head
+    scene.world.clock.advance(121.0)
+    assert scene.roll_back().moved_to == "v2"
+    assert scene.traffic()["v2"] == 100
+
+
+def test_asking_again_beside_a_clean_up_goes_no_further_back(trial: Scene) -> None:
+    trial.roll_back()
+    interrupted(trial, lambda: settle(trial.ports, "digits"), reaches=True)
+    assert trial.state().open_intent is not None
+    assert trial.roll_back().moved_to == "v3"
+
+
+def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.roll_back()
+    answers = threading.Event()
+    observe = scene.world.provider.observe
+    monkeypatch.setattr(rollback, "LOOK_S", 0.01)
+    monkeypatch.setattr(scene.world.provider, "observe", lambda config: answers.wait() and observe(config))
+    try:
+        assert not roll_back_each(scene.ports, ("digits",), patience_s=0.01)[0]
+    finally:
+        answers.set()
+    assert scene.state().pending_rollback is not None
+
+
+def test_asking_again_repairs_an_endpoint_that_somebody_has_changed(scene: Scene) -> None:
+    scene.roll_back()
+    serving = scene.world.provider.observe(config_of("digits"))
+    assert serving is not None
+    scene.world.provider.interfere("digits", replace(serving, split=TrafficSplit(weights={"v3": 100, "v2": 0})))
+    assert not scene.roll_back(to="2").already
+    assert scene.traffic()["v2"] == 100
+
+
+def test_a_previous_version_that_was_unloaded_is_still_the_way_back(scene: Scene) -> None:
+    scene.world.clock.advance(DAY)
+    scene.settle()
+    assert scene.traffic() == {"v3": 100}
+    assert scene.roll_back().moved_to == "v2"
+
+
+def test_without_a_previous_version_there_is_no_way_back() -> None:
+    scene = Scene()
+    scene.bind()
+    scene.serve(scene.publish("a"))
+    with pytest.raises(NotFound, match="no previous version"):
+        scene.roll_back()
+
+
+@pytest.fixture
+def trial(scene: Scene) -> Scene:
+    """Version 4 receives a tenth of the traffic; version 3 the rest."""
+    scene.bind(policy=CANARY)
+    scene.promote(scene.publish("d"))
+    scene.settle()
+    assert scene.traffic() == {"v4": 10, "v3": 90}
+    return scene
+
+
+def test_a_candidate_is_taken_out(trial: Scene) -> None:
+    rolled = trial.roll_back()
+    assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
+    assert trial.traffic() == {"v3": 100, "v4": 0}
+    trial.settle()
+    assert trial.traffic() == {"v3": 100}
+    assert trial.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
+    with pytest.raises(Refused):
+        trial.promote("4")
+
+
+def test_after_a_trial_was_aborted_the_way_back_is_open(trial: Scene) -> None:
+    trial.roll_back()
+    trial.settle()
+    assert trial.roll_back().already
+    assert trial.roll_back(to="2").moved_to == "v2"
+
+
+def test_past_a_candidate_and_the_stable_version(trial: Scene) -> None:
+    trial.roll_back(to="1")
+    trial.settle()
+    assert trial.traffic()["v1"] == 100
+    for bad in ("3", "4"):
+        with pytest.raises(Refused):
+            trial.promote(bad)
+
+
+def test_it_needs_no_registry(scene: Scene) -> None:
+    scene.world.registry.down = True
+    scene.roll_back()
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+    assert scene.settle()[-1].registry_down
+    assert scene.state().pending_aliases == {CHAMPION: "2", CHALLENGER: None, PREVIOUS: None}
+    scene.world.registry.down = False
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "2"
+    assert scene.traffic()["v2"] == 100
+
+
+def test_a_version_that_was_deleted_in_the_registry_does_not_stop_the_reconciler(scene: Scene) -> None:
+    scene.world.registry.vanish(MODEL, "2")
+    scene.roll_back()
+    scene.settle()
+    assert scene.traffic()["v2"] == 100
+    assert scene.state().pending_aliases == {}
+    assert scene.aliases()[CHAMPION] == "3"
+    scene.serve(scene.publish("d"))
+    assert scene.aliases()[CHAMPION] == "4"
+
+
+def test_a_person_who_moves_the_alias_later_outranks_it(scene: Scene) -> None:
+    version = scene.publish("d")
+    scene.world.registry.down = True
+    scene.roll_back()
+    scene.world.registry.down = False
+    scene.set_alias(CHAMPION, version)
+    scene.settle()
+    assert scene.traffic()["v4"] == 100
+    assert scene.aliases()[CHAMPION] == "4"
+
+
+def test_what_was_rolled_back_does_not_come_back_by_itself(scene: Scene) -> None:
+    scene.roll_back()
+    scene.settle()
+    with pytest.raises(Refused, match="does not come back by itself") as caught:
+        scene.promote("3")
+    assert caught.value.why == "it is slow"
+    for alias in (CHALLENGER, CHAMPION):
+        scene.set_alias(alias, "3")
+        assert scene.settle()[0].refused
+        assert scene.traffic()["v2"] == 100
+        assert scene.aliases()[CHAMPION] == "2"
+        assert CHALLENGER not in scene.aliases()
+
+
+def test_an_override_brings_it_back(scene: Scene) -> None:
+    scene.roll_back()
+    scene.settle()
+    scene.promote("3", override=True, reason="it was the network")
+    scene.settle()
+    assert scene.traffic()["v3"] == 100
+    scene.roll_back()
+    scene.settle()
+    with pytest.raises(Refused):
+        scene.promote("3")
+
+
+def test_what_cannot_be_done_yet_is_owed_and_outranks_everything(scene: Scene) -> None:
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed) as caught:
+        scene.roll_back()
+    assert caught.value.exit_code == 4
+    state = scene.state()
+    assert set(state.rejected.values()) == {"it is slow"}
+    assert state.pending_rollback is not None
+    assert (state.pending_rollback.attempts, bool(state.pending_rollback.error)) == (1, True)
+    scene.promote(scene.publish("d"))
+    with pytest.raises(ServiceUnavailable):
+        scene.settle()
+    scene.world.provider.down = False
+    assert scene.settle()[0].did == "rollback"
+    assert scene.traffic()["v4"] == 100
+    assert [effect for effect in effects(scene.world.ledger.read("digits")) if effect != "clean-up"][-2:] == [
+        "rollback",
+        "finish",
+    ]
+
+
+def test_an_effect_whose_answer_was_lost_is_seen_and_no_more_is_owed(scene: Scene) -> None:
+    provider, roll_back = scene.world.provider, scene.world.provider.roll_back
+
+    def lose(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        roll_back(config, state, generation=generation)
+        raise ServiceUnavailable("the answer was lost")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "roll_back", lose)
+        assert scene.roll_back().moved_to == "v2"
+    assert scene.state().pending_rollback is None
+
+
+def test_an_endpoint_that_did_not_get_there_is_no_success(scene: Scene) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scene.world.provider, "roll_back", lambda *_, generation: None)
+        with pytest.raises(StillOwed):
+            scene.roll_back()
+    assert scene.traffic()["v3"] == 100
+    scene.settle()
+    assert scene.traffic() == {"v2": 100}
+
+
+def test_lost_files_of_the_way_back_are_fetched_again(scene: Scene) -> None:
+    provider, roll_back = scene.world.provider, scene.world.provider.roll_back
+    manifest = scene.state().known["2"].manifest
+    scene.world.files.forget(manifest)
+
+    def load(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        if scene.world.files.location(manifest) is None:
+            raise NotFound("the files are not there")
+        roll_back(config, state, generation=generation)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "roll_back", load)
+        scene.world.registry.down = True
+        with pytest.raises(StillOwed):
+            scene.roll_back()
+        scene.world.registry.down = False
+        assert scene.settle()[0].did == "rollback"
+    assert scene.traffic()["v2"] == 100
+
+
+def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> None:
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        scene.roll_back()
+    scene.world.provider.down = False
+    with pytest.raises(UserError):
+        withdraw(scene.ports, "digits", reason=" ")
+    withdraw(scene.ports, "digits", reason="wrong endpoint")
+    scene.settle()
+    assert scene.traffic()["v3"] == 100
+    assert scene.state().rejected == {}
+    with pytest.raises(NotFound):
+        withdraw(scene.ports, "digits", reason="again")
+
+
+def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool) -> None:
+    """Do something in a process that is killed in the middle of its effect on the endpoint."""
+    provider, apply = scene.world.provider, scene.world.provider.apply
+
+    def die(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        if reaches:
+            apply(config, state, generation=generation)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "apply", die)
+        patched.setattr(provider, "roll_back", die)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: bool) -> None:
+    scene.promote(scene.publish("d"))
+    interrupted(scene, lambda: settle(scene.ports, "digits"), reaches=reaches)
+    if dead:
+        scene.restart()
+    rolled = scene.roll_back()
+    assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
+    scene.settle()
+    assert scene.traffic()["v3"] == 100
+    assert scene.aliases()[CHAMPION] == "3"
+    assert CHALLENGER not in scene.aliases()
+    with pytest.raises(Refused):
+        scene.promote("4")
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+@pytest.mark.parametrize("to", [None, "2", "v2"])
+def test_a_rollback_that_was_cut_short_is_finished_by_the_next(scene: Scene, reaches: bool, to: str | None) -> None:
+    interrupted(scene, scene.roll_back, reaches=reaches)
+    scene.restart()
+    rolled = scene.roll_back(to=to)
+    assert (rolled.moved_from, rolled.moved_to) == ("v3", "v2")
+    scene.settle()
+    assert scene.traffic() == {"v2": 100}
+    assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
+
+
+def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> None:
+    interrupted(scene, scene.roll_back, reaches=True)
+    scene.restart()
+    assert scene.roll_back(to="1").moved_to == "v1"
+    scene.settle()
+    assert scene.traffic()["v1"] == 100
+    for bad in ("2", "3"):
+        with pytest.raises(Refused):
+            scene.promote(bad)
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial: Scene, reaches: bool) -> None:
+    trial.world.registry.delete_alias("digits", CHALLENGER)
+    interrupted(trial, lambda: settle(trial.ports, "digits"), reaches=reaches)
+    trial.restart()
+    rolled = trial.roll_back()
+    assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
+    with pytest.raises(Refused):
+        trial.promote("4")
+
+
+def test_the_reconciler_finishes_a_rollback_that_was_cut_short(scene: Scene) -> None:
+    interrupted(scene, scene.roll_back, reaches=False)
+    assert "is at work" in step(scene.ports, "digits").why
+    scene.restart()
+    assert scene.settle()[0].did == "rollback"
+    assert scene.traffic() == {"v2": 100}
+
+
+def test_a_lease_ends_with_its_time_too(scene: Scene) -> None:
+    interrupted(scene, scene.roll_back, reaches=False)
+    scene.world.clock.advance(121.0)
+    assert scene.settle()[0].did == "rollback"
+
+
+def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> None:
+    """A deployment of the pipeline changes the policy between the effect and its outcome."""
+    provider, apply = scene.world.provider, scene.world.provider.apply
+
+    def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        apply(config, state, generation=generation)
+        configure(scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(keep_previous=60.0 * generation))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "roll_back", and_configure)
+        assert scene.roll_back().moved_to == "v2"
+    scene.settle()
+    assert scene.traffic() == {"v2": 100}
+    assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
+
+
+def test_a_rollback_decides_again_when_another_process_writes_first(scene: Scene) -> None:
+    other, head = scene.world.ports("another process"), scene.state().head
+
+    def change_policy(moment: int) -> None:
+        if moment == 1:  # the rollback has read the ledger, and not yet written to it
+            configure(other, config_of("digits"), CANARY)
+
+    scene.faults = Faults(between=change_policy)
+    assert scene.roll_back().moved_to == "v2"
+    written = [entry.body.kind for entry in scene.world.ledger.read("digits")[head:]]
+    assert written == ["configured", "rollback-requested", "intent", "outcome"]
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+
+
+PAIR = ("digits-a", "digits-b")
+
+
+@pytest.fixture
+def pair() -> Scene:
+    """Two endpoints of one model and target, both on version 2, which took the place of version 1."""
+    scene = Scene()
+    for name in PAIR:
+        scene.bind(name, AT_ONCE)
+    for seed in "ab":
+        scene.promote(scene.publish(seed))
+        scene.settle_all()
+    assert [scene.traffic(name)["v2"] for name in PAIR] == [100, 100]
+    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+    return scene
+
+
+def test_the_champion_moves_when_all_endpoints_agree(pair: Scene) -> None:
+    pair.promote(pair.publish("c"))
+    pair.settle(PAIR[0])
+    assert pair.traffic(PAIR[0])["v3"] == 100
+    assert pair.aliases()[CHAMPION] == "2"
+    pair.settle(PAIR[1])
+    assert pair.aliases()[CHAMPION] == "3"
+    pair.settle_all()
+    assert pair.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
+    assert all(not pair.state(name).pending_aliases for name in PAIR)
+
+
+def test_one_endpoints_rollback_pins_that_endpoint(pair: Scene) -> None:
+    pair.roll_back(PAIR[1])
+    pair.settle_all()
+    assert pair.traffic(PAIR[0])["v2"] == 100
+    assert pair.traffic(PAIR[1])["v1"] == 100
+    assert pair.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+
+
+def test_a_pinned_endpoint_follows_the_next_release(pair: Scene) -> None:
+    pair.roll_back(PAIR[1])
+    pair.settle_all()
+    pair.promote(pair.publish("c"))
+    pair.settle_all()
+    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
+    assert pair.aliases()[CHAMPION] == "3"
+
+
+def test_a_pinned_endpoint_follows_although_a_person_moved_the_champion_to_what_it_serves(pair: Scene) -> None:
+    pair.roll_back(PAIR[1])
+    pair.settle_all()
+    pair.set_alias(CHAMPION, "1")
+    pair.settle_all()
+    assert [pair.traffic(name)["v1"] for name in PAIR] == [100, 100]
+    pair.promote(pair.publish("c"))
+    for order in (PAIR, PAIR[::-1]):
+        for name in order:
+            pair.settle(name)
+    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
+    assert pair.aliases()[CHAMPION] == "3"
+
+
+@pytest.mark.parametrize("by_word", [True, False])
+def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(pair: Scene, by_word: bool) -> None:
+    for name in PAIR:
+        pair.bind(name, CANARY)
+    pair.promote(pair.publish("c"))
+    pair.settle_all()
+    assert [pair.traffic(name)["v3"] for name in PAIR] == [10, 10]
+    if by_word:
+        pair.abort(PAIR[1])
+        pair.settle(PAIR[1])
+    else:
+        pair.roll_back(PAIR[1])
+    pair.settle_all()
+    assert pair.traffic(PAIR[1]) == {"v2": 100}
+    assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
+    for _ in range(2):
+        pair.say(Word.ADVANCE, PAIR[0])
+        pair.settle_all()
+    assert pair.traffic(PAIR[0]) == {"v3": 100, "v2": 0}
+    assert pair.traffic(PAIR[1])["v2"] == 100
+    assert pair.aliases()[CHAMPION] == "2"
+
+
+def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_alone(pair: Scene) -> None:
+    for name in PAIR:
+        pair.bind(name, CANARY)
+    pair.promote(pair.publish("c"))
+    pair.settle(PAIR[0])
+    interrupted(pair, lambda: settle(pair.ports, PAIR[1]), reaches=True)
+    pair.roll_back(PAIR[1])
+    pair.settle_all()
+    assert pair.traffic(PAIR[1]) == {"v2": 100}
+    assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
+
+
+def test_a_challenger_that_a_person_set_meanwhile_is_not_swept_away(scene: Scene) -> None:
+    """The deletion that a finished rollout owes is about the version that took part in it."""
+    version = scene.publish("d")
+    scene.world.registry.down = True
+    scene.roll_back()
+    scene.world.registry.down = False
+    scene.set_alias(CHALLENGER, version)
+    scene.settle()
+    assert scene.traffic()["v4"] == 100
+    assert scene.aliases()[CHAMPION] == "4"
+
+
+class CountedObjects(LocalObjects):
+    """Objects in memory that count how often they are read."""
+
+    def __init__(self, data: dict[str, bytes]) -> None:
+        super().__init__(Path("/nowhere"))
+        self.data = data
+        self.reads = 0
+
+    def read(self, name: str) -> bytes | None:
+        self.reads += 1
+        return self.data.get(name)
+
+    def names(self, prefix: str) -> list[str]:
+        self.reads += 1
+        below = f"{prefix}/" if prefix else ""
+        return sorted({name.removeprefix(below).partition("/")[0] for name in self.data if name.startswith(below)})
+
+    def write(self, name: str, data: bytes) -> None:
+        self.data[name] = data
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self.data.setdefault(name, data) is data
+
+
+def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
+    """The first 9,995 entries are not even there: a snapshot is taken of every fourth one."""
+    objects = CountedObjects({})
+    writer = ObjectLedger(objects)
+    scene = Scene(world=FakeWorld(ledger=writer))
+    scene.bind()
+    for seed in "ab":
+        scene.serve(scene.publish(seed))
+    writer._states["digits"] = replace(scene.state(), head=9_995)
+    objects.data.clear()
+    for sequence in range(9_996, 10_005):
+        writer.append(
+            LedgerEntry(endpoint="digits", sequence=sequence, at=0.0, actor="a", body=Spoken(word=Word.PAUSE))
+        )
+        if sequence >= 10_000:
+            counted = CountedObjects(dict(objects.data))
+            roll_back(replace(scene.ports, ledger=ObjectLedger(counted)), "digits")
+            assert counted.reads <= 10, sequence
+            assert ObjectLedger(counted).state("digits").head == sequence + 3
+
+
+def no_client(*_: object) -> NoReturn:
+    raise MissingPackage("package mlflow is not installed", where="registry")
+
+
+def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(scene: Scene) -> None:
+    ports = replace(scene.ports, registry=no_client)
+    assert roll_back(ports, "digits").owed
+    assert scene.traffic() == {"v2": 100, "v3": 0}
+    last = settle(ports, "digits")[-1]
+    assert (last.settled, "mlflow" in last.registry_down) == (True, True)
+    assert scene.state().pending_aliases
+    scene.settle()
+    assert scene.aliases()[CHAMPION] == "2"
+
+
+def test_what_fails_for_want_of_a_package_is_not_tried_again(scene: Scene) -> None:
+    tries: list[str] = []
+
+    def no_provider(name: str) -> NoReturn:
+        tries.append(name)
+        no_client()
+
+    ports = replace(scene.ports, provider=no_provider)
+    with pytest.raises(StillOwed, match="mlflow is not installed"):
+        roll_back(ports, "digits")
+    tries.clear()
+    with pytest.raises(MissingPackage):
+        settle(ports, "digits")
+    once = len(tries)
+    _, errors = settle_owed(ports, ("digits",), for_s=2.5)
+    assert isinstance(errors["digits"], MissingPackage)
+    assert len(tries) == 2 * once

@@ -1,0 +1,479 @@
+"""Promotion and the reconciler: how a version comes to serve, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from onnx_ops.attestation import sign
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.ledger import RefusedVersion
+from onnx_ops.domain.release import VersionRecord
+from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word, split_state
+from onnx_ops.errors import NotFound, Refused, RolledBackByAlarm, ServiceUnavailable, UserError
+from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.reconcile import settle, step
+from onnx_ops.release.status import Wanted, history, status
+from onnx_ops.testing.fakes import FakeSigner
+from tests.release.release_parts import (
+    AT_ONCE,
+    CANARY,
+    CHALLENGER,
+    CHAMPION,
+    EXECUTION,
+    MODEL,
+    PREVIOUS,
+    TARGET,
+    Scene,
+    config_of,
+    decision_record,
+    effects,
+)
+from tests.support.golden import Golden
+
+
+@pytest.fixture
+def scene() -> Scene:
+    scene = Scene()
+    scene.bind()
+    return scene
+
+
+def test_a_first_deployment(scene: Scene) -> None:
+    assert scene.promote(scene.publish("a")).did == "challenger"
+    scene.settle()
+    assert scene.traffic() == {"v1": 100}
+    assert scene.aliases() == {CHAMPION: "1"}
+    assert scene.promote("1").did == "serves already"
+    assert [entry.body.kind for entry in scene.world.registry.mirrored] == [
+        "configured",
+        "intent",
+        "outcome",
+        "mirrored",
+    ]
+
+
+@pytest.mark.parametrize("batchable", [True, False])
+def test_requests_are_run_as_the_signed_decision_says(scene: Scene, batchable: bool) -> None:
+    scene.serve(scene.publish("a", batchable=batchable))
+    state = scene.world.provider.observe(config_of("digits"))
+    assert state is not None
+    assert [(d.batchable, d.execution) for d in state.deployments] == [(batchable, EXECUTION)]
+
+
+def test_settling_again_does_nothing(scene: Scene) -> None:
+    scene.serve(scene.publish("a"))
+    before = scene.state()
+    (report,) = scene.settle()
+    assert report.did == ""
+    assert scene.state() == before
+    assert len(scene.world.provider.applied) == 1
+
+
+def test_all_at_once(scene: Scene) -> None:
+    scene.serve(scene.publish("a"))
+    scene.serve(scene.publish("b"))
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+    scene.world.clock.advance(DAY)
+    scene.settle()
+    assert scene.traffic() == {"v2": 100}
+
+
+def test_steps_go_by_words() -> None:
+    scene = Scene()
+    scene.bind(policy=CANARY)
+    scene.serve(scene.publish("a"))
+    scene.promote(scene.publish("b"))
+    for share in (10, 50):
+        scene.settle()
+        assert scene.traffic() == {"v2": share, "v1": 100 - share}
+        assert scene.aliases() == {CHAMPION: "1", CHALLENGER: "2"}
+        scene.say(Word.ADVANCE)
+    scene.settle()
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+    for ask in (lambda: scene.say(Word.PAUSE), scene.abort):
+        with pytest.raises(UserError, match="no rollout"):
+            ask()
+
+
+@pytest.fixture
+def trial() -> Scene:
+    """Version 2 receives a tenth of the traffic; version 1 the rest."""
+    scene = Scene()
+    scene.bind(policy=CANARY)
+    scene.serve(scene.publish("a"))
+    scene.promote(scene.publish("b"))
+    scene.settle()
+    assert scene.traffic() == {"v2": 10, "v1": 90}
+    return scene
+
+
+def test_a_pause_holds_until_the_next_word(trial: Scene) -> None:
+    trial.say(Word.PAUSE)
+    assert "paused" in trial.settle()[-1].why
+    trial.say(Word.ADVANCE)
+    trial.settle()
+    assert trial.traffic()["v2"] == 50
+
+
+def test_a_word_survives_the_repair_of_the_endpoint(trial: Scene) -> None:
+    trial.say(Word.ADVANCE)
+    trial.world.provider.interfere("digits", None)
+    assert [report.did for report in trial.settle()] == ["restore", "advance", ""]
+    assert trial.traffic() == {"v2": 50, "v1": 50}
+
+
+def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene) -> None:
+    trial.say(Word.ADVANCE)
+    provider, apply = trial.world.provider, trial.world.provider.apply
+
+    def die(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    provider.apply = die  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        settle(trial.ports, "digits")
+    provider.apply = apply  # type: ignore[method-assign]
+    trial.restart()
+    trial.abort()
+    assert trial.traffic() == {"v1": 100, "v2": 0}
+    trial.settle()
+    assert trial.traffic() == {"v1": 100}
+
+
+def test_an_abort_by_word_rejects_the_release(trial: Scene) -> None:
+    trial.abort()
+    trial.settle()
+    assert trial.traffic() == {"v1": 100}
+    assert trial.aliases() == {CHAMPION: "1"}
+    with pytest.raises(Refused, match="rolled this release back"):
+        trial.promote("2")
+
+
+def test_removing_the_alias_aborts_and_rejects_nothing(trial: Scene) -> None:
+    trial.world.registry.delete_alias(MODEL, CHALLENGER)
+    trial.settle()
+    assert trial.traffic() == {"v1": 100}
+    trial.promote("2")
+    trial.settle()
+    assert trial.traffic()["v2"] == 10
+
+
+def test_another_challenger_takes_the_place_of_the_one_on_trial(trial: Scene) -> None:
+    trial.promote(trial.publish("c"))
+    assert [report.did for report in trial.settle()][:2] == ["abort", "start"]
+    assert trial.traffic() == {"v3": 10, "v1": 90}
+
+
+def test_a_lost_endpoint_is_restored(trial: Scene) -> None:
+    trial.world.provider.interfere("digits", None)
+    trial.settle()
+    assert trial.traffic() == {"v2": 10, "v1": 90}
+    stable = trial.state().roles.stable
+    assert stable is not None
+    trial.world.provider.interfere("digits", split_state(stable, None, 0))
+    trial.settle()
+    assert trial.traffic() == {"v2": 10, "v1": 90}
+
+
+def test_a_version_of_the_same_release_that_was_aborted_does_not_condemn_the_other() -> None:
+    scene = Scene()
+    scene.bind(policy=CANARY)
+    scene.serve(scene.publish("a"))
+    scene.promote(scene.publish("a", variant="int8"))
+    scene.settle()
+    scene.abort()
+    scene.settle()
+    assert scene.aliases() == {CHAMPION: "1"}
+    with pytest.raises(Refused):
+        scene.promote("2")
+    scene.serve(scene.publish("c"))
+    assert scene.roll_back().moved_to == "v1"
+
+
+def unsigned(scene: Scene, record: VersionRecord) -> dict[str, object]:
+    del scene, record
+    return {"decisions": {}}
+
+
+def forged(scene: Scene, record: VersionRecord) -> dict[str, object]:
+    del scene
+    genuine = record.decisions[TARGET]
+    later = sign(replace(genuine.record, sequence=99), FakeSigner(b"a stranger"))
+    envelope = replace(later.envelope, signatures=genuine.envelope.signatures)
+    return {"decisions": {TARGET: replace(later, envelope=envelope)}}
+
+
+def strange_key(scene: Scene, record: VersionRecord) -> dict[str, object]:
+    del scene
+    return {"decisions": {TARGET: sign(record.decisions[TARGET].record, FakeSigner(b"a stranger"))}}
+
+
+def failed(scene: Scene, record: VersionRecord) -> dict[str, object]:
+    about = decision_record(record.release, record.variant, record.manifest, Verdict.FAIL)
+    return {"decisions": {TARGET: sign(about, scene.world.signer)}}
+
+
+def inconclusive(scene: Scene, record: VersionRecord) -> dict[str, object]:
+    about = decision_record(record.release, record.variant, record.manifest, Verdict.INCONCLUSIVE)
+    return {"decisions": {TARGET: sign(about, scene.world.signer)}}
+
+
+def about_another(**changes: object) -> Callable[[Scene, VersionRecord], dict[str, object]]:
+    def spoil(scene: Scene, record: VersionRecord) -> dict[str, object]:
+        about = replace(record.decisions[TARGET].record, **changes)  # type: ignore[arg-type]
+        return {"decisions": {TARGET: sign(about, scene.world.signer)}}
+
+    return spoil
+
+
+def tampered(scene: Scene, record: VersionRecord) -> dict[str, object]:
+    scene.world.registry.tamper(record, "model.onnx")
+    return {}
+
+
+SPOILT = {
+    "no signed decision": unsigned,
+    "does not fit": forged,
+    "is not trusted": strange_key,
+    "ended fail": failed,
+    "ended inconclusive": inconclusive,
+    "about another model": about_another(model="faces"),
+    "about another model, version": about_another(manifest=digest_bytes(b"other")),
+    "about another model, version or target": about_another(release=digest_bytes(b"other")),
+    "another model, version or target": about_another(variant="int8"),
+    "defined otherwise": about_another(target_digest=digest_bytes(b"as it was")),
+    "the registry holds": tampered,
+}
+
+
+@pytest.mark.parametrize("reason", SPOILT)
+@pytest.mark.parametrize("alias", [CHALLENGER, CHAMPION])
+def test_what_is_not_approved_does_not_serve_and_its_alias_is_put_back(scene: Scene, alias: str, reason: str) -> None:
+    scene.serve(scene.publish("a"))
+    version = scene.publish("b")
+    scene.forge(version, **SPOILT[reason](scene, scene.record(version)))
+    scene.set_alias(alias, version)
+    reports = scene.settle()
+    assert reports[0].refused
+    assert reason in reports[0].why
+    assert scene.aliases() == {CHAMPION: "1"}
+    assert scene.traffic() == {"v1": 100}
+    assert reason in scene.record(version).tags[f"onnxops.rejected.{alias}"]
+    (entry,) = [e for e in scene.world.ledger.read("digits") if isinstance(e.body, RefusedVersion)]
+    assert isinstance(entry.body, RefusedVersion)
+    assert entry.body.restored_to == ("1" if alias == CHAMPION else None)
+
+
+@pytest.mark.parametrize("reason", [reason for reason in SPOILT if reason != "the registry holds"])
+def test_what_is_not_approved_is_not_promoted(scene: Scene, reason: str) -> None:
+    version = scene.publish("b")
+    scene.forge(version, **SPOILT[reason](scene, scene.record(version)))
+    with pytest.raises(Refused, match=reason):
+        scene.promote(version)
+    assert scene.aliases() == {}
+
+
+def test_a_version_that_loses_its_approval_while_on_trial_is_taken_out(trial: Scene) -> None:
+    trial.forge("2", decisions={})
+    reports = trial.settle()
+    assert [report.did for report in reports][1:] == ["abort", "clean-up", ""]
+    assert trial.traffic() == {"v1": 100}
+
+
+def test_an_override_serves_what_its_gates_refuse(scene: Scene) -> None:
+    scene.serve(scene.publish("a"))
+    version = scene.publish("b", verdict=Verdict.FAIL)
+    with pytest.raises(UserError, match="needs a reason"):
+        scene.promote(version, override=True)
+    scene.promote(version, override=True, reason="the old one is worse")
+    scene.settle()
+    assert scene.traffic()["v2"] == 100
+    assert scene.record(version).tags["override.cpu"] == "the old one is worse"
+
+
+def test_a_champion_moved_by_hand_counts_as_challenger(trial: Scene) -> None:
+    trial.world.registry.delete_alias(MODEL, CHALLENGER)
+    trial.set_alias(CHAMPION, trial.publish("c"))
+    trial.settle()
+    assert trial.traffic() == {"v3": 10, "v1": 90}
+    for _ in range(2):
+        trial.say(Word.ADVANCE)
+        trial.settle()
+    assert trial.traffic() == {"v3": 100, "v1": 0}
+    assert trial.aliases()[CHAMPION] == "3"
+
+
+def test_a_model_without_endpoint_is_crowned_at_once() -> None:
+    scene = Scene()
+    assert scene.promote(scene.publish("a")).did == "champion"
+    assert scene.promote(scene.publish("b")).did == "champion"
+    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+    assert fold_of(scene) == {CHAMPION: "2", PREVIOUS: "1"}
+
+
+def fold_of(scene: Scene) -> dict[str, str | None]:
+    return dict(scene.state(f"{MODEL}@{TARGET}").aliases)
+
+
+def test_a_crowning_that_was_cut_short_is_written_down_by_the_next() -> None:
+    scene = Scene()
+    scene.set_alias(CHAMPION, scene.publish("a"))
+    scene.promote("1")
+    assert fold_of(scene)[CHAMPION] == "1"
+    scene.promote("1")
+    assert scene.state(f"{MODEL}@{TARGET}").head == 1
+
+
+def test_an_endpoint_that_is_about_to_be_bound_is_waited_for() -> None:
+    scene = Scene()
+    done = promote(scene.ports, MODEL, scene.publish("a"), TARGET, expects=("digits",))
+    assert done.did == "challenger"
+    assert scene.aliases() == {CHALLENGER: "1"}
+
+
+def test_a_new_endpoint_starts_with_the_champion() -> None:
+    scene = Scene()
+    scene.promote(scene.publish("a"))
+    scene.bind()
+    scene.settle()
+    assert scene.traffic() == {"v1": 100}
+    assert scene.aliases() == {CHAMPION: "1"}
+
+
+def test_changed_settings_are_applied_before_a_rollout_begins_and_not_in_the_middle_of_one(scene: Scene) -> None:
+    scene.bind(policy=CANARY)
+    scene.serve(scene.publish("a"))
+    scene.promote(scene.publish("b"))
+    changed = replace(config_of("digits"), settings={"instance_count": 2})
+    configure(scene.ports, changed, CANARY)
+    reports = scene.settle()
+    assert [report.did for report in reports] == ["reconfigure", "start", ""]
+    assert reports[0].why == "it does not run by its settings: instance_count: None, not 2"
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+    configure(scene.ports, replace(changed, settings={"instance_count": 3}), CANARY)
+    assert [report.did for report in scene.settle()] == [""]
+    scene.roll_back()
+    assert [report.did for report in scene.settle()][-2:] == ["reconfigure", ""]
+
+
+def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
+    assert configure(scene.ports, config_of("digits"), CANARY)
+    assert not configure(scene.ports, config_of("digits"), CANARY)
+    for changes in ({"model": "faces"}, {"target": "edge"}):
+        with pytest.raises(UserError, match="serves digits on cpu"):
+            configure(scene.ports, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]
+
+
+def test_unknown_names(scene: Scene) -> None:
+    for call in (step, status, lambda ports, name: history(ports, Wanted(endpoints=(name,)))):
+        with pytest.raises(NotFound) as caught:
+            call(scene.ports, "faces")
+        assert "digits" in caught.value.remedy
+    with pytest.raises(NotFound):
+        scene.promote("9")
+
+
+def test_a_registry_that_is_down_changes_nothing_and_is_told(trial: Scene) -> None:
+    trial.world.registry.down = True
+    trial.world.provider.interfere("digits", None)
+    reports = trial.settle()
+    assert reports[0].did == "restore"
+    assert all(report.registry_down for report in reports)
+    assert trial.traffic() == {"v2": 10, "v1": 90}
+
+
+def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
+    scene.promote(scene.publish("a"))
+    scene.world.provider.down = True
+    with pytest.raises(ServiceUnavailable):
+        settle(scene.ports, "digits")
+    assert scene.state().open_intent is None
+    assert [line.what for line in history(scene.ports, Wanted(endpoints=("digits",)))[0]][-1].startswith("failed")
+    scene.world.provider.down = False
+    scene.settle()
+    assert scene.traffic() == {"v1": 100}
+    assert effects(scene.world.ledger.read("digits")) == ["first-deployment"]
+
+
+def test_status_and_history(trial: Scene, golden: Golden) -> None:
+    trial.world.provider.interfere("digits", None)
+    seen = status(trial.ports, "digits")
+    assert (seen.actual, seen.address) == (None, None)
+    trial.settle()
+    seen = status(trial.ports, "digits")
+    assert seen.actual is not None
+    assert seen.address == "memory:digits"
+    lines, _ = history(trial.ports, Wanted(endpoints=("digits",)))
+    assert [line.sequence for line in lines] == list(range(1, len(lines) + 1))
+    golden("tables", lines[0].what)
+    assert lines[0].at.startswith("2023-11-14T22:13:20")
+    assert any(line.what.startswith("start:") for line in lines)
+
+
+def test_a_strangers_state_with_the_right_generation_is_replaced(trial: Scene) -> None:
+    stable = trial.state().roles.stable
+    assert stable is not None
+    foreign = EndpointState(
+        deployments=(stable,), split=TrafficSplit(weights={"v1": 100}), generation=trial.state().generation
+    )
+    trial.world.provider.interfere("digits", foreign)
+    assert trial.settle()[0].did == "restore"
+
+
+@pytest.mark.parametrize("policy", [AT_ONCE, CANARY], ids=["at once", "canary"])
+@pytest.mark.parametrize("left_open", [False, True], ids=["now", "by a driver that died"])
+def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
+    policy: RolloutPolicy, left_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene()
+    scene.bind(policy=policy)
+    scene.serve(scene.publish("a"))
+    bad = scene.publish("b")
+    scene.promote(bad)
+    provider, applied = scene.world.provider, 0
+    plain = provider.apply
+
+    def apply(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        nonlocal applied
+        if not state.split.weights.get("v2"):
+            return plain(config, state, generation=generation)
+        applied += 1
+        if left_open and applied == 1:
+            raise KeyboardInterrupt
+        raise RolledBackByAlarm("the alarm fired", where=config.endpoint)
+
+    monkeypatch.setattr(provider, "apply", apply)
+    if left_open:
+        with pytest.raises(KeyboardInterrupt):
+            scene.settle()
+        scene.restart()
+    assert scene.settle()[0].did in ("rollback", "abort")
+    assert applied == 1 + left_open
+    state = scene.state()
+    assert (state.pending_rollback, state.open_intent, state.roles.candidate) == (None, None, None)
+    assert "the alarm fired" in str(state.why_rejected(scene.record(bad)))
+    assert (scene.traffic()["v1"], CHALLENGER in scene.aliases()) == (100, False)
+    with pytest.raises(Refused):
+        scene.promote(bad)
+    scene.settle()
+    assert applied == 1 + left_open
+
+
+def test_an_alarm_that_fires_at_a_repair_rejects_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.serve(scene.publish("a"))
+    scene.world.provider.interfere("digits", None)
+
+    def apply(*_: object, **__: object) -> None:
+        raise RolledBackByAlarm("the alarm fired")
+
+    monkeypatch.setattr(scene.world.provider, "apply", apply)
+    with pytest.raises(RolledBackByAlarm):
+        scene.settle()
+    assert scene.state().rejected == {}

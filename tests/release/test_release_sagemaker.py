@@ -1,0 +1,146 @@
+"""What CloudWatch's alarm took back at SageMaker, on every way on which a release comes: real boto3, real inference."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.errors import EnvironmentFailure, Refused
+from onnx_ops.ports import Ports
+from onnx_ops.release.bell import Bell
+from onnx_ops.release.promote import configure
+from onnx_ops.release.reconcile import StepReport
+from onnx_ops.release.watch import Watcher, WatchReport
+from tests.release.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene
+from tests.release.release_scenes import publish_scaling
+from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
+
+pytestmark = [pytest.mark.services, pytest.mark.nightly]
+
+ALARM = {
+    "AlarmName": "failing", "MetricName": "Invocation5XXErrors", "Namespace": "AWS/SageMaker", "Statistic": "Sum",
+    "Period": 60, "EvaluationPeriods": 1, "Threshold": 1.0, "ComparisonOperator": "GreaterThanThreshold",
+}  # fmt: skip
+
+
+class SageMaker(Scene):
+    """A scene whose endpoint is a guarded one at SageMaker."""
+
+    def begin(self, fake: FakeSageMaker, folder: Path) -> None:
+        self.fake, self.folder = fake, folder
+        self.provider = SageMakerEndpoints()
+        self.config = EndpointConfig(
+            endpoint="digits",
+            provider="sagemaker",
+            model=MODEL,
+            target=TARGET,
+            target_digest=TARGET_DIGEST,
+            pipeline="p",
+            settings={**SETTINGS, "strategy": "guarded", "alarms": "failing", "canary_percent": 10},
+        )
+        configure(self.ports, self.config, AT_ONCE)
+
+    @property
+    def ports(self) -> Ports:
+        kept = ModelFolders(self.folder / "kept")
+        return replace(super().ports, provider=lambda _: self.provider, files=kept)
+
+    def release(self, factor: float) -> str:
+        """A version that multiplies."""
+        return publish_scaling(self, self.folder / f"made-{factor}", factor)
+
+    def alarm(self, state: str) -> None:
+        client(self.fake, "cloudwatch").set_alarm_state(AlarmName="failing", StateValue=state, StateReason="test")
+
+    def settle_while_the_alarm_fires(self) -> list[StepReport]:
+        """Reconcile; once the update is under way, the alarm fires, and is quiet again when all is over."""
+        self.fake.behave(reads=400)
+        reports: list[StepReport] = []
+        reconciler = threading.Thread(target=lambda: reports.extend(self.settle()))
+        reconciler.start()
+        sagemaker = client(self.fake, "sagemaker")
+        while sagemaker.describe_endpoint(EndpointName="digits")["EndpointStatus"] != "Updating":
+            pass
+        self.alarm("ALARM")
+        reconciler.join(60)
+        self.fake.behave(reads=2)
+        return reports
+
+    def watch(self, passes: int) -> list[WatchReport]:
+        told: list[WatchReport] = []
+        watcher = Watcher(self.ports, Bell(), every=30.0, told=told.append)
+        for _ in range(passes):
+            watcher.look_at_all()
+            self.world.clock.advance(3600.0)
+        return told
+
+    def serving(self) -> list[str]:
+        observed = self.provider.observe(self.config)
+        assert observed is not None
+        return [name for name, weight in observed.split.weights.items() if weight]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SageMaker]:
+    with fake_sagemaker(tmp_path) as fake:
+        for name, value in fake.environment.items():
+            monkeypatch.setenv(name, value)
+        client(fake, "cloudwatch").put_metric_alarm(**ALARM)
+        scene = SageMaker()
+        scene.begin(fake, tmp_path)
+        scene.alarm("OK")
+        yield scene
+        assert fake.denied() == []
+
+
+def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_the_alarm(scene: SageMaker) -> None:
+    scene.promote(scene.release(2.0))
+    scene.settle()
+    bad = scene.release(3.0)
+    scene.promote(bad)
+    reports = scene.settle_while_the_alarm_fires()
+    assert [report.did for report in reports if report.did] == ["rollback", "wrote aliases"]
+    state = scene.state()
+    assert state.pending_rollback is None
+    assert "alarm failing fired" in str(state.why_rejected(scene.record(bad)))
+    assert CHALLENGER not in scene.aliases()
+
+    # Reconcile and watch, while the alarm fires and when it is quiet.
+    for firing in ("ALARM", "OK"):
+        scene.alarm(firing)
+        scene.settle()
+        scene.watch(3)
+    with pytest.raises(Refused, match="rolled this release back"):
+        scene.promote(bad)
+    scene.set_alias(CHALLENGER, bad)
+    scene.settle()
+    scene.watch(3)
+    assert scene.serving() == ["v1"]
+    assert len(scene.fake.updates("digits")) == 1
+
+    # A person's signed override lets it come, never past the alarm.
+    scene.alarm("ALARM")
+    scene.promote(bad, override=True, reason="the alarm was about something else")
+    with pytest.raises(EnvironmentFailure, match="alarm failing fires"):
+        scene.settle()
+    scene.watch(3)
+    assert len(scene.fake.updates("digits")) == 1
+    scene.alarm("OK")
+    scene.settle_while_the_alarm_fires()
+    assert scene.serving() == ["v1"]
+    scene.alarm("OK")
+    scene.settle()
+    scene.watch(3)
+    asked = scene.fake.updates("digits")
+    assert len(asked) == 2
+    assert [one["DeploymentConfig"]["AutoRollbackConfiguration"]["Alarms"] for one in asked] == [
+        [{"AlarmName": "failing"}]
+    ] * 2
+    assert scene.serving() == ["v1"]

@@ -1,0 +1,112 @@
+"""What the operator reads about endpoints: `status` and `history`, as text and as documents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.app.project import Project
+from onnx_ops.cli.diagnosis import diagnose
+from onnx_ops.cli.endpoint_tables import history_table, status_document, status_report
+from onnx_ops.config.settings import load_settings
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.errors import StillOwed
+from onnx_ops.ports import EndpointProvider
+from onnx_ops.release.delete import delete
+from onnx_ops.release.metrics import owed_metrics
+from onnx_ops.release.promote import configure
+from onnx_ops.release.status import EndpointStatus, Wanted, history, status
+from onnx_ops.testing.fakes import FakeProvider
+from tests.release.release_parts import AT_ONCE, config_of
+from tests.release.release_scenes import serving
+from tests.support.golden import Golden
+
+
+class Outlived(FakeProvider):
+    """Its endpoints answer although nothing manages them."""
+
+    def unsupervised(self, config: EndpointConfig) -> bool:
+        return config.endpoint in self._states
+
+
+def seen(*, outlived: bool) -> EndpointStatus:
+    scene = serving("a")
+    provider: EndpointProvider = scene.world.provider
+    if outlived:
+        provider = Outlived()
+        provider._states = scene.world.provider._states
+    scene.world.provider.down = True
+    ports = replace(scene.ports, provider=lambda _: provider)
+    if outlived:
+        assert isinstance(provider, Outlived)
+        provider.down = True
+    return status(ports, "digits")
+
+
+def test_an_endpoint_that_nobody_supervises_is_not_called_silent(
+    capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
+    found = seen(outlived=True)
+    status_report([found], 0.0)
+    golden("tables", " ".join(capsys.readouterr().out.split()))
+    document = status_document(found)
+    assert (document["answers"], document["supervised"], document["traffic"]) == (True, False, None)
+
+
+def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+    found = seen(outlived=False)
+    status_report([found], 0.0)
+    golden("tables", " ".join(capsys.readouterr().out.split()))
+    assert status_document(found)["answers"] is False
+
+
+def test_an_endpoint_that_differs_from_its_settings_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    scene = serving("a")
+    configure(scene.ports, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE)
+    found = status(scene.ports, "digits")
+    status_report([found], 0.0)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "differs from its settings: instance_count: None, not 2" in shown
+    assert status_document(found)["drift"] == ["instance_count: None, not 2"]
+    scene.settle()
+    assert status_document(status(scene.ports, "digits"))["drift"] == []
+
+
+def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    scene = serving("a", "b")
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        scene.roll_back()
+    pending = status_document(status(scene.ports, "digits"))["pending_rollback"]
+    assert (pending["to"], pending["attempts"]) == ("v1", 1)
+    status_report([status(scene.ports, "digits")], scene.ports.clock.now())
+    assert "rollback owed: to v1" in " ".join(capsys.readouterr().out.split())
+    assert any("v1" in line.what for line in history(scene.ports, Wanted())[0][-2:])
+    project = Project(settings=load_settings(tmp_path), ports=scene.ports)
+    findings = {finding.check: finding for finding in diagnose(project)}
+    assert findings["rollback of digits"].ok is False
+    scene.world.clock.advance(90)
+    told = owed_metrics(scene.ports)
+    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 90\n' in told
+    assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in told
+    scene.world.provider.down = False
+    scene.settle()
+    assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
+    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 0\n' in owed_metrics(scene.ports)
+    scene.world.provider.down = True
+    with pytest.raises(StillOwed):
+        delete(scene.ports, "digits")
+    assert 'onnx_ops_deletion_owed{endpoint="digits"} 1\n' in owed_metrics(scene.ports)
+
+
+def test_a_history_without_entries_is_a_line_and_no_empty_table(
+    capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
+    history_table(history(serving().ports, Wanted(model="other"))[0])
+    golden("tables", capsys.readouterr().out)
+    history_table(history(serving().ports, Wanted())[0])
+    assert "bound to digits" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,103 @@
+"""What the ledger tells about the last rollout, and how a page shows it."""
+
+from __future__ import annotations
+
+import base64
+import re
+import xml.etree.ElementTree as ET
+
+from onnx_ops.domain.ledger import Observed
+from onnx_ops.domain.rollout import ActionKind, RolloutPolicy, Word
+from onnx_ops.domain.rollout_observed import Reading, Tally
+from onnx_ops.domain.rollout_policy import Guardrail
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.trace import Trace, trace
+from onnx_ops.reporting.evidence_plot import as_data_url, evidence_svg
+from onnx_ops.statistics.rollout.judge import EvidencePath, paths
+from tests.release.release_parts import Scene
+from tests.release.release_scenes import on_trial, serving
+
+
+def traced(scene: Scene) -> Trace | None:
+    return trace("digits", scene.world.ledger.read("digits"))
+
+
+def whats(found: Trace | None) -> list[str]:
+    return [] if found is None else [step.what for step in found.steps]
+
+
+def test_an_endpoint_that_never_had_steps_has_no_trace() -> None:
+    assert traced(serving("a", "b")) is None
+
+
+def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
+    scene = on_trial(Word.ADVANCE)
+    found = traced(scene)
+    assert found is not None
+    assert (found.candidate.name, found.stable and found.stable.name, found.end) == ("v3", "v2", None)
+    waits = "waits-for-a-word"
+    assert whats(found) == ["start", waits, "operator says advance", "advance", waits]
+    assert [step.percent for step in found.steps if step.percent is not None] == [10, 50]
+    scene.say(Word.ADVANCE)
+    scene.settle()
+    found = traced(scene)
+    assert found is not None
+    assert found.end is ActionKind.FINISH
+    assert whats(found)[-1] == "finish"
+    scene.roll_back()
+    assert traced(scene) == found, "what came afterwards is another story"
+
+
+def test_one_that_was_taken_back_keeps_its_counts() -> None:
+    scene = on_trial()
+    bind_judged(scene)
+    count(scene)
+    scene.roll_back()
+    found = traced(scene)
+    assert found is not None
+    assert (found.end, found.steps[-1].why) == (ActionKind.ABORT, "it is slow")
+    assert found.observations is not None
+    assert len(found.observations.intervals) == 2
+
+
+def bind_judged(scene: Scene) -> None:
+    scene.bind(policy=RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=(Guardrail(name="errors"),)))
+
+
+def count(scene: Scene) -> None:
+    for n in range(3):
+        tallies = {"v2": Tally(requests=900 * n, errors=9 * n), "v3": Tally(requests=100 * n, errors=9 * n)}
+        journal = Journal.open(scene.ports, "digits")
+        at = scene.world.clock.now() + n
+        journal.append(Observed(reading=Reading(origin="o", at=at, tallies=tallies)))
+
+
+def test_the_evidence_is_a_picture_that_stands_alone() -> None:
+    scene = on_trial()
+    bind_judged(scene)
+    assert evidence_svg([]) == ""
+    count(scene)
+    found = traced(scene)
+    assert found is not None
+    assert found.observations is not None
+    svg = evidence_svg(paths(found.observations, found.policy))
+    root = ET.fromstring(svg)  # noqa: S314 (we made it)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "errors" in svg
+    assert "rolled back" in svg
+    shown = re.fullmatch(r"data:image/svg\+xml;base64,(.*)", as_data_url(svg))
+    assert shown is not None
+    assert base64.b64decode(shown[1]).decode() == svg
+
+
+def test_evidence_far_from_the_limit_is_drawn_at_the_edge() -> None:
+    far = EvidencePath(name="errors", requests=(10, 20), log10_evidence=(-300.0, 40.0), limit=1.3)
+    none = EvidencePath(name="latency_p50", requests=(), log10_evidence=(), limit=1.3)
+    root = ET.fromstring(evidence_svg([far, none]))  # noqa: S314 (we made it)
+    heights = [
+        float(point.split(",")[1])
+        for line in root.iter("{http://www.w3.org/2000/svg}polyline")
+        for point in line.attrib["points"].split()
+    ]
+    assert min(heights) >= 0
+    assert max(heights) <= 280

@@ -1,0 +1,313 @@
+"""The watch: passes that cost little, endpoints that do not disturb each other, a registry that comes and goes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import open_objects
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.errors import Refused
+from onnx_ops.ports import Registry
+from onnx_ops.release.bell import Bell
+from onnx_ops.release.glance import Glance, Seen, ask
+from onnx_ops.release.reconcile import StepReport
+from onnx_ops.release.watch import Kind, Watcher, WatchReport
+from onnx_ops.testing.fakes import FakeWorld
+from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of
+from tests.release.release_scenes import lost, misled, past_its_time, serving, with_candidate
+from tests.support.golden import Golden
+
+
+class Counting:
+    """A registry that counts what it is asked."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._registry, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.asked.append(name)
+            return method(*arguments, **options)
+
+        return call
+
+
+@dataclass
+class Watch:
+    scene: Scene
+    told: list[WatchReport] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.registry = Counting(self.scene.world.registry)
+        self.ports = replace(self.scene.ports, registry=lambda: cast("Registry", self.registry))
+        self.bell = Bell()
+        self.watcher = Watcher(self.ports, self.bell, every=5.0, told=self.told.append)
+
+    def look(self) -> list[str]:
+        """One pass; what the registry was asked in it."""
+        self.registry.asked.clear()
+        self.watcher.look_at_all()
+        return list(self.registry.asked)
+
+    def kinds(self) -> list[Kind]:
+        found = [report.kind for report in self.told]
+        self.told.clear()
+        return found
+
+
+def fleet(count: int) -> Scene:
+    scene = Scene()
+    names = [f"digits-{number}" for number in range(count)]
+    for name in names:
+        scene.bind(name)
+    scene.promote(scene.publish("a"))
+    scene.settle_all()
+    return scene
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_pass_with_nothing_to_do_asks_once(count: int) -> None:
+    watch = Watch(fleet(count))
+    assert watch.look() == ["all_aliases"]
+    assert watch.kinds() == [Kind.WAITING] * count
+    assert watch.look() == ["all_aliases"]
+    assert watch.kinds() == []
+
+
+@pytest.mark.parametrize(("scene", "weights"), [(lost, {"v2": 90, "v3": 10}), (past_its_time, {"v2": 100})])
+def test_work_that_nobody_asks_for_is_done_in_every_pass(scene: Any, weights: Mapping[str, int]) -> None:
+    watch = Watch(scene())
+    watch.look()
+    assert watch.scene.traffic() == weights
+    assert Kind.STEP in watch.kinds()
+
+
+def test_an_endpoint_that_died_is_restored_while_the_registry_is_down() -> None:
+    watch = Watch(serving("a", "b"))
+    watch.look()
+    watch.scene.world.registry.down = True
+    watch.scene.world.provider.interfere("digits", None)
+    watch.look()
+    assert watch.scene.traffic() == {"v2": 100, "v1": 0}
+
+
+def test_a_registry_that_is_down_is_told_once_and_asked_less_and_less() -> None:
+    watch = Watch(serving("a"))
+    watch.scene.world.registry.down = True
+    asked = [len(watch.look()) for _ in range(30)]
+    assert [number for number, count in enumerate(asked) if count] == [0, 1, 3, 7, 15, 27]
+    assert max(asked) == 1
+    assert watch.kinds().count(Kind.REGISTRY_DOWN) == 1
+    watch.scene.world.registry.down = False
+    for _ in range(12):
+        watch.look()
+    assert watch.kinds().count(Kind.REGISTRY_BACK) == 1
+    assert watch.look() == ["all_aliases"]
+
+
+def test_an_unapproved_alias_is_put_back_and_the_reason_told(golden: Golden) -> None:
+    scene = misled(CHAMPION)
+    watch = Watch(scene)
+    watch.look()
+    assert scene.aliases()[CHAMPION] == "1"
+    (refused,) = [report for report in watch.told if report.kind is Kind.REFUSED]
+    golden("reasons", refused.why)
+    assert "ended fail" in scene.record("2").tags[f"onnxops.rejected.{CHAMPION}"]
+    assert scene.traffic() == {"v1": 100}
+
+
+def test_one_endpoint_in_trouble_does_not_stop_the_others() -> None:
+    scene = fleet(2)
+    watch = Watch(scene)
+    scene.promote(scene.publish("b"))
+    provider = scene.world.provider
+    apply = provider.apply
+
+    def broken(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        if config.endpoint == "digits-0":
+            raise ZeroDivisionError("a bug")
+        apply(config, state, generation=generation)
+
+    provider.apply = broken  # type: ignore[method-assign]
+    watch.look()
+    assert scene.traffic("digits-1") == {"v2": 100, "v1": 0}
+    assert scene.traffic("digits-0") == {"v1": 100}
+    assert [r.why for r in watch.told if r.kind is Kind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
+
+
+def test_a_ledger_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -> None:
+    scene = Scene(world=FakeWorld(ledger=ObjectLedger(open_objects(str(tmp_path)))))
+    for name in ("digits-a", "digits-b"):
+        scene.bind(name)
+    (tmp_path / "digits-a" / "00000001.json").write_text("{")
+    watch = Watch(Scene(world=replace(scene.world, ledger=ObjectLedger(open_objects(str(tmp_path))))))
+    watch.look()
+    assert [(r.endpoint, r.kind) for r in watch.told] == [("digits-a", Kind.TROUBLE), ("digits-b", Kind.WAITING)]
+
+
+def test_a_ledger_that_cannot_be_listed_is_told_once_and_waited_for() -> None:
+    scene = serving("a")
+    watch = Watch(scene)
+    endpoints = scene.world.ledger.endpoints
+
+    def gone() -> tuple[str, ...]:
+        raise RuntimeError("no such bucket")
+
+    scene.world.ledger.endpoints = gone  # type: ignore[method-assign]
+    for _ in range(3):
+        watch.look()
+    assert watch.kinds() == [Kind.TROUBLE]
+    scene.world.ledger.endpoints = endpoints  # type: ignore[method-assign]
+    watch.look()
+    assert watch.kinds() == [Kind.WAITING]
+
+
+def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias() -> None:
+    scene = with_candidate(serving("a"))
+    scene.promote("2")
+    registry = scene.world.registry
+    set_alias = registry.set_alias
+
+    def vetoed(model: str, alias: str, version: str) -> None:
+        raise Refused("MLflow refused", where=alias)
+
+    registry.set_alias = vetoed  # type: ignore[method-assign]
+    watch = Watch(scene)
+    watch.look()
+    scene.world.provider.interfere("digits", None)
+    watch.look()
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+    assert {report.why for report in watch.told if report.kind is Kind.TROUBLE} == {f"{PREVIOUS}: MLflow refused"}
+    registry.set_alias = set_alias  # type: ignore[method-assign]
+    watch.look()
+    watch.look()
+    assert scene.aliases()[CHAMPION] == "2"
+
+
+def test_an_endpoint_that_fails_again_and_again_does_not_fill_its_ledger() -> None:
+    scene = with_candidate(serving("a"))
+    scene.promote("2")
+    scene.world.provider.interfere("digits", None)
+    scene.world.provider.down = True
+    watch = Watch(scene)
+    before = len(scene.world.ledger.read("digits"))
+    for _ in range(120):
+        watch.look()
+    assert len(scene.world.ledger.read("digits")) - before <= 2 * 14
+    assert watch.kinds().count(Kind.TROUBLE) == 1
+    scene.world.provider.down = False
+    for _ in range(13):
+        watch.look()
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+
+
+def test_a_bell_wakes_the_endpoints_of_its_model_only() -> None:
+    scene = with_candidate(serving("a"))
+    watch = Watch(scene)
+    watch.look()
+    scene.set_alias(CHALLENGER, "2")
+    watch.registry.asked.clear()
+    watch.watcher.look_at(frozenset({"another", "nobody's"}))
+    assert watch.registry.asked == []
+    watch.watcher.look_at(frozenset({"digits", "another"}))
+    assert watch.registry.asked[0] == "aliases"
+    assert "all_aliases" not in watch.registry.asked
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+
+
+def test_what_a_wake_up_says_is_never_believed() -> None:
+    """Deliveries that come late, twice or in the wrong order all do the same: the registry is read as it is now."""
+    scene = with_candidate(with_candidate(serving("a")))
+    watch = Watch(scene)
+    for version in ("2", "1", "2"):
+        scene.set_alias(CHALLENGER, version)
+    scene.world.registry.delete_alias("digits", CHALLENGER)
+    for _ in range(5):
+        watch.watcher.look_at(frozenset({"digits"}))
+    assert scene.traffic() == {"v1": 100}
+
+
+def test_with_every_wake_up_lost_the_next_pass_finds_it() -> None:
+    scene = with_candidate(serving("a"))
+    watch = Watch(scene)
+    watch.look()
+    scene.set_alias(CHALLENGER, "2")
+    watch.look()
+    assert scene.traffic() == {"v2": 100, "v1": 0}
+
+
+def test_it_stops_between_two_effects() -> None:
+    scene = with_candidate(serving("a"))
+    scene.promote("2")
+    bell = Bell()
+
+    def stop(report: WatchReport) -> None:
+        if report.did:
+            bell.stop()
+
+    Watcher(scene.ports, bell, every=5.0, told=stop).run()
+    state = scene.state()
+    assert (state.open_intent, scene.traffic()) == (None, {"v2": 100, "v1": 0})
+    assert state.pending_aliases
+    scene.settle_all()
+    assert scene.aliases()[CHAMPION] == "2"
+
+
+def test_a_running_watch_hears_its_bell() -> None:
+    scene = with_candidate(serving("a"))
+    bell, served = Bell(), threading.Event()
+
+    def told(report: WatchReport) -> None:
+        if report.did == "finish":
+            served.set()
+
+    watcher = Watcher(scene.ports, bell, every=3600.0, told=told)
+    watcher.look_at_all()
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    scene.set_alias(CHALLENGER, "2")
+    bell.wake("digits")
+    assert served.wait(30)
+    bell.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_bell_keeps_a_bounded_number_of_names() -> None:
+    bell = Bell()
+    for number in range(5000):
+        bell.wake(f"m-{number}")
+        bell.wake("m-0")
+    assert len(bell.wait(0.0)) == 1000
+    assert bell.wait(0.0) == frozenset()
+
+
+def test_a_glance_touches_nothing() -> None:
+    scene = with_candidate(serving("a"))
+    scene.bind("digits", policy=CANARY)
+    before = len(scene.world.ledger.read("digits"))
+    told: list[StepReport] = []
+    assert Glance(scene.ports, lambda: ask(scene.ports)).settle("digits", told=told.append)[-1].settled
+    assert len(told) == 1
+    assert len(scene.world.ledger.read("digits")) == before
+    assert Glance(scene.ports, lambda: ask(scene.ports)).state("digits").config == config_of("digits")
+
+
+def test_a_registry_that_says_no_counts_as_down() -> None:
+    scene = serving("a")
+
+    def forbidden() -> Mapping[str, Mapping[str, str]]:
+        raise Refused("MLflow refused", where="all models")
+
+    scene.world.registry.all_aliases = forbidden  # type: ignore[method-assign]
+    assert ask(scene.ports) == Seen(aliases={}, down="all models: MLflow refused")

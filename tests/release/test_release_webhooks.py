@@ -1,0 +1,178 @@
+"""Any mix of genuine, late, doubled, reordered, replayed and forged deliveries: what is done follows the registry.
+
+A second reconciler, which hears no webhook, looks whenever the first one is woken. Both must end alike, so a delivery
+can be no more than a hint; what it claims moves nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, TOLERANCE, sign
+from onnx_ops.release.bell import Bell
+from onnx_ops.release.watch import Watcher
+from onnx_ops.testing.fakes import FakeClock
+from tests.release.release_parts import CHALLENGER, MODEL, Scene
+from tests.release.release_scenes import copies_of, end_of
+
+SECRET = "a secret of some length"  # noqa: S105 (of a test)
+FAILED = "3"
+"""A version that has not passed."""
+
+_NUMBERS = itertools.count()
+"""Of deliveries: a receiver hears each once."""
+
+Step = tuple[str, int | str]
+
+moves = st.tuples(st.just("move"), st.sampled_from(["1", "2", FAILED, ""]))
+deliveries = st.tuples(st.just("deliver"), st.integers(0, 9))
+forgeries = st.tuples(st.just("forge"), st.sampled_from(["secret", "body", "id", "time", "unsigned"]))
+pauses = st.tuples(st.just("wait"), st.sampled_from([1, 200, 301]))
+looks = st.tuples(st.just("look"), st.just(0))
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What MLflow has sent, as a listener on the wire could keep it."""
+
+    number: int
+    at: float
+    body: bytes
+
+    def headers(self, secret: str = SECRET) -> dict[str, str]:
+        name, timestamp = f"d-{self.number}", str(int(self.at))
+        return {ID: name, TIMESTAMP: timestamp, SIGNATURE: sign(secret, name, timestamp, self.body)}
+
+
+@dataclass
+class Stage:
+    """The reconciler that listens, the one that does not, and all that was ever sent."""
+
+    listening: Scene
+    other: Scene
+    bell: Bell
+    clock: FakeClock
+    post: Callable[[bytes, Mapping[str, str]], int]
+    sent: list[Delivery] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.watchers = [
+            Watcher(scene.ports, Bell(), every=5.0, told=lambda report: None) for scene in (self.listening, self.other)
+        ]
+
+    def move(self, version: str) -> None:
+        """A person moves the alias, and MLflow makes a delivery of it."""
+        for scene in (self.listening, self.other):
+            if version:
+                scene.set_alias(CHALLENGER, version)
+            else:
+                scene.world.registry.delete_alias(MODEL, CHALLENGER)
+        self.asked.add(version)
+        data = {"name": MODEL, "alias": CHALLENGER, "version": version}
+        self.sent.append(Delivery(next(_NUMBERS), self.clock.now(), json.dumps({"data": data}).encode()))
+
+    def deliver(self, number: int) -> None:
+        if not self.sent:
+            return
+        delivery = self.sent[number % len(self.sent)]
+        old = self.clock.now() - int(delivery.at) > TOLERANCE
+        assert self.post(delivery.body, delivery.headers()) == (400 if old else 204)
+
+    def forge(self, how: str) -> None:
+        last = self.sent[-1] if self.sent else Delivery(0, self.clock.now(), b'{"data": {"name": "digits"}}')
+        body, headers = last.body, last.headers("another secret" if how == "secret" else SECRET)
+        if how == "body":
+            body = body.replace(b'"version": "', b'"version": "9') + b" "
+        elif how == "id":
+            headers[ID] = "d-new"
+        elif how == "time":
+            headers[TIMESTAMP] = str(int(self.clock.now()) + 1)
+        elif how == "unsigned":
+            del headers[SIGNATURE]
+        assert self.post(body, headers) == 401
+
+    def wait(self, seconds: int) -> None:
+        for clock in (self.clock, self.listening.world.clock, self.other.world.clock):
+            clock.advance(seconds)
+
+    def look(self, _: int) -> None:
+        models = self.bell.wait(0)
+        assert models <= {MODEL}
+        if models:
+            self.watchers[0].look_at(models)
+            self.watchers[1].look_at_all()
+
+
+@pytest.fixture(scope="module")
+def copies() -> Callable[[], Scene]:
+    """Version 1 and 2 have passed, and version 3 has not; nothing serves."""
+
+    def setup() -> Scene:
+        scene = Scene()
+        scene.bind()
+        scene.publish("a")
+        scene.publish("b")
+        scene.publish("c", verdict=Verdict.FAIL)
+        return scene
+
+    return copies_of(setup)
+
+
+@dataclass
+class Heard:
+    """A receiver that wakes the last of the bells, and how something is posted to it."""
+
+    bells: list[Bell]
+    clock: FakeClock
+    post: Callable[[bytes, Mapping[str, str]], int]
+
+
+@pytest.fixture(scope="module")
+def heard() -> Iterator[Heard]:
+    import httpx
+
+    bells, clock = list[Bell](), FakeClock()
+
+    def wake(model: str) -> None:
+        bells[-1].wake(model)
+
+    receiver = WebhookReceiver(
+        "127.0.0.1", 0, secret=SECRET, clock=clock, wake=wake, refused=lambda why: None, metrics=str
+    )
+    with receiver, httpx.Client() as client:
+        yield Heard(
+            bells, clock, lambda body, headers: client.post(receiver.address, content=body, headers=headers).status_code
+        )
+
+
+@pytest.mark.parametrize("examples", [6, pytest.param(500, marks=pytest.mark.nightly)])
+def test_deliveries_of_any_kind_do_no_more_than_a_look(
+    examples: int, copies: Callable[[], Scene], heard: Heard
+) -> None:
+    woken = 0
+
+    @settings(max_examples=examples, deadline=None)
+    @given(steps=st.lists(st.one_of(moves, deliveries, forgeries, pauses, looks), min_size=8, max_size=25))
+    def holds(steps: list[Step]) -> None:
+        nonlocal woken
+        heard.bells.append(Bell())
+        stage = Stage(copies(), copies(), heard.bells[-1], heard.clock, heard.post)
+        for name, about in (*steps, ("look", 0)):
+            getattr(stage, name)(about)
+        assert end_of(stage.listening) == end_of(stage.other)
+        applied = {d.version for _, state in stage.listening.world.provider.applied for d in state.deployments}
+        assert applied <= stage.asked - {FAILED}
+        woken += len(applied)
+
+    holds()
+    assert woken, "no delivery led to anything"

@@ -1,0 +1,100 @@
+"""Noise, saturation and departure of a quantized activation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.statistics.activations import Watched
+from onnx_ops.statistics.parity import LARGEST
+
+
+def quantize(x: Any, step: float, zero: int) -> Any:
+    return ((np.clip(np.rint(x / step) + zero, 0, 255) - zero) * step).astype(np.float32)
+
+
+def look(x: Any, read: Any, *, step: float, zero: int, original: Any = None) -> Any:
+    watched = Watched(tensor="a", step=step, low=-zero * step, high=(255 - zero) * step)
+    half = len(x) // 2
+    for part in (slice(0, half), slice(half, None)):
+        watched.see(x[part], read[part], None if original is None else original[part])
+    return watched.measured()
+
+
+@given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.integers(0, 255))
+def test_rounding_alone_keeps_the_limit(seed: int, scale: float, zero: int) -> None:
+    step = float(np.float32(scale / 100))
+    x = np.random.default_rng(seed).normal(0, scale, 500).astype(np.float32)
+    found = look(x, quantize(x, step, zero), step=step, zero=zero)
+    assert found.noise <= 1.74
+    assert found.values == 500
+    assert found.departure is None
+
+
+@pytest.mark.parametrize(("zero", "factor"), [(1, 1.0), (0, 1.02)])
+def test_another_zero_point_or_scale_is_seen(zero: int, factor: float) -> None:
+    x = np.linspace(0, 2, 400, dtype=np.float32)
+    read = (quantize(x, 0.01, 0) - zero * 0.01) * factor
+    found = look(x, read, step=0.01, zero=0)
+    assert found.noise > 3
+
+
+def test_saturation_is_a_share_of_the_floats_values() -> None:
+    x = np.concatenate([np.full(80, 1.0), np.full(20, 5.0)]).astype(np.float32)
+    found = look(x, quantize(x, 0.01, 0), step=0.01, zero=0, original=x)
+    assert found.saturated == pytest.approx(0.2)
+    assert found.noise <= 1.74
+    assert found.departure is not None
+    assert found.departure < 1
+
+
+def test_what_a_folded_relu_cuts_off_is_no_saturation() -> None:
+    x = np.linspace(-1, 1, 200, dtype=np.float32)
+    assert look(x, quantize(x, 0.01, 0), step=0.01, zero=0).saturated == 0
+    assert look(x, quantize(x, 0.01, 20), step=0.01, zero=20).saturated == pytest.approx(0.395, abs=0.01)
+
+
+def test_the_departure_counts_what_came_before() -> None:
+    x = np.linspace(0, 1, 300, dtype=np.float32)
+    found = look(x + 0.05, quantize(x + 0.05, 0.01, 0), step=0.01, zero=0, original=x)
+    assert found.noise <= 1.74
+    assert found.departure == pytest.approx(5 * math.sqrt(12), rel=0.02)
+
+
+def test_nan_is_never_within_a_limit() -> None:
+    x = np.array([0.1, np.nan, 0.2, 0.3], dtype=np.float32)
+    assert look(x, x, step=0.01, zero=0).noise == LARGEST
+
+
+def test_clipping_is_told_in_the_energy_that_rounding_loses() -> None:
+    x = np.concatenate([np.linspace(0, 2.55, 990), np.full(10, 3.55)]).astype(np.float32)
+    found = look(x, quantize(x, 0.01, 0), step=0.01, zero=0)
+    assert found.clipping == pytest.approx(0.01 * 0.995**2 / (0.01**2 / 12), rel=0.01)
+    fine = look(x, x, step=0.01 / 256, zero=0)
+    assert fine.clipping > 100  # two fine bytes excuse nothing
+
+
+def test_a_range_fits_where_one_of_its_ends_does() -> None:
+    x = np.linspace(-0.1, 2.55, 400, dtype=np.float32)
+    assert look(x, x, step=0.02, zero=128).stretch == pytest.approx(1, abs=0.01)
+    assert look(x, x, step=0.06, zero=128).stretch == pytest.approx(3, abs=0.03)
+    assert look(0 * x, 0 * x, step=0.02, zero=128).stretch is None
+    watched = Watched(tensor="softmax", step=1 / 256, low=0.0, high=255 / 256, bounded=True)
+    watched.see(x / 100, x / 100, None)
+    assert watched.measured().stretch is None
+
+
+def test_what_a_clip_cuts_off_in_the_float_export_is_no_clipping() -> None:
+    x = np.linspace(-3, 9, 400, dtype=np.float32)
+    step = 6 / 255
+    read = quantize(x, step, 0)
+    watched = Watched(tensor="conv", step=step, low=0.0, high=6.0)
+    watched.see(x, read, x, np.clip(x, 0, 6))
+    found = watched.measured()
+    assert (found.clipping, found.saturated) == (0, 0)
+    assert found.stretch == pytest.approx(1)

@@ -1,0 +1,131 @@
+"""Intervals for task metrics: published values and error rates."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.statistics.agreement import clopper_pearson, sample_advice, tango_interval
+from onnx_ops.statistics.rules.limit import Limit
+
+
+@st.composite
+def counts(draw: st.DrawFn) -> tuple[int, int, int]:
+    n = draw(st.integers(1, 3000))
+    b = draw(st.integers(0, n))
+    return n, b, draw(st.integers(0, n - b))
+
+
+class TestTango:
+    @pytest.mark.parametrize(
+        ("n", "b", "c", "confidence", "low", "high"),
+        [
+            pytest.param(44, 1, 0, 0.90, -0.096, 0.037, id="contact lenses, Tango 1998"),
+            pytest.param(21, 7, 1, 0.95, -0.517, -0.026, id="airway reactivity, Fagerland et al. 2014"),
+            pytest.param(618, 25, 28, 0.90, -0.0148, 0.0247, id="PropCIs scoreci.mp"),
+        ],
+    )
+    def test_published_values(self, n: int, b: int, c: int, confidence: float, low: float, high: float) -> None:
+        estimate, found_low, found_high = tango_interval(n, b, c, confidence)
+        assert estimate == (c - b) / n
+        assert found_low == pytest.approx(low, abs=5.1e-4 if n < 100 else 5.1e-5)
+        assert found_high == pytest.approx(high, abs=5.1e-4 if n < 100 else 5.1e-5)
+
+    @pytest.mark.parametrize("n", [1, 30, 300, 5000])
+    def test_without_discordant_rows_it_has_a_closed_form(self, n: int) -> None:
+        from scipy import stats
+
+        z = stats.norm.ppf(0.95)
+        expected = z * z / (n + z * z)
+        assert tango_interval(n, 0, 0) == pytest.approx((0.0, -expected, expected), abs=1e-9)
+
+    @given(counts(), st.floats(0.5, 0.999))
+    def test_contains_its_estimate_and_mirrors(self, rows: tuple[int, int, int], confidence: float) -> None:
+        n, b, c = rows
+        estimate, low, high = tango_interval(n, b, c, confidence)
+        assert -1 <= low <= estimate <= high <= 1
+        assert tango_interval(n, c, b, confidence) == pytest.approx((-estimate, -high, -low), abs=1e-9)
+
+    @pytest.mark.parametrize("bad", [(0, 0, 0), (10, -1, 0), (10, 6, 5)])
+    def test_impossible_counts_are_refused(self, bad: tuple[int, int, int]) -> None:
+        with pytest.raises(ValueError, match="do not fit"):
+            tango_interval(*bad)
+
+
+@functools.cache
+def verdict(n: int, b: int, c: int, max_drop: float) -> Verdict:
+    _, low, high = tango_interval(n, b, c)
+    return Limit(kind="max_drop", value=max_drop, plain=False).verdict(low, high)
+
+
+def rates(n: int, drop: float, discordant: float, max_drop: float, trials: int = 20_000) -> dict[Verdict, float]:
+    rng = np.random.default_rng(n)
+    b, c = (discordant + drop) / 2, (discordant - drop) / 2
+    rows = rng.multinomial(n, [b, c, 1 - b - c], size=trials)
+    kinds, times = np.unique(rows[:, :2], axis=0, return_counts=True)
+    found = dict.fromkeys(Verdict, 0.0)
+    for (lost, won), count in zip(kinds.tolist(), times.tolist(), strict=True):
+        found[verdict(n, lost, won, max_drop)] += count / trials
+    return found
+
+
+class TestNonInferiority:
+    @pytest.mark.parametrize(("n", "discordant"), [(500, 0.03), (2000, 0.02), (2000, 0.06)])
+    def test_a_drop_equal_to_the_limit_rarely_passes_or_fails(self, n: int, discordant: float) -> None:
+        found = rates(n, 0.01, discordant, 0.01)
+        assert found[Verdict.PASS] <= 0.055
+        assert found[Verdict.FAIL] <= 0.055
+
+    def test_enough_rows_tell_equal_from_worse(self) -> None:
+        assert rates(2000, 0.0, 0.01, 0.01)[Verdict.PASS] >= 0.9
+        assert rates(2000, 0.03, 0.04, 0.01)[Verdict.FAIL] >= 0.95
+
+    def test_two_hundred_rows_do_not_pass_what_is_two_points_worse(self) -> None:
+        assert rates(200, 0.02, 0.04, 0.01)[Verdict.PASS] <= 0.05
+
+    def test_equal_answers_on_few_rows_prove_little(self) -> None:
+        assert verdict(100, 0, 0, 0.01) is Verdict.INCONCLUSIVE
+        assert verdict(300, 0, 0, 0.01) is Verdict.PASS
+
+    @given(counts(), st.floats(0, 0.2))
+    def test_a_lost_row_never_helps(self, rows: tuple[int, int, int], max_drop: float) -> None:
+        n, b, c = rows
+        if b + c < n:
+            before = verdict(n, b, c, max_drop)
+            after = verdict(n, b + 1, c, max_drop)
+            order = [Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL]
+            assert order.index(after) >= order.index(before)
+
+    def test_nan_limit_never_passes(self) -> None:
+        assert verdict(1000, 0, 100, math.nan) is Verdict.INCONCLUSIVE
+
+
+class TestClopperPearson:
+    @pytest.mark.parametrize(("k", "n"), [(0, 10), (10, 10), (5, 10), (431, 450)])
+    def test_agrees_with_the_reference_implementation(self, k: int, n: int) -> None:
+        from scipy import stats
+
+        expected = stats.binomtest(k, n).proportion_ci(0.95, method="exact")
+        estimate, low, high = clopper_pearson(k, n, 0.95)
+        assert (estimate, low, high) == pytest.approx((k / n, expected.low, expected.high))
+
+    @pytest.mark.parametrize("bad", [(1, 0), (-1, 3), (4, 3)])
+    def test_impossible_counts_are_refused(self, bad: tuple[int, int]) -> None:
+        with pytest.raises(ValueError, match="no proportion"):
+            clopper_pearson(*bad)
+
+    def test_three_way_verdict(self) -> None:
+        limit = Limit(kind="min", value=0.95, plain=False)
+        found = [limit.verdict(*clopper_pearson(right, 1000)[1:]) for right in (980, 950, 900)]
+        assert found == [Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL]
+
+
+def test_advice_for_few_samples_only() -> None:
+    assert sample_advice(499) == "below 500 samples expect inconclusive"
+    assert sample_advice(500) == ""

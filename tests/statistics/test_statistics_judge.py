@@ -1,0 +1,508 @@
+"""The judge: every rule with its reason, and the properties that make a verdict worth having."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.evidence import (
+    Evidence,
+    LatencyComparison,
+    LatencySamples,
+    PairedCounts,
+    PairedRatios,
+    ParityMeasurement,
+    RuntimeFacts,
+    Throughput,
+    WeightMeasurement,
+)
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Decision,
+    Gate,
+    GateResult,
+    LatencyGate,
+    MemoryGate,
+    MetricGate,
+    ParityGate,
+    SizeGate,
+    ThroughputGate,
+    Verdict,
+)
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits
+from onnx_ops.statistics.judge import judge
+from tests.support.golden import Golden
+
+D = Digest("sha256:" + "0" * 64)
+HARDWARE = HardwareFingerprint(
+    machine="x86_64", cpu_model="cpu", cpu_flags=(), cores=2, memory_bytes=1, runtime="onnxruntime", runtime_version="1"
+)
+QUIET = ((0.001,), (-0.001,), (0.0,), (0.002,), (-0.002,)) * 8
+CPU = "CPUExecutionProvider"
+FACTS = RuntimeFacts(runtime="onnxruntime", version="1", asked=(CPU,), used=(CPU,), nodes={CPU: 3})
+
+
+def parity(ratio: float = 1.0, **change: Any) -> ParityMeasurement:
+    return replace(
+        ParityMeasurement(output="y", group="real", rows=128, error=ratio * 1e-6, noise=1e-6, ratio=ratio), **change
+    )
+
+
+def counts(against: str, b: int = 0, c: int = 0, n: int = 2000) -> PairedCounts:
+    return PairedCounts(
+        metric="accuracy",
+        against=against,
+        n=n,
+        both=int(n * 0.96) - b - c if n else 0,
+        only_baseline=b,
+        only_candidate=c,
+    )
+
+
+def against(name: str, ratio: float, **change: Any) -> LatencyComparison:
+    ratios = tuple((math.log(ratio) + noise,) for (noise,) in QUIET)
+    comparison = LatencyComparison(
+        against=name, baseline=D, log_ratios=ratios, self_log_ratios=QUIET, runs=400, preempted=20
+    )
+    return replace(comparison, **change)
+
+
+def figure(name: str, baseline: str, ratio: float, **change: Any) -> PairedRatios:
+    ratios = tuple((math.log(ratio) + noise,) for (noise,) in QUIET)
+    found = PairedRatios(figure=name, against=baseline, baseline=D, log_ratios=ratios, self_log_ratios=QUIET)
+    return replace(found, **change)
+
+
+def rate(per_second: float, concurrency: int = 4) -> Throughput:
+    return Throughput(concurrency=concurrency, batch=1, requests=100, per_second=(per_second,) * 10)
+
+
+def timed(*nanoseconds: int) -> LatencySamples:
+    runs = tuple(sorted(nanoseconds))
+    return LatencySamples(batch=1, runs=len(runs), preempted=0, quantiles_ns={"p50": runs[0]}, sorted_ns=runs)
+
+
+GATES: tuple[Gate, ...] = (
+    ParityGate(),
+    MetricGate(max_drop=0.01, min=0.9),
+    LatencyGate(max_regression=0.05, p99=0.002),
+    SizeGate(max=2_000_000),
+)
+INT8 = Evidence(
+    pipeline="p",
+    variant="int8",
+    target="cpu",
+    quantized=True,
+    release=D,
+    manifest=D,
+    target_digest=D,
+    dedicated=True,
+    size_bytes=1_000_000,
+    hardware=HARDWARE,
+    runtime=FACTS,
+    baseline="champion",
+    export_parity=(parity(), parity(group="x10")),
+    weights=(WeightMeasurement(tensor="w", steps=0.5, elements=100),),
+    metrics=(counts(""), counts("fp32"), counts("champion")),
+    comparisons=(against("fp32", 0.7), against("champion", 0.8)),
+    latency=timed(*[1_000_000] * 400),
+)
+FP32 = replace(
+    INT8, variant="fp32", quantized=False, parity=INT8.export_parity, weights=(), comparisons=(), baseline="",
+    metrics=(counts(""),),
+)  # fmt: skip
+
+
+def only(decision: Decision, gate: str, metric: str) -> GateResult:
+    found = [r for r in decision.results if (r.gate, r.metric) == (gate, metric)]
+    assert len(found) == 1, decision.results
+    return found[0]
+
+
+def test_good_evidence_passes_with_a_figure_and_a_reason_everywhere() -> None:
+    for evidence in (INT8, FP32):
+        decision = judge(GATES, evidence)
+        assert decision.verdict is Verdict.PASS, decision.results
+        for result in decision.results:
+            assert result.estimate is not None
+            assert result.limit
+            assert result.n > 0
+            assert "limit" in result.reason
+            assert "\n" not in result.reason
+    assert [(r.gate, r.metric, r.unit) for r in judge(GATES, INT8).results] == [
+        ("parity", "export", "x"),
+        ("parity", "weights", "steps"),
+        ("metric", "accuracy vs fp32", "1"),
+        ("metric", "accuracy vs champion", "1"),
+        ("metric", "accuracy", "1"),
+        ("latency", "ratio vs champion", "x"),
+        ("latency", "p99", "s"),
+        ("size", "", "B"),
+    ]
+
+
+def test_decisions_are_json() -> None:
+    extreme = replace(INT8, comparisons=(against("champion", 2.0, log_ratios=((900.0,),)),))
+    for evidence in (INT8, FP32, extreme, replace(FP32, parity=(parity(math.inf), parity(math.nan)))):
+        decision = judge(GATES, evidence)
+        assert codec.loads(codec.dumps(decision), Decision) == decision
+
+
+def test_a_failed_measurement_is_an_error_of_every_gate() -> None:
+    decision = judge(GATES, replace(FP32, failure="no provider\n  here", parity=(parity(1e6),)))
+    assert [r.gate for r in decision.results] == ["parity", "metric", "latency", "size"]
+    assert {(r.verdict, r.reason, r.advisory) for r in decision.results} == {(Verdict.ERROR, "no provider here", False)}
+
+
+class TestProvider:
+    CUDA = "CUDAExecutionProvider"
+
+    @pytest.mark.parametrize(
+        ("facts", "verdict"),
+        [
+            (None, Verdict.INCONCLUSIVE),
+            (replace(FACTS, asked=(CUDA, CPU)), Verdict.ERROR),
+            (replace(FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 1}), Verdict.ERROR),
+            (replace(FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={}), Verdict.INCONCLUSIVE),
+            (replace(FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 0}), None),
+            (replace(FACTS, asked=(CPU,), used=(CPU,), nodes={}), None),
+        ],
+        ids=["unknown", "all on another", "some on another", "nodes unknown", "as asked", "cpu"],
+    )
+    def test_falling_back_is_no_measurement(self, facts: RuntimeFacts | None, verdict: Verdict | None) -> None:
+        decision = judge(GATES, replace(FP32, runtime=facts))
+        if verdict is None:
+            assert decision.verdict is Verdict.PASS
+        else:
+            assert (only(decision, "provider", "").verdict, decision.verdict) == (verdict, verdict)
+
+
+class TestParity:
+    def test_worst_output_decides_and_is_named(self) -> None:
+        evidence = replace(FP32, parity=(parity(2.0), parity(31.0, output="z", group="spikes")))
+        result = only(judge([ParityGate()], evidence), "parity", "outputs")
+        assert (result.verdict, result.estimate, result.n) == (Verdict.FAIL, 31.0, 128)
+        assert "'z'" in result.reason
+        assert "'spikes'" in result.reason
+        assert "31x" in result.reason
+
+    def test_a_mismatch_fails_whatever_the_ratio(self) -> None:
+        evidence = replace(FP32, parity=(parity(mismatch="shape (1,)"), parity(9.0)))
+        result = only(judge([ParityGate()], evidence), "parity", "outputs")
+        assert result.verdict is Verdict.FAIL
+        assert "shape (1,)" in result.reason
+
+    def test_a_difference_where_callers_send_nothing_is_told_once_and_blocks_nothing(self) -> None:
+        outside = [replace(parity(99.0, group=group), inside=False) for group in ("missing", "beyond_range:x1e3")]
+        evidence = replace(FP32, parity=(parity(), *outside))
+        decision = judge([ParityGate()], evidence)
+        assert decision.verdict is Verdict.PASS
+        (advice,) = [r for r in decision.results if r.advisory]
+        assert (advice.verdict, advice.estimate) == (Verdict.FAIL, 99.0)
+        assert "beyond_range:x1e3, missing" in advice.reason
+        assert judge([ParityGate(groups={"missing": "fail"})], evidence).verdict is Verdict.FAIL
+        ignored = ParityGate(groups={"missing": "ignore", "beyond_range": "ignore"})
+        assert [r.advisory for r in judge([ignored], evidence).results] == [False]
+
+    def test_a_group_that_callers_send_can_be_made_advice(self) -> None:
+        evidence = replace(FP32, parity=(parity(), parity(99.0, group="lengths:length=7")))
+        assert judge([ParityGate()], evidence).verdict is Verdict.FAIL
+        assert judge([ParityGate(groups={"lengths": "advise"})], evidence).verdict is Verdict.PASS
+
+    def test_advice_alone_is_no_measurement(self) -> None:
+        outside = replace(parity(), inside=False)
+        assert judge([ParityGate()], replace(FP32, parity=(outside,))).verdict is Verdict.INCONCLUSIVE
+
+    def test_a_slow_source_is_told_with_what_it_leaves_unseen(self) -> None:
+        evidence = replace(FP32, parity=(parity(),), source=SourceLimits(rows=64, samples=512))
+        (told,) = [r for r in judge([ParityGate()], evidence).results if r.metric == "rows"]
+        assert told.advisory
+        assert "64 of 512 rows" in told.reason
+        assert "47%" in told.reason
+
+    def test_one_wrong_label_fails(self) -> None:
+        wrong = parity(error=1 / 128, noise=0.0, ratio=1e30)
+        assert judge([ParityGate(noise_factor=1000)], replace(FP32, parity=(wrong,))).verdict is Verdict.FAIL
+
+    def test_small_batches_are_judged_by_the_noise_of_real_rows(self) -> None:
+        single = parity(50.0, group="batches:1", rows=1, error=5e-7, noise=1e-8)
+        assert judge([ParityGate()], replace(FP32, parity=(parity(), single))).verdict is Verdict.PASS
+        assert judge([ParityGate()], replace(FP32, parity=(single,))).verdict is Verdict.FAIL
+
+    @pytest.mark.parametrize("measured", [(), (parity(rows=0, group="empty_batch"),)])
+    def test_nothing_measured(self, measured: tuple[ParityMeasurement, ...]) -> None:
+        assert judge([ParityGate()], replace(FP32, parity=measured)).verdict is Verdict.INCONCLUSIVE
+        assert judge([ParityGate()], replace(INT8, export_parity=measured)).verdict is Verdict.INCONCLUSIVE
+
+    def test_a_variant_of_a_wrong_export_fails(self) -> None:
+        result = only(judge([ParityGate()], replace(INT8, export_parity=(parity(11.0),))), "parity", "export")
+        assert result.verdict is Verdict.FAIL
+
+    @pytest.mark.parametrize(("steps", "verdict"), [(0.51, Verdict.PASS), (0.52, Verdict.FAIL)])
+    def test_weights_stay_within_their_step(self, steps: float, verdict: Verdict) -> None:
+        weights = (*INT8.weights, WeightMeasurement(tensor="v", steps=steps, elements=9))
+        result = only(judge([ParityGate()], replace(INT8, weights=weights)), "parity", "weights")
+        assert (result.verdict, result.n) == (verdict, 109)
+        assert "'v'" in result.reason
+
+    def test_no_weights_prove_nothing(self) -> None:
+        decision = judge([ParityGate()], replace(INT8, weights=()))
+        assert only(decision, "parity", "weights").verdict is Verdict.INCONCLUSIVE
+
+
+class TestMetric:
+    GATE = MetricGate(max_drop=0.01)
+
+    def test_a_lost_metric_fails_with_figures(self) -> None:
+        evidence = replace(INT8, metrics=(counts("fp32"), counts("champion", b=80, c=5)))
+        result = only(judge([self.GATE], evidence), "metric", "accuracy vs champion")
+        assert (result.verdict, result.estimate, result.unit) == (Verdict.FAIL, -0.0375, "1")
+        assert "limit -1%" in result.reason
+        assert "n = 2000 (80 lost, 5 won)" in result.reason
+
+    def test_few_samples_come_with_advice(self) -> None:
+        evidence = replace(INT8, baseline="fp32", metrics=(counts("fp32", n=100),))
+        result = only(judge([self.GATE], evidence), "metric", "accuracy vs fp32")
+        assert result.verdict is Verdict.INCONCLUSIVE
+        assert result.reason.endswith("below 500 samples expect inconclusive")
+
+    def test_the_first_export_has_nothing_to_be_compared_with(self) -> None:
+        assert judge([self.GATE], FP32).results == ()
+        assert judge([self.GATE], FP32).verdict is Verdict.INCONCLUSIVE
+        assert judge([self.GATE, SizeGate(max=2_000_000)], FP32).verdict is Verdict.PASS
+
+    @pytest.mark.parametrize("baseline", ["champion", "fp32", ""])
+    def test_a_missing_comparison_is_inconclusive(self, baseline: str) -> None:
+        decision = judge([self.GATE, SizeGate(max=2_000_000)], replace(INT8, baseline=baseline, metrics=(counts(""),)))
+        assert decision.verdict is Verdict.INCONCLUSIVE
+        assert "was not measured" in decision.reason
+
+    @pytest.mark.parametrize(
+        ("minimum", "verdict"), [(0.9, Verdict.PASS), (0.96, Verdict.INCONCLUSIVE), (0.98, Verdict.FAIL)]
+    )
+    def test_minimum(self, minimum: float, verdict: Verdict) -> None:
+        result = only(judge([MetricGate(min=minimum)], FP32), "metric", "accuracy")
+        assert (result.verdict, result.estimate) == (verdict, 0.96)
+
+    def test_minimum_without_labels(self) -> None:
+        assert judge([MetricGate(min=0.5)], replace(FP32, metrics=())).verdict is Verdict.INCONCLUSIVE
+
+    @pytest.mark.parametrize("bad", [counts("fp32", n=0), replace(counts("fp32"), both=5000), counts("fp32", b=-1)])
+    def test_impossible_counts_never_pass(self, bad: PairedCounts) -> None:
+        for gate in (self.GATE, MetricGate(min=0.1)):
+            decision = judge([gate], replace(INT8, baseline="fp32", metrics=(bad,)))
+            assert decision.verdict in (Verdict.ERROR, Verdict.INCONCLUSIVE)
+
+    def test_no_rows_are_no_measurement(self) -> None:
+        decision = judge([MetricGate(max_drop=0.01, min=0.9)], replace(FP32, baseline="champion", metrics=()))
+        empty = replace(FP32, baseline="champion", metrics=(counts("", n=0), counts("champion", n=0)))
+        assert judge([MetricGate(max_drop=0.01, min=0.9)], empty).results == decision.results
+        assert decision.verdict is Verdict.INCONCLUSIVE
+
+    def test_a_gate_without_a_limit_proves_nothing(self) -> None:
+        for gate in (MetricGate(), LatencyGate()):
+            assert judge([gate, SizeGate(max=2_000_000)], FP32).verdict is Verdict.INCONCLUSIVE
+
+
+class TestLatency:
+    GATE = LatencyGate(max_regression=0.05)
+
+    @pytest.mark.parametrize(
+        ("ratio", "verdict"), [(1.02, Verdict.PASS), (1.05, Verdict.INCONCLUSIVE), (1.1, Verdict.FAIL)]
+    )
+    def test_regression_against_the_baseline(self, ratio: float, verdict: Verdict) -> None:
+        evidence = replace(INT8, comparisons=(against("fp32", 3.0), against("champion", ratio)))
+        result = only(judge([self.GATE], evidence), "latency", "ratio vs champion")
+        assert (result.verdict, result.n) == (verdict, 40)
+        assert "limit 1.05x" in result.reason
+        assert "400 runs, 5% preempted" in result.reason
+
+    def test_first_release_of_a_variant_is_held_against_the_export(self) -> None:
+        evidence = replace(INT8, baseline="fp32", comparisons=(against("fp32", 1.2),))
+        assert only(judge([self.GATE], evidence), "latency", "ratio vs fp32").verdict is Verdict.FAIL
+
+    def test_first_release_of_the_export_is_held_against_nothing(self) -> None:
+        assert judge([self.GATE], FP32).results == ()
+
+    def test_a_biased_host_blames_nobody(self) -> None:
+        biased = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
+        result = only(judge([self.GATE], replace(INT8, comparisons=(biased,))), "latency", "ratio vs champion")
+        assert result.verdict is Verdict.INCONCLUSIVE
+        assert "biased host" in result.reason
+
+    @pytest.mark.parametrize(("ratio", "spread"), [(1.05, 0.001), (1.04, 0.1), (1.04, 0.04)])
+    def test_what_is_undecided_says_what_would_decide_it(self, ratio: float, spread: float, golden: Golden) -> None:
+        pairs = tuple((math.log(ratio) + spread * x,) for x in (1, -1, 0.5, -0.5) * 10)
+        found = replace(INT8, comparisons=(against("champion", ratio, log_ratios=pairs),))
+        result = only(judge([self.GATE], found), "latency", "ratio vs champion")
+        assert result.verdict is Verdict.INCONCLUSIVE
+        golden("reasons", result.reason)
+
+    def test_a_candidate_that_slows_down_over_the_run_is_told(self, golden: Golden) -> None:
+        pairs = tuple((0.002 * i + x,) for i, x in enumerate((0.001, -0.001) * 20))
+        result = only(
+            judge([self.GATE], replace(INT8, comparisons=(against("champion", 1.0, log_ratios=pairs),))),
+            "latency",
+            "ratio vs champion",
+        )
+        golden("reasons", result.reason)
+
+    @pytest.mark.parametrize("comparisons", [(), (against("fp32", 0.5),), (against("champion", 1.0, log_ratios=()),)])
+    def test_a_missing_comparison_is_inconclusive(
+        self, comparisons: tuple[LatencyComparison, ...], golden: Golden
+    ) -> None:
+        decision = judge([self.GATE, SizeGate(max=2_000_000)], replace(INT8, comparisons=comparisons))
+        assert decision.verdict is Verdict.INCONCLUSIVE
+        golden("reasons", decision.reason)
+
+    def test_absolute_limits_bind_on_dedicated_targets_only(self) -> None:
+        slow = replace(FP32, latency=timed(*[9_000_000] * 400))
+        gates: list[Gate] = [LatencyGate(p50=0.001, p90=0.001, p95=0.001, p99=0.002), SizeGate(max=2_000_000)]
+        assert judge(gates, slow).verdict is Verdict.FAIL
+        shared = judge(gates, replace(slow, dedicated=False))
+        assert shared.verdict is Verdict.PASS
+        assert [(r.verdict, r.advisory) for r in shared.results[:4]] == [(Verdict.FAIL, True)] * 4
+
+    def test_too_few_runs_say_how_many_are_needed(self) -> None:
+        result = judge([LatencyGate(p99=0.002)], replace(FP32, latency=timed(*[1_000_000] * 100))).results[0]
+        assert result.verdict is Verdict.INCONCLUSIVE
+        assert "299 runs are needed" in result.reason
+
+    def test_faster_than_the_export(self) -> None:
+        assert judge(GATES, FP32).faster_than_export is None
+        assert judge(GATES, INT8).faster_than_export is True
+        assert judge(GATES, INT8).latency_ratio == pytest.approx(0.7, rel=1e-6)
+        equal = judge(GATES, replace(INT8, comparisons=(against("fp32", 1.0),)))
+        assert equal.faster_than_export is False
+        assert equal.latency_ratio == pytest.approx(1.0, rel=1e-6)
+        assert judge(GATES, replace(INT8, comparisons=())).faster_than_export is None
+
+
+@pytest.mark.parametrize(
+    ("size", "verdict"), [(2_000_000, Verdict.PASS), (2_000_001, Verdict.FAIL), (0, Verdict.INCONCLUSIVE)]
+)
+def test_size(size: int, verdict: Verdict) -> None:
+    assert judge([SizeGate(max=2_000_000)], replace(FP32, size_bytes=size)).verdict is verdict
+
+
+GOOD = {
+    "parity": st.builds(parity, st.floats(0, 10), group=st.sampled_from(["real", "x10", "batches:1"])),
+    "export_parity": st.builds(parity, st.floats(0, 10)),
+    "weights": st.builds(WeightMeasurement, tensor=st.just("w"), steps=st.floats(0, 0.5), elements=st.just(3)),
+    "metrics": st.builds(counts, st.sampled_from(["", "fp32", "champion"]), b=st.integers(0, 60), c=st.integers(0, 9)),
+    "comparisons": st.builds(against, st.sampled_from(["fp32", "champion"]), st.floats(0.5, 1.5)),
+    "ratios": st.builds(
+        figure,
+        st.sampled_from(["concurrency 4", "concurrency 8", "load", "first", "peak"]),
+        st.sampled_from(["fp32", "champion"]),
+        st.floats(0.5, 1.5),
+    ),
+    "throughput": st.builds(rate, st.floats(1, 1000), st.sampled_from([4, 8])),
+}
+FAILING: dict[str, list[Any]] = {
+    "parity": [parity(99.0), parity(0.0, mismatch="shape"), parity(99.0, group="batches:1", rows=1)],
+    "export_parity": [parity(99.0)],
+    "weights": [WeightMeasurement(tensor="v", steps=0.9, elements=5)],
+    "metrics": [counts("champion", b=300), counts("fp32", b=300), replace(counts(""), both=100)],
+    "comparisons": [against("champion", 2.0), against("fp32", 2.0)],
+    "ratios": [figure(name, to, 2.0) for name in ("concurrency 4", "load", "peak") for to in ("champion", "fp32")],
+    "throughput": [rate(1.0), rate(1.0, 8)],
+}
+ACTIVATION = ActivationMeasurement(tensor="relu", values=1000, noise=1.73, saturated=0.001)
+NAN: list[tuple[str, Any]] = [
+    ("parity", parity(math.nan, error=0.0)),
+    ("parity", parity(1.0, error=math.nan)),
+    ("export_parity", parity(1.0, noise=math.nan)),
+    ("weights", WeightMeasurement(tensor="v", steps=math.nan, elements=5)),
+    ("activations", replace(ACTIVATION, noise=math.nan)),
+    ("activations", replace(ACTIVATION, saturated=math.nan)),
+    ("comparisons", against("champion", 0.5, log_ratios=((0.0,), (math.nan,)))),
+    ("ratios", figure("load", "champion", 0.5, self_log_ratios=((math.inf,),))),
+    ("throughput", replace(rate(5.0), per_second=(5.0, math.nan))),
+]
+KINDS = sorted(GOOD)
+
+
+@st.composite
+def evidences(draw: st.DrawFn) -> Evidence:
+    entries: dict[str, Any] = {kind: tuple(draw(st.lists(GOOD[kind], max_size=3))) for kind in KINDS}
+    base = draw(st.sampled_from([INT8, FP32]))
+    return replace(base, baseline=draw(st.sampled_from(["", "fp32", "champion"])), **entries)
+
+
+FURTHER: tuple[Gate, ...] = (
+    MetricGate(max_drop=0.02),
+    LatencyGate(max_regression=0.1),
+    LatencyGate(faster_than="fp32", min_speedup=0.1),
+    ThroughputGate(max_regression=0.1, min=300.0),
+    ColdStartGate(max_regression=0.2, load=0.5),
+    MemoryGate(max_regression=0.1, max=10),
+)
+gate_lists = st.lists(st.sampled_from([*GATES, *FURTHER]), max_size=6)
+
+
+class TestProperties:
+    @given(gate_lists, evidences(), st.data())
+    def test_failing_evidence_never_improves_a_verdict(
+        self, gates: list[Gate], evidence: Evidence, data: st.DataObject
+    ) -> None:
+        kind = data.draw(st.sampled_from(KINDS))
+        entry = data.draw(st.sampled_from(FAILING[kind]))
+        entries: dict[str, Any] = {kind: (*getattr(evidence, kind), entry)}
+        worse = replace(evidence, **entries)
+        assert judge(gates, worse).verdict.rank >= judge(gates, evidence).verdict.rank
+
+    @given(gate_lists, evidences(), st.randoms(use_true_random=False))
+    def test_order_does_not_matter(self, gates: list[Gate], evidence: Evidence, random: Any) -> None:
+        shuffled: dict[str, Any] = {
+            kind: tuple(random.sample(getattr(evidence, kind), len(getattr(evidence, kind)))) for kind in KINDS
+        }
+        other = judge(random.sample(gates, len(gates)), replace(evidence, **shuffled))
+        first = judge(gates, evidence)
+        assert other.verdict is first.verdict
+        assert (other.faster_than_export, other.latency_ratio) == (first.faster_than_export, first.latency_ratio)
+        assert sorted(r.reason for r in other.results) == sorted(r.reason for r in first.results)
+
+    @pytest.mark.parametrize(("kind", "entry"), NAN)
+    @settings(max_examples=20)
+    @given(gates=gate_lists, evidence=evidences())
+    def test_nan_never_passes(self, gates: list[Gate], evidence: Evidence, kind: str, entry: Any) -> None:
+        before = judge(gates, evidence).verdict
+        entries: dict[str, Any] = {kind: (*getattr(evidence, kind), entry)}
+        after = judge(gates, replace(evidence, **entries)).verdict
+        assert after.rank >= max(before.rank, Verdict.ERROR.rank)
+
+    @given(gate_lists)
+    def test_nothing_measured_never_passes(self, gates: list[Gate]) -> None:
+        empty = replace(
+            FP32, size_bytes=0, parity=(), export_parity=(), metrics=(), latency=None, runtime=None, baseline=""
+        )
+        assert judge(gates, empty).verdict is Verdict.INCONCLUSIVE
+
+    @given(evidences())
+    def test_no_gates_never_pass(self, evidence: Evidence) -> None:
+        assert judge([], evidence).verdict is Verdict.INCONCLUSIVE
+
+    def test_nan_limits_never_pass(self) -> None:
+        nan = math.nan
+        gates: list[Gate] = [
+            ParityGate(noise_factor=nan, weight_steps=nan),
+            MetricGate(max_drop=nan),
+            MetricGate(min=nan),
+            LatencyGate(max_regression=nan),
+            LatencyGate(p99=nan),
+            LatencyGate(faster_than="fp32", min_speedup=nan),
+            ThroughputGate(max_regression=nan),
+            ThroughputGate(min=nan),
+            ColdStartGate(load=nan),
+        ]
+        for gate in gates:
+            assert judge([gate], INT8).verdict is not Verdict.PASS

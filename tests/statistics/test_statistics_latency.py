@@ -1,0 +1,415 @@
+"""The latency decider: published values, and error rates by simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.statistics.blocks import block_logs
+from onnx_ops.statistics.latency import (
+    ALPHA,
+    DRIFT,
+    LOOKS,
+    compare,
+    hodges_lehmann,
+    needs_more,
+    next_look,
+    pairs_needed,
+    quantile_gate,
+    run_interval,
+    samples_needed,
+    session_interval,
+    trend,
+    withheld,
+)
+from tests.support.suite import Sweep
+
+Logs = npt.NDArray[np.float64]
+
+SESSION_SD = 0.012
+RUN_SD = 0.05
+PREEMPTED_SHARE, PREEMPTED_COST = 0.05, 29.0
+SLOW_SPELL, SPELL_ENDS = 2.0, 0.04
+PROBE_SD = 0.15
+BLOCKS = 8
+
+
+def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> Logs:
+    """Block logs of shape (trials, heats, blocks, 3), made from raw runs on a noisy host."""
+    rng = np.random.default_rng(seed)
+    shape = (trials * LOOKS[-1], BLOCKS, 3, 10)
+    nanoseconds = 1e5 * np.exp(
+        rng.normal(0, RUN_SD, shape) + rng.normal(0, SESSION_SD / math.sqrt(2), (*shape[:1], 1, 3, 1))
+    )
+    slow = rng.random(shape) < PREEMPTED_SHARE
+    nanoseconds[slow] *= PREEMPTED_COST
+    nanoseconds[:, :, 2] *= ratio
+    return block_logs(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], BLOCKS, 3)
+
+
+def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
+    """One gate run as the benchmark stage does it: verdict and the session pairs it took."""
+    own, itself = ((logs[..., model] - logs[..., 0]).tolist() for model in (2, 1))
+    pairs = 0
+    while True:
+        pairs = next_look(pairs)
+        if not needs_more(own[:pairs], itself[:pairs], [tolerance]):
+            break
+    if withheld(own[:pairs], itself[:pairs], tolerance) is not None:
+        return Verdict.INCONCLUSIVE, pairs
+    return compare(own[:pairs], tolerance=tolerance).verdict, pairs
+
+
+class Simulation:
+    """Trials of the gate: as many as are asked for where whole sweeps are made, else a quarter."""
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+
+    def trials(self, number: int) -> int:
+        return number if self.whole else number // 4
+
+    def rates(self, ratio: float, seed: int, *, trials: int = 500, flagged: float = 1.0) -> dict[Verdict, float]:
+        made = self.trials(trials)
+        verdicts = [decide(logs, 0.05)[0] for logs in simulate(made, ratio, seed, flagged=flagged)]
+        return {verdict: verdicts.count(verdict) / made for verdict in Verdict}
+
+
+@pytest.fixture(scope="module")
+def simulation(sweep: Sweep) -> Simulation:
+    return Simulation(whole=sweep.part == 0)
+
+
+NOISY = [[0.1], [-0.1], [0.05], [-0.2], [0.15]]
+
+
+class TestHodgesLehmann:
+    def test_published_example_of_depression_scores(self) -> None:
+        """Hollander, Wolfe and Chicken, examples 3.1 and 3.3-3.4: estimate -.46, 96 % interval (-.786, -.010)."""
+        before = np.array([1.83, 0.50, 1.62, 2.48, 1.68, 1.88, 1.55, 3.06, 1.30])
+        after = np.array([0.878, 0.647, 0.598, 2.05, 1.06, 1.29, 1.06, 3.14, 1.29])
+        estimate, low, high = hodges_lehmann(after - before, 0.02)
+        assert estimate == pytest.approx(-0.46, abs=5e-4)
+        assert low == pytest.approx(-0.786, abs=5e-4)
+        assert high == pytest.approx(-0.010, abs=5e-4)
+
+    @pytest.mark.parametrize("n", [6, 10, 20, 50])
+    def test_bounds_are_those_the_exact_test_does_not_reject(self, n: int) -> None:
+        from scipy import stats
+
+        x = np.random.default_rng(n).normal(0.3, 1.0, n)
+        alpha = 0.05 / 3
+        _, low, high = hodges_lehmann(x, alpha)
+        sides: tuple[tuple[float, Literal["greater", "less"], float], ...] = (
+            (low, "greater", 1e-9),
+            (high, "less", -1e-9),
+        )
+        for bound, side, inside in sides:
+            rejected = stats.wilcoxon(x - (bound - inside), alternative=side, method="exact").pvalue
+            kept = stats.wilcoxon(x - (bound + inside), alternative=side, method="exact").pvalue
+            assert rejected <= alpha < kept
+
+    def test_normal_approximation_continues_the_exact_quantiles(self) -> None:
+        from scipy import stats
+
+        x = np.random.default_rng(3).normal(size=51)
+        _, low, high = hodges_lehmann(x, 0.025)
+        assert stats.wilcoxon(x - low + 1e-9, alternative="greater", method="exact").pvalue == pytest.approx(
+            0.025, rel=0.05
+        )
+        assert low < high
+
+    @pytest.mark.parametrize("n", [1, 5])
+    def test_too_few_values_have_no_bounds(self, n: int) -> None:
+        assert hodges_lehmann(np.arange(n), 0.05 / 3)[1:] == (-math.inf, math.inf)
+
+    @given(st.lists(st.floats(-10, 10), min_size=6, max_size=30), st.floats(-5, 5))
+    def test_mirrors_and_shifts_with_its_values(self, x: list[float], shift: float) -> None:
+        estimate, low, high = hodges_lehmann(x, 0.05)
+        assert low <= estimate <= high
+        assert hodges_lehmann(-np.array(x), 0.05) == pytest.approx((-estimate, -high, -low), abs=1e-9)
+        moved = hodges_lehmann(np.array(x) + shift, 0.05)
+        assert moved == pytest.approx((estimate + shift, low + shift, high + shift), abs=1e-9)
+
+
+class TestErrorRates:
+    def test_equal_models_do_not_fail(self, simulation: Simulation) -> None:
+        found = simulation.rates(1.0, 1)
+        assert found[Verdict.FAIL] <= 0.01
+        assert found[Verdict.PASS] >= 0.98
+
+    def test_two_percent_slower_does_not_fail_at_a_limit_of_five(self, simulation: Simulation) -> None:
+        found = simulation.rates(1.02, 2)
+        assert found[Verdict.FAIL] <= 0.01
+        assert found[Verdict.PASS] >= 0.95
+
+    def test_ten_percent_slower_is_caught(self, simulation: Simulation) -> None:
+        assert simulation.rates(1.10, 3)[Verdict.FAIL] >= 0.99
+
+    def test_twenty_percent_slower_is_caught(self, simulation: Simulation) -> None:
+        assert simulation.rates(1.20, 4)[Verdict.FAIL] >= 0.99
+
+    def test_preemptions_that_nobody_noticed_change_nothing(self, simulation: Simulation) -> None:
+        assert simulation.rates(1.0, 5, flagged=0.5)[Verdict.FAIL] <= 0.01
+        assert simulation.rates(1.10, 6, flagged=0.5)[Verdict.FAIL] >= 0.99
+
+    def test_level_holds_at_the_limit_itself_in_spite_of_the_session_effect(self, simulation: Simulation) -> None:
+        """A true slow-down equal to the limit fails, and passes, in at most one of twenty cases each."""
+        found = simulation.rates(1.05, 7, trials=1000)
+        assert found[Verdict.FAIL] <= 0.05
+        assert found[Verdict.PASS] <= 0.05
+
+    def test_equal_models_are_decided_early(self, simulation: Simulation) -> None:
+        pairs = [decide(logs, 0.05)[1] for logs in simulate(simulation.trials(300), 1.0, 8)]
+        assert np.mean(pairs) < 12.5
+
+
+class TestUnsteadyHost:
+    """A host that halves its speed for milliseconds at a time, and a probe that tells it roughly."""
+
+    TRIALS = 80
+
+    @pytest.fixture(autouse=True)
+    def _trials(self, simulation: Simulation) -> None:
+        self.number = simulation.trials(self.TRIALS)
+
+    def decisions(self, ratio: float, seed: int, *, probed: bool) -> list[tuple[Verdict, int]]:
+        rng = np.random.default_rng(seed)
+        return [decide(self._one(ratio, rng, probed=probed), 0.05) for _ in range(self.number)]
+
+    @staticmethod
+    def _one(ratio: float, rng: np.random.Generator, *, probed: bool) -> Logs:
+        """The looks one by one, as the stage has them."""
+        looks = []
+        for heats in np.diff((0, *LOOKS)):
+            shape = (int(heats), BLOCKS, 3, 10)
+            slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
+            session = rng.normal(0, SESSION_SD / math.sqrt(2), (shape[0], 1, 3, 1))
+            times = 1e5 * np.exp(rng.normal(0, RUN_SD, shape) + math.log(SLOW_SPELL) * slow + session)
+            times[:, :, 2] *= ratio
+            probe = 2e3 * np.exp(rng.normal(0, PROBE_SD, shape) + math.log(SLOW_SPELL) * slow)
+            looks.append(block_logs(times, np.zeros(shape), probe if probed else None))
+        return np.concatenate(looks)
+
+    def test_the_probe_saves_most_of_the_work(self) -> None:
+        without, probed = (
+            np.mean([pairs for _, pairs in self.decisions(1.0, 21, probed=probed)]) for probed in (False, True)
+        )
+        assert probed < 0.75 * without
+
+    def test_ten_percent_slower_is_caught(self) -> None:
+        verdicts = [verdict for verdict, _ in self.decisions(1.10, 22, probed=True)]
+        assert verdicts.count(Verdict.FAIL) == len(verdicts)
+
+    @pytest.mark.parametrize("probed", [False, True])
+    @pytest.mark.parametrize("ratio", [1.0, 1.02])
+    def test_good_models_do_not_fail(self, ratio: float, probed: bool) -> None:
+        assert Verdict.FAIL not in {verdict for verdict, _ in self.decisions(ratio, 23, probed=probed)}
+
+
+class TestCompare:
+    def test_gives_ratios(self) -> None:
+        found = compare([[math.log(2.0)] * 4] * 10, tolerance=0.05)
+        assert (found.verdict, found.pairs) == (Verdict.FAIL, 10)
+        assert (found.ratio, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+        assert found.rest == pytest.approx(math.exp(DRIFT * 30 / 40))
+
+    def test_one_pair_decides_nothing(self) -> None:
+        found = compare([[3.0]], tolerance=0.05)
+        assert found.verdict is Verdict.INCONCLUSIVE
+        assert (found.low, found.high) == (0.0, math.inf)
+
+    def test_no_pair_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="no session pair"):
+            compare([[]], tolerance=0.05)
+
+    def test_a_pair_counts_once_however_many_blocks_it_has(self) -> None:
+        few = [[0.01], [0.02], [0.03], [-0.01], [0.0]]
+        many = [pair * 50 for pair in few]
+        assert session_interval(few, 0.05 / 3) == session_interval(many, 0.05 / 3)
+
+    def test_five_pairs_use_students_interval(self) -> None:
+        from scipy import stats
+
+        values = np.array([0.01, 0.02, 0.03, -0.01, 0.0])
+        half = stats.t.isf(0.05 / 3, 4) * stats.sem(values)
+        expected = (values.mean(), values.mean() - half, values.mean() + half)
+        assert session_interval(values[:, None].tolist(), 0.05 / 3) == pytest.approx(expected)
+
+    def test_nan_never_passes(self) -> None:
+        assert compare([[math.nan]] * 5, tolerance=0.05).verdict is Verdict.INCONCLUSIVE
+
+    @given(st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=4), min_size=5, max_size=12), st.floats(0.01, 0.5))
+    def test_direction_does_not_matter_and_a_wider_limit_never_hurts(
+        self, pairs: list[list[float]], tolerance: float
+    ) -> None:
+        found = compare(pairs, tolerance=tolerance)
+        again = compare(pairs[::-1], tolerance=tolerance)
+        assert (again.ratio, again.low, again.high) == pytest.approx((found.ratio, found.low, found.high))
+        order = [Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS]
+        assert order.index(compare(pairs, tolerance=tolerance + 0.1).verdict) >= order.index(found.verdict)
+
+
+class TestRun:
+    """Pairs that follow one another on a machine with spells."""
+
+    @staticmethod
+    def width(values: Logs) -> float:
+        _, low, high = run_interval([[float(x)] for x in values])
+        return high - low
+
+    def test_correlated_pairs_widen_the_interval(self) -> None:
+        draw = np.random.default_rng(0)
+        values = np.sort(draw.normal(0, 0.01, 40))
+        shuffled = draw.permutation(values)
+        assert 2.2 < self.width(values) / self.width(shuffled) < 5
+
+    def test_independent_pairs_hardly_do(self) -> None:
+        draw = np.random.default_rng(1)
+        wider = []
+        for _ in range(100):
+            pairs = [[float(x)] for x in draw.normal(0, 0.01, 40)]
+            (_, low, high), (_, plain_low, plain_high) = run_interval(pairs), session_interval(pairs, ALPHA / 4)
+            wider.append((high - low) / (plain_high - plain_low))
+        assert min(wider) > 0.999
+        assert np.mean(wider) < 1.15
+
+    def test_what_is_not_yet_measured_may_drift(self) -> None:
+        pairs = [[0.035], [0.037]] * 20
+        found = [compare(pairs[:n], tolerance=0.05) for n in LOOKS]
+        assert [f.high < 1.05 for f in found] == [True] * len(LOOKS)
+        assert [f.verdict for f in found] == [Verdict.INCONCLUSIVE] * 6 + [Verdict.PASS] * 2
+        assert found[-1].rest == 1
+
+    @pytest.mark.parametrize("change", [-0.07, 0.0, 0.07])
+    def test_a_trend_of_one_side_is_told(self, change: float) -> None:
+        noise = np.random.default_rng(2).normal(0, 0.005, 40)
+        found = trend([[float(x)] for x in noise + np.linspace(0, change, 40)])
+        assert (found is None) == (change == 0)
+        assert found is None or found == pytest.approx(change, rel=0.2)
+
+    def test_spells_are_no_trend(self) -> None:
+        draw = np.random.default_rng(3)
+        seen = 0
+        for _ in range(100):
+            values = draw.normal(0, 0.01, 40)
+            for i in range(1, 40):
+                values[i] += 0.5 * values[i - 1]
+            seen += trend([[float(x)] for x in values]) is not None
+        assert seen <= 12
+
+
+class TestPairsNeeded:
+    def test_a_quarter_of_the_distance_takes_sixteen_times_the_pairs(self) -> None:
+        noise = np.random.default_rng(4).normal(0, 0.03, 40)
+        noise -= np.median((noise[:, None] + noise) / 2)
+        far, near = (pairs_needed([[float(x + shift)] for x in noise], 0.0) for shift in (0.008, 0.002))
+        assert far is not None
+        assert near is not None
+        assert near == pytest.approx(16 * far, rel=0.35)
+
+    def test_no_number_of_pairs_tells_what_is_at_the_limit(self) -> None:
+        assert pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
+
+    def test_it_is_never_fewer_than_those_of_a_run(self) -> None:
+        assert pairs_needed([[0.01], [0.011], [0.009], [0.01], [0.01]], 0.05) == LOOKS[-1]
+
+
+class TestWithheld:
+    SHIFTED = ([[0.03], [0.031], [0.029]] * 14)[:40]
+
+    def test_a_biased_host_withholds_what_its_bias_could_explain(self) -> None:
+        assert "biased host" in str(withheld([[0.03]] * 40, self.SHIFTED, 0.05))
+        assert "biased host" in str(withheld([[0.06]] * 40, self.SHIFTED, 0.05))
+
+    @pytest.mark.parametrize("log_ratio", [-2.0, 0.0, 2.0])
+    def test_a_biased_host_tells_what_its_bias_cannot_explain(self, log_ratio: float) -> None:
+        assert withheld([[log_ratio]] * 40, self.SHIFTED, 0.05) is None
+
+    def test_a_noisy_self_test_withholds_nothing_that_every_interval_supports(self) -> None:
+        assert withheld([[0.001], [-0.001]] * 20, NOISY * 8, 0.05) is None
+
+    @given(st.floats(-3, 3))
+    def test_an_unmeasured_host_withholds_everything(self, log_ratio: float) -> None:
+        assert withheld([[log_ratio]] * 5, [], 0.05) is not None
+        assert withheld([[log_ratio]] * 5, [[0.0]], 0.05) is not None
+
+
+class TestLooks:
+    def test_each_look_follows_the_one_before(self) -> None:
+        assert [next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 6, 11, 28, 40, 40]
+
+    def test_stops_when_everything_is_decided(self) -> None:
+        quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
+        assert not needs_more([[-0.3]] * 5, quiet, [0.05, 0.0])
+
+    def test_goes_on_for_the_limit_that_is_not(self) -> None:
+        quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
+        assert not needs_more(quiet, quiet, [0.05])
+        assert needs_more(quiet, quiet, [0.05, 0.0])
+
+    def test_goes_on_while_the_host_is_biased(self) -> None:
+        assert needs_more([[0.0]] * 5, [[0.03]] * 5, [0.05])
+
+    def test_stops_where_no_bias_of_the_host_could_matter(self) -> None:
+        assert not needs_more([[2.0]] * 5, NOISY, [0.05])
+
+    def test_goes_on_between_looks_and_stops_after_the_last(self) -> None:
+        assert needs_more([[-0.3]] * 7, [[0.0]] * 7, [0.05])
+        assert not needs_more([[0.05], [0.04]] * 20, [[0.0]] * 40, [0.05])
+
+
+class TestQuantileGate:
+    @pytest.mark.parametrize(
+        ("confidence", "expected"), [(0.95, (299, 473, 628)), (0.99, (459, 662, 838))], ids=["95", "99"]
+    )
+    def test_runs_needed_are_the_published_ones(self, confidence: float, expected: tuple[int, ...]) -> None:
+        """The early-stopping counts of MLPerf LoadGen at the 99th percentile for 0, 1 and 2 slow runs."""
+        found = tuple(samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3))
+        assert found == expected
+
+    def test_passes_with_exactly_as_many_runs_as_needed(self) -> None:
+        quick = [1_000_000] * 299
+        assert quantile_gate(quick, 0.99, 0.002).verdict is Verdict.PASS
+        assert quantile_gate(quick[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
+        one_slow = [1_000_000] * 472 + [9_000_000]
+        assert quantile_gate(one_slow, 0.99, 0.002).verdict is Verdict.PASS
+        assert quantile_gate(one_slow[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
+
+    def test_too_few_runs_never_fail_either(self) -> None:
+        found = quantile_gate([9_000_000] * 100, 0.99, 0.002)
+        assert (found.verdict, found.exceeding, found.runs) == (Verdict.INCONCLUSIVE, 100, 100)
+
+    def test_slow_models_fail(self) -> None:
+        assert quantile_gate([1_000_000] * 380 + [9_000_000] * 20, 0.99, 0.002).verdict is Verdict.FAIL
+
+    def test_nothing_measured(self) -> None:
+        found = quantile_gate([], 0.5, 1.0)
+        assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
+
+    @pytest.mark.parametrize("q", [0.5, 0.99])
+    def test_errs_as_rarely_as_promised(self, q: float) -> None:
+        from scipy import stats
+
+        rng = np.random.default_rng(11)
+        limit_s = float(np.exp(stats.norm.ppf(q) * 0.5)) / 1e3
+        runs = 1e6 * np.exp(rng.normal(0, 0.5, (2000, 800)))
+        verdicts = [quantile_gate(row, q, limit_s).verdict for row in runs]
+        for wrong in (Verdict.PASS, Verdict.FAIL):
+            assert verdicts.count(wrong) / len(verdicts) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
+
+    @given(st.lists(st.integers(1, 10_000), min_size=5, max_size=400), st.sampled_from([0.5, 0.9, 0.99]))
+    def test_verdicts_follow_from_the_bounds(self, runs: list[int], q: float) -> None:
+        limits = sorted({*runs, 0, 20_000})
+        verdicts = [quantile_gate(runs, q, limit / 1e9).verdict for limit in itertools.islice(limits, 0, None, 7)]
+        order = [Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS]
+        ranks = [order.index(v) for v in verdicts]
+        assert ranks == sorted(ranks)

@@ -1,0 +1,204 @@
+"""Probe inputs: what they hold, and that those inside the domain stay there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from onnx_ops.domain.inputs import InputValues
+from onnx_ops.statistics.input_domain import InputDomain, learn_domains
+from onnx_ops.statistics.probes import ProbeGroup, batch_inputs, in_rows, probe_groups, range_inputs
+
+IMAGES = np.random.default_rng(0).uniform(0, 16, (100, 8, 8)).astype(np.float32)
+TOKENS = np.random.default_rng(1).integers(3, 50, (100, 12))
+WORDS = np.array([f"word {i}" for i in range(100)])
+MASK = np.random.default_rng(2).random((100, 12)) < 0.5
+SAMPLES: dict[str, npt.NDArray[Any]] = {"image": IMAGES, "tokens": TOKENS, "words": WORDS, "mask": MASK}
+BEYOND = {f"beyond_range:{name}" for name in ("x10", "x1e3", "x1e5", "x1e-8", "negatives", "texts")}
+
+
+def groups_of(samples: dict[str, npt.NDArray[Any]], **declared: InputValues) -> dict[str, ProbeGroup]:
+    return probe_groups(samples, learn_domains(samples, declared), empty=True)
+
+
+def table(*columns: Any) -> dict[str, npt.NDArray[Any]]:
+    return {"x": np.stack(columns, axis=1).astype(np.float32)}
+
+
+def within(array: npt.NDArray[Any], domain: InputDomain) -> bool:
+    values = array.astype(np.float64)
+    finite = np.isfinite(values)
+    rounding = float(np.finfo(array.dtype.name).eps) if array.dtype.kind == "f" else 0.0
+    below, above = (rounding * np.abs(end) + rounding for end in (domain.low, domain.high))
+    bounded = (values >= domain.low - below) & (values <= domain.high + above)
+    return bool((bounded | ~finite).all())
+
+
+def test_every_group_has_all_inputs_with_their_types() -> None:
+    groups = groups_of(SAMPLES)
+    assert set(groups) == {"real", "range", "missing", "infinite", "empty_batch", *BEYOND}
+    assert {name for name, group in groups.items() if group.inside} == {"real", "range"}
+    for group in groups.values():
+        for name, array in SAMPLES.items():
+            assert group.inputs[name].dtype == array.dtype
+            assert group.inputs[name].shape[1:] == array.shape[1:]
+
+
+def test_rows_within_the_range_reach_its_ends_and_do_not_leave_it() -> None:
+    made: dict[str, npt.NDArray[Any]] = {**range_inputs(SAMPLES, learn_domains(SAMPLES))}
+    image = made["image"].astype(np.float64)
+    assert image.min() == 0  # never below what no row is below of
+    assert 16 < image.max() <= 24 + 1e-3
+    assert made["tokens"].min() == TOKENS.min()
+    assert made["tokens"].max() == TOKENS.max()
+    assert set(made["words"]) <= set(WORDS)
+    spikes = image[32:64].reshape(32, -1)
+    assert np.count_nonzero(spikes, axis=1).max() <= 1
+    assert np.count_nonzero(spikes.any(axis=0)) == 16
+
+
+def test_an_index_reaches_every_entry_of_its_table() -> None:
+    samples = {"tokens": TOKENS}
+    made = range_inputs(samples, learn_domains(samples, bounds={"tokens": (0, 299)}))["tokens"]
+    assert set(made.reshape(-1).tolist()) == set(range(300))
+
+
+def test_columns_of_a_table_keep_to_their_own_ranges() -> None:
+    draw = np.random.default_rng(0)
+    samples = table(draw.uniform(-1, 1, 200), draw.uniform(1e4, 2e4, 200), draw.integers(0, 3, 200))
+    made: npt.NDArray[Any] = range_inputs(samples, learn_domains(samples))["x"]
+    assert np.abs(made[:, 0].astype(np.float64)).max() <= 2
+    assert made[:, 1].min() >= 4_000
+    assert set(made[:, 2].tolist()) == {0, 1, 2}
+
+
+def test_whole_numbers_stay_whole_and_categories_are_those_seen() -> None:
+    samples = table(np.tile([1, 5, 9], 40), np.arange(120) * 10)
+    made = range_inputs(samples, learn_domains(samples))["x"]
+    assert set(made[:, 0].tolist()) == {1, 5, 9}
+    assert np.array_equal(made, np.round(made.astype(np.float64)))
+    assert set(made[:, 1].tolist()) - set(samples["x"][:, 1].tolist())
+
+
+def test_what_is_declared_outranks_what_was_seen() -> None:
+    samples = table(np.linspace(0, 1, 50), np.linspace(0, 1, 50))
+    made = range_inputs(samples, learn_domains(samples, {"x": InputValues(min=-7, max=3)}))["x"]
+    assert (made.min(), made.max()) == (-7, 3)
+    chosen = range_inputs(samples, learn_domains(samples, {"x": InputValues(values=(2.0, 4.0))}))["x"]
+    assert set(chosen.reshape(-1).tolist()) == {2, 4}
+
+
+def test_masks_are_real_rows_or_their_ends() -> None:
+    mask = (np.arange(6) < np.random.default_rng(0).integers(2, 7, (60, 1))).astype(np.int64)
+    made = range_inputs({"mask": mask}, learn_domains({"mask": mask}))["mask"]
+    assert {tuple(row) for row in made.tolist()} <= {tuple(row) for row in mask.tolist()}
+
+
+def test_missing_numbers_are_inside_the_domain_where_the_rows_hold_some_or_the_file_says_so() -> None:
+    holed = {"x": IMAGES.reshape(100, -1).copy(), "y": np.ones((100, 2), dtype=np.float32)}
+    holed["x"][::7, 3] = np.nan
+    group = groups_of(holed)["missing"]
+    assert group.inside
+    assert set(np.argwhere(np.isnan(group.inputs["x"]))[:, 1].tolist()) == {3}  # where the rows hold some, only
+    assert not np.isnan(group.inputs["y"]).any()
+    plain = {"x": IMAGES}
+    assert not groups_of(plain)["missing"].inside
+    assert groups_of(plain, x=InputValues(missing=True))["missing"].inside
+    assert not groups_of(holed, x=InputValues(missing=False))["missing"].inside
+
+
+def test_strange_rows_have_one_strange_element() -> None:
+    groups = groups_of(SAMPLES)
+    flat: dict[str, npt.NDArray[Any]] = {
+        name: groups[name].inputs["image"].reshape(32, -1) for name in ("missing", "infinite")
+    }
+    assert (np.isnan(flat["missing"]).sum(axis=1) == 1).all()
+    assert (np.isinf(flat["infinite"]).sum(axis=1) == 1).all()
+    assert np.isposinf(flat["infinite"]).any()
+    assert np.isneginf(flat["infinite"]).any()
+    assert len(groups["empty_batch"].inputs["image"]) == 0
+
+
+def test_multiples_are_of_real_rows_and_fit_the_type() -> None:
+    groups = groups_of(SAMPLES)
+    np.testing.assert_allclose(
+        groups["beyond_range:x1e3"].inputs["image"].astype(np.float64),
+        groups["beyond_range:x10"].inputs["image"].astype(np.float64) * 100,
+        rtol=1e-6,
+    )
+    half = groups_of({"image": IMAGES.astype(np.float16)})
+    assert BEYOND - set(half) == {"beyond_range:x1e5", "beyond_range:texts"}
+
+
+def test_texts_beyond_the_rows_are_empty_or_unseen_unless_their_categories_are_declared() -> None:
+    cities = {"city": np.array([["Oslo"], ["Rome"]] * 40), "age": np.ones((80, 1), np.float32)}
+
+    group = groups_of(cities)["beyond_range:texts"]
+
+    assert not group.inside
+    assert {"", "unseen"} < set(group.inputs["city"][:, 0].tolist()) <= {"", "unseen", "Oslo", "Rome"}
+    np.testing.assert_array_equal(group.inputs["age"], np.ones((32, 1)))
+    declared = groups_of(cities, city=InputValues(values=("Oslo", "Rome")))["beyond_range:texts"]
+    assert set(declared.inputs["city"][:, 0].tolist()) <= {"Oslo", "Rome"}
+
+
+def test_nothing_to_distort_gives_no_groups() -> None:
+    assert set(probe_groups({"m": MASK}, learn_domains({"m": MASK}), empty=False)) == {"real"}
+    assert set(groups_of({"tokens": TOKENS})) == {"real", "range", "empty_batch"}
+
+
+@given(
+    arrays.arrays(
+        dtype=st.sampled_from([np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8]),
+        shape=arrays.array_shapes(min_dims=1, max_dims=3, max_side=5),
+    )
+)
+def test_any_rows_give_rows_within_their_domain(array: npt.NDArray[Any]) -> None:
+    domain = learn_domains({"x": array})["x"]
+    made = range_inputs({"x": array}, {"x": domain})["x"]
+    assert made.shape == (96, *array.shape[1:])
+    assert made.dtype == array.dtype
+    assert within(made, domain)
+
+
+@pytest.mark.parametrize("array", [np.ones((1,)), np.ones((3, 0)), np.full((2, 4), np.nan), np.zeros((5, 2))])
+def test_odd_samples_are_no_obstacle(array: npt.NDArray[Any]) -> None:
+    groups = groups_of({"x": array})
+    assert groups["real"].inputs["x"] is array
+    assert all(group.inputs["x"].shape[1:] == array.shape[1:] for group in groups.values())
+
+
+def test_rows_repeat_up_to_the_number_asked_for() -> None:
+    np.testing.assert_array_equal(in_rows({"x": np.arange(3)}, 5)["x"], [0, 1, 2, 0, 1])
+    assert len(in_rows({"x": np.arange(3)}, 0)["x"]) == 0
+
+
+def test_batches_hold_real_rows() -> None:
+    groups = batch_inputs(SAMPLES)
+    assert [len(tensors["image"]) for tensors in groups.values()] == [1, 2, 3, 17, 64, 257]
+    real = {row.tobytes(): i for i, row in enumerate(IMAGES)}
+    for name, tensors in groups.items():
+        assert name == f"batches:{len(tensors['words'])}"
+        rows = [real[row.tobytes()] for row in tensors["image"]]
+        assert [f"word {i}" for i in rows] == tensors["words"].tolist()
+
+
+def test_the_same_samples_give_the_same_probes() -> None:
+    first, second = groups_of(SAMPLES), groups_of(SAMPLES)
+    for group in first:
+        for name in SAMPLES:
+            np.testing.assert_array_equal(first[group].inputs[name], second[group].inputs[name])
+
+
+def test_no_samples_no_probes() -> None:
+    empty = {"x": np.empty((0, 3))}
+    with pytest.raises(ValueError, match="there are none"):
+        learn_domains(empty)
+    with pytest.raises(ValueError, match="there are none"):
+        batch_inputs(empty)

@@ -1,0 +1,399 @@
+"""From counts to actions: what rolls back, what pauses, what is held, and what lets a step be left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wait, WaitKind, Word, split_state
+from onnx_ops.domain.rollout_observed import Interval, Observations, Quantiles, Reading, ShadowTally, Tally
+from onnx_ops.domain.rollout_policy import PLACES, Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.statistics.rollout import decide, judge
+from onnx_ops.statistics.rollout.cold import cold_start
+from onnx_ops.statistics.rollout.judge import limit_of, paths, rows_of
+
+RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
+CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300,), step_timeout=3600.0)
+
+
+def version(number: int) -> Deployment:
+    return Deployment(
+        name=f"v{number}",
+        model="m",
+        version=str(number),
+        variant="fp32",
+        release=digest_bytes(f"release {number}".encode()),
+        manifest=digest_bytes(f"manifest {number}".encode()),
+        location="",
+    )
+
+
+STABLE, CANDIDATE = version(1), version(2)
+
+
+def counted(
+    requests: int = 50, errors: int = 0, over_p50: int | None = 25, over_p99: int | None = 0, good: int = 0
+) -> Tally:
+    outcomes = requests if good else 0
+    return Tally(
+        requests=requests, errors=errors, over_p50=over_p50, over_p99=over_p99, outcomes=outcomes, successes=good
+    )
+
+
+def healthy() -> Interval:
+    """500 requests at 10 %."""
+    return Interval(step=0, canary=counted(), stable=counted(450, 1, 225, 4))
+
+
+def seen(*intervals: Interval, step: int = 0) -> Observations:
+    return Observations(candidate=CANDIDATE.manifest, step=step, began=0.0, intervals=intervals)
+
+
+def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -> None:
+    one = Interval(step=0, canary=replace(counted(), timed=40), stable=replace(counted(450, 1, 25, 4), timed=42))
+    rows = {rail.name: rows_of(rail.name, [one]) for rail in CANARY.guardrails}
+    assert rows["errors"] == [(0, 50, 1, 450)]
+    assert rows["latency_p50"] == [(25, 40, 25, 42)]
+    judged = judge(seen(one), CANARY)
+    told = {guard.name: (guard.canary, guard.stable, guard.seen) for guard in judged.guards}
+    assert told["latency_p50"] == ((25, 40), (25, 42), 40)
+    assert told["errors"] == ((0, 50), (1, 450), 50)
+
+
+def due(
+    observations: Observations | None, policy: RolloutPolicy = CANARY, word: Word | None = None, now: float = 60.0
+) -> Action | Wait:
+    step = 0 if observations is None else observations.step
+    planned = policy.planned()[step]
+    return decide(
+        wanted=CANDIDATE,
+        actual=split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
+        roles=Roles(stable=STABLE, candidate=CANDIDATE, step=step),
+        observations=observations,
+        policy=policy,
+        target="t",
+        word=word,
+        now=now,
+    )
+
+
+def waits(found: Action | Wait, kind: WaitKind, *words: str) -> None:
+    assert isinstance(found, Wait), found
+    assert found.kind is kind
+    assert not found.settled
+    for word in words:
+        assert word in found.why
+
+
+def acts(found: Action | Wait, kind: ActionKind, *words: str) -> None:
+    assert isinstance(found, Action), found
+    assert found.kind is kind, found.why
+    for word in words:
+        assert word in found.why
+    assert (CANDIDATE.release in found.reject) == (kind is ActionKind.ABORT)
+
+
+def test_enough_clean_requests_advance_and_then_finish() -> None:
+    waits(due(seen(*[healthy()] * 5)), WaitKind.WATCHING, "v2 holds 10 %", "250 of 300 requests")
+    acts(
+        due(seen(*[healthy()] * 6)), ActionKind.ADVANCE, "step 2 of 3: 50 % to v2", "nothing against it in 300 requests"
+    )
+    less = replace(healthy(), canary=counted(requests=49))
+    waits(due(seen(*[healthy()] * 5, less)), WaitKind.WATCHING, "299 of 300 requests")
+    before = [healthy()] * 6
+    waits(due(seen(*before, step=1)), WaitKind.WATCHING, "0 of 300 requests")
+    half = Interval(step=1, canary=counted(over_p99=1), stable=counted(over_p99=1))
+    acts(due(seen(*before, *[half] * 6, step=1)), ActionKind.FINISH, "100 % to v2")
+
+
+def test_nothing_counted_waits_and_a_step_without_traffic_is_held() -> None:
+    waits(due(None), WaitKind.WATCHING, "nothing was counted")
+    waits(due(seen()), WaitKind.WATCHING, "0 of 300")
+    waits(due(seen(), now=3600.0), WaitKind.HELD, "step_timeout is over", "0 of 300")
+    waits(due(seen(Interval(step=0)), now=1e9), WaitKind.HELD)
+
+
+def test_counts_of_another_candidate_or_step_count_for_nothing() -> None:
+    other = replace(seen(*[healthy()] * 9), candidate=STABLE.manifest)
+    waits(due(other), WaitKind.WATCHING, "nothing was counted")
+    roles = Roles(stable=STABLE, candidate=CANDIDATE, step=1)
+    found = decide(
+        wanted=CANDIDATE,
+        actual=split_state(STABLE, CANDIDATE, 50),
+        roles=roles,
+        observations=seen(*[healthy()] * 9),
+        policy=CANARY,
+        target="t",
+        word=None,
+        now=0.0,
+    )
+    waits(found, WaitKind.WATCHING, "nothing was counted")
+
+
+@pytest.mark.parametrize("word", [None, Word.ADVANCE, Word.PAUSE])
+def test_errors_roll_back_whatever_an_operator_said(word: Word | None) -> None:
+    bad = replace(healthy(), canary=counted(errors=3))
+    acts(
+        due(seen(*[bad] * 4), word=word), ActionKind.ABORT, "errors: canary 12/200 (6.00%)", "(limit 60:1) -> ROLL BACK"
+    )
+
+
+def test_a_guardrail_that_holds_keeps_the_step_until_a_word() -> None:
+    bad = replace(healthy(), canary=counted(errors=3))
+    policy = replace(CANARY, guardrails=(Guardrail(name="errors", on_violation="hold"), *RAILS[1:]))
+    waits(due(seen(*[bad] * 20), policy), WaitKind.PAUSED, "errors: canary", "-> HOLD")
+    acts(due(seen(*[bad] * 20), policy, word=Word.ADVANCE), ActionKind.ADVANCE)
+    slow = replace(bad, canary=counted(errors=3, over_p50=40, over_p99=3))
+    acts(due(seen(*[slow] * 20), policy), ActionKind.ABORT, "latency_p", "-> ROLL BACK")
+
+
+def test_any_quantile_is_judged_by_its_own_threshold() -> None:
+    policy = replace(CANARY, guardrails=(Guardrail(name="latency_p90"), Guardrail(name="latency_p95")))
+    alike = Interval(
+        step=0,
+        canary=counted().with_over({"latency_p90": 5, "latency_p95": 2}),
+        stable=counted(450).with_over({"latency_p90": 45, "latency_p95": 20}),
+    )
+    acts(due(seen(*[alike] * 10), policy), ActionKind.ADVANCE)
+    slow = replace(alike, canary=counted().with_over({"latency_p90": 15, "latency_p95": 2}))
+    acts(due(seen(*[slow] * 10), policy), ActionKind.ABORT, "latency_p90: canary", "-> ROLL BACK")
+    untold = [replace(healthy(), canary=counted(90), stable=counted(810))] * 4
+    waits(due(seen(*untold), policy), WaitKind.WATCHING, "latency_p90 could be compared 0 times")
+
+
+def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None:
+    policy = replace(CANARY, guardrails=(Guardrail(name="latency"),))
+    usual = {place: 1 - share for place, share in PLACES.items()}
+
+    def told(shares: Mapping[str, float]) -> Interval:
+        mine, theirs = ({k: round(n * s) for k, s in of.items()} for n, of in ((100, shares), (900, usual)))
+        return Interval(step=0, canary=counted(100).with_over(mine), stable=counted(900).with_over(theirs))
+
+    acts(due(seen(*[told(usual)] * 40), policy), ActionKind.ADVANCE)
+    bulge = {**usual, "latency@p80": 0.3, "latency@p85": 0.28, "latency@p90": 0.2}
+    acts(due(seen(*[told(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK")
+    (guard,) = judge(seen(*[told(bulge)] * 10), policy).guards
+    (path,) = paths(seen(*[told(bulge)] * 10), policy)
+    assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
+    assert guard.low is None, "bounds of a place that was chosen for being the worst do not hold"
+    waits(due(seen(healthy()), policy), WaitKind.WATCHING)
+
+
+def test_slow_answers_roll_back() -> None:
+    slow = replace(healthy(), canary=counted(over_p50=40, over_p99=3))
+    acts(due(seen(*[slow] * 6)), ActionKind.ABORT, "latency_p", "odds ratio")
+
+
+def test_more_slow_answers_within_a_tolerated_ratio_do_not() -> None:
+    """Exceeding its own, raised thresholds more often than the stable version its lower ones is what tells; a policy
+    may tolerate that too."""
+    slow = replace(healthy(), canary=counted(over_p50=27))
+    acts(due(seen(*[slow] * 200)), ActionKind.ABORT)
+    lenient = replace(CANARY, guardrails=(Guardrail(name="latency_p50", ratio=1.2),))
+    acts(due(seen(*[slow] * 200), lenient), ActionKind.ADVANCE)
+    acts(due(seen(*[healthy()] * 200)), ActionKind.ADVANCE)
+
+
+def test_evidence_is_kept_over_steps() -> None:
+    bad = replace(healthy(), canary=counted(errors=3))
+    acts(due(seen(bad, bad, bad, bad, step=1)), ActionKind.ABORT, "12/200")
+
+
+def test_gross_failure_needs_no_stable_traffic() -> None:
+    alone = Interval(step=0, canary=counted(40, errors=40))
+    acts(due(seen(alone)), ActionKind.ABORT, "gross failure: 40 of the candidate's 40")
+
+
+def test_a_shared_failure_is_not_the_candidate_s() -> None:
+    outage = Interval(step=0, canary=counted(errors=40), stable=counted(450, 360, 225, 4))
+    waits(due(seen(outage)), WaitKind.WATCHING)
+
+
+def test_a_guardrail_without_anything_to_compare_holds_the_step() -> None:
+    blind = Interval(step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None))
+    waits(due(seen(blind)), WaitKind.WATCHING, "latency_p50 could be compared 0 times of 300")
+    lonely = Interval(step=0, canary=counted(400))
+    waits(due(seen(lonely)), WaitKind.PAUSED)
+    assert [guard.seen for guard in judge(seen(lonely), CANARY).guards] == [0, 0, 0]
+
+
+def test_a_wrong_split_pauses_and_a_word_goes_on() -> None:
+    skewed = Interval(step=0, canary=counted(200), stable=counted(450, 1, 225, 4))
+    waits(due(seen(skewed)), WaitKind.PAUSED, "200 of 650 requests (30.8 %)")
+    acts(due(seen(skewed), word=Word.ADVANCE), ActionKind.ADVANCE)
+
+
+def test_the_service_level_must_be_shown() -> None:
+    policy = replace(CANARY, slo=ServiceLevel(error_rate=0.001))
+    waits(due(seen(*[healthy()] * 6), policy), WaitKind.WATCHING, "not below 0.1 %")
+    acts(due(seen(*[healthy()] * 72), policy), ActionKind.ADVANCE)
+
+
+def test_bake_and_approval() -> None:
+    baking = replace(CANARY, bake=600.0)
+    waits(due(seen(*[healthy()] * 6), baking), WaitKind.WATCHING, "60 s of 600 s")
+    acts(due(seen(*[healthy()] * 6), baking, now=600.0), ActionKind.ADVANCE)
+    asked = replace(CANARY, pause=(0.1,))
+    waits(due(seen(*[healthy()] * 6), asked), WaitKind.WORD, "waits for an operator's word")
+    acts(due(seen(*[healthy()] * 6), asked, word=Word.ADVANCE), ActionKind.ADVANCE)
+
+
+SHADOW = replace(CANARY, shadow=ShadowTrial(fraction=0.2, min_requests=400))
+
+
+def copies(compared: int = 400, differing: int = 0, failed: int = 0) -> Interval:
+    return Interval(step=0, shadow=ShadowTally(compared=compared, differing=differing, failed=failed))
+
+
+def test_a_shadow_comes_first_and_no_client_sees_it() -> None:
+    started = decide(
+        wanted=CANDIDATE,
+        actual=split_state(STABLE, None, 0),
+        roles=Roles(stable=STABLE),
+        observations=None,
+        policy=SHADOW,
+        target="t",
+        word=None,
+        now=0.0,
+    )
+    acts(started, ActionKind.START, "step 1 of 4: a copy of 20 % to v2")
+    assert isinstance(started, Action)
+    assert dict(started.state.split.weights) == {"v2": 0, "v1": 100}
+    assert dict(started.state.split.shadow) == {"v2": 20}
+    waits(due(seen(), SHADOW), WaitKind.WATCHING, "gets a copy of 20 %")
+    acts(due(seen(copies()), SHADOW), ActionKind.ADVANCE, "step 2 of 4: 10 %")
+    acts(due(seen(copies(differing=40)), SHADOW), ActionKind.ABORT, "shadow answers: 40 of 400 differ")
+    acts(due(seen(copies(failed=40)), SHADOW), ActionKind.ABORT, "40 failed")
+    waits(due(seen(copies(differing=3)), SHADOW), WaitKind.WATCHING, "not below 1 %")
+
+
+AB = RolloutPolicy(ab=SplitTest(duration=7200.0), min_requests=(100,), step_timeout=60.0)
+
+
+def reported(mine: int, theirs: int) -> list[Interval]:
+    """Of 500 outcomes each, in five intervals: one alone cannot tell a bunch."""
+    part = Interval(step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5))
+    return [part] * 5
+
+
+def test_an_ab_test_decides_or_waits_for_its_time() -> None:
+    acts(due(seen(*reported(100, 50)), AB), ActionKind.FINISH, "-> BETTER")
+    acts(due(seen(*reported(50, 100)), AB), ActionKind.ABORT, "-> WORSE")
+    waits(due(seen(*reported(50, 50)), AB, now=7199.0), WaitKind.WATCHING, "-> UNDECIDED")
+    waits(due(seen(*reported(50, 50)), AB, now=7200.0), WaitKind.HELD, "undecided")
+    waits(due(seen(Interval(step=0, canary=counted(500), stable=counted(500))), AB), WaitKind.WATCHING, "no outcome")
+
+
+def test_what_happens_when_an_ab_test_stays_undecided() -> None:
+    finish = replace(AB, ab=SplitTest(duration=1.0, undecided="finish"))
+    acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
+    waits(due(seen(), finish), WaitKind.HELD, "no outcome was reported")
+    few = Interval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
+    waits(due(seen(few), finish), WaitKind.HELD)
+    acts(due(seen(*reported(50, 50)), replace(AB, ab=SplitTest(duration=1.0, undecided="abort"))), ActionKind.ABORT)
+    lower = replace(AB, ab=SplitTest(duration=1.0, goal="lower"))
+    acts(due(seen(*reported(50, 100)), lower), ActionKind.FINISH)
+
+
+def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> None:
+    def told(times: float) -> Interval:
+        return Interval(
+            step=0,
+            canary=counted(50, over_p50=None),
+            stable=counted(450, over_p50=None),
+            canary_latency=Quantiles(p50_s=0.002 * times, p99_s=0.01),
+            stable_latency=Quantiles(p50_s=0.002, p99_s=0.01),
+        )
+
+    policy = replace(CANARY, guardrails=RAILS[:2])
+    acts(due(seen(*[told(1.3)] * 10), policy), ActionKind.ABORT, "over 10 % slower in 10 of 10 intervals")
+    waits(due(seen(*[told(1.0)] * 9), policy), WaitKind.WATCHING, "compared 9 times of 10")
+    acts(due(seen(*[told(1.0)] * 10), policy), ActionKind.ADVANCE)
+
+
+def test_the_plot_ends_where_the_judgement_is() -> None:
+    bad = replace(healthy(), canary=counted(errors=2))
+    observations = seen(healthy(), bad, healthy())
+    judged = judge(observations, CANARY)
+    for path, guard in zip(paths(observations, CANARY), judged.guards, strict=True):
+        assert path.name == guard.name
+        assert path.requests == (50, 100, 150)
+        assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
+        assert path.limit == guard.limit
+
+
+def test_a_policy_that_says_nothing_of_figures_waits_for_words_as_ever() -> None:
+    manual = RolloutPolicy(steps=(0.1, 1.0))
+    bad = replace(healthy(), canary=counted(errors=50))
+    waits(due(seen(*[bad] * 9), manual), WaitKind.WORD, "v2 holds 10 % and waits for an operator's word")
+    acts(due(seen(*[bad] * 9), manual, word=Word.ADVANCE), ActionKind.FINISH)
+
+
+@pytest.mark.parametrize(("steps", "percent"), [((0.3, 1.0), 30), ((1.0,), 0)])
+def test_a_policy_that_was_shortened_never_restores_a_candidate_to_all_traffic(
+    steps: tuple[float, ...], percent: int
+) -> None:
+    found = decide(
+        wanted=CANDIDATE,
+        actual=split_state(STABLE, CANDIDATE, 50),
+        roles=Roles(stable=STABLE, candidate=CANDIDATE, step=1),
+        observations=None,
+        policy=replace(CANARY, steps=steps),
+        target="t",
+        word=None,
+        now=0.0,
+    )
+    acts(found, ActionKind.RESTORE)
+    assert isinstance(found, Action)
+    assert found.state.split.weights["v2"] == percent
+
+
+def cold(candidate_s: float, stable_s: float, *, loads: int = 8) -> Observations:
+    mine, theirs = ([each * (1 + 0.01 * number) for number in range(loads)] for each in (candidate_s, stable_s))
+    reading = Reading(origin="o", at=1.0, cold_s={"v2": tuple(mine), "v1": tuple(theirs)})
+    return Observations(candidate=CANDIDATE.manifest).after(reading, stable="v1", candidate="v2")
+
+
+SLOWER, AT_MOST = Guardrail(name="cold_start", slower=0.5), Guardrail(name="cold_start", max=2.0)
+
+
+@pytest.mark.parametrize(
+    ("rail", "candidate_s", "stable_s", "fires"),
+    [
+        (SLOWER, 1.4, 1.0, False),
+        (SLOWER, 1.8, 1.0, True),
+        (Guardrail(name="cold_start"), 1.3, 1.0, True),
+        (AT_MOST, 1.9, 0.1, False),
+        (AT_MOST, 2.1, 3.0, True),
+    ],
+)
+def test_a_cold_start_is_judged_before_any_traffic(
+    rail: Guardrail, candidate_s: float, stable_s: float, fires: bool
+) -> None:
+    policy = replace(CANARY, guardrails=(*RAILS, rail), slo=ServiceLevel(error_rate=0.02), bake=600.0)
+    assert policy.planned()[:2] == (PlannedStep(kind="cold", percent=0), replace(CANARY.planned()[0]))
+    found = due(cold(candidate_s, stable_s), policy)
+    if fires:
+        acts(found, ActionKind.ABORT, "cold_start: candidate", "-> ROLL BACK")
+        held = replace(policy, guardrails=(*RAILS, replace(rail, on_violation="hold")))
+        waits(due(cold(candidate_s, stable_s), held), WaitKind.PAUSED, "-> HOLD")
+        acts(due(cold(candidate_s, stable_s), held, word=Word.ADVANCE), ActionKind.ADVANCE)
+    else:
+        acts(found, ActionKind.ADVANCE, "10 % to v2; cold_start: candidate")
+    waits(due(cold(candidate_s, stable_s, loads=7), policy), WaitKind.WATCHING, "cold_start could be compared 7 times")
+    later = replace(cold(candidate_s, stable_s), step=1)
+    waits(due(later, policy), WaitKind.WATCHING, "0 of 300 requests")
+
+
+def test_equal_cold_starts_seldom_fire() -> None:
+    random = np.random.default_rng(0)
+    fired = 0
+    for loads in np.exp(0.3 * random.standard_t(2, (600, 16))):
+        mine, theirs = loads[:8] * 1.1, loads[8:]
+        fired += cold_start(Guardrail(name="cold_start"), mine.tolist(), theirs.tolist(), limit_of(CANARY)).fired
+    assert fired <= 600 / 60 + 8

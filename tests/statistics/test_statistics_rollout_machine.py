@@ -1,0 +1,249 @@
+"""Rollouts that judge themselves as a machine: whatever is counted in whatever order, the promises hold.
+
+Every entry goes through the codec, so that what a driver reads after a kill is what the one before it wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.ledger import (
+    Body,
+    Configured,
+    Frozen,
+    Intent,
+    LedgerEntry,
+    Observed,
+    Outcome,
+    ReleaseState,
+    Spoken,
+    fold,
+    follow,
+)
+from onnx_ops.domain.rollout import Action, ActionKind, RolloutPolicy, Wait, Word
+from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout_policy import Guardrail, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.statistics.rollout import decide, judge
+
+RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", ratio=1.5))
+POLICIES = (
+    RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(50, 100), step_timeout=600.0),
+    RolloutPolicy(
+        steps=(0.2, 1.0),
+        guardrails=RAILS[:1],
+        min_requests=(40,),
+        slo=ServiceLevel(error_rate=0.1),
+        shadow=ShadowTrial(fraction=0.5, min_requests=30, max_differing=0.1),
+        pause=(0.2,),
+        bake=60.0,
+    ),
+    RolloutPolicy(ab=SplitTest(duration=900.0, undecided="finish"), min_requests=(30,)),
+)
+CONFIG = EndpointConfig(
+    endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
+)
+
+
+def version(number: int) -> Deployment:
+    return Deployment(
+        name=f"v{number}",
+        model="m",
+        version=str(number),
+        variant="fp32",
+        release=digest_bytes(f"release {number}".encode()),
+        manifest=digest_bytes(f"manifest {number}".encode()),
+        location="",
+    )
+
+
+VERSIONS = tuple(version(number) for number in range(4))
+
+
+@st.composite
+def tallies(draw: st.DrawFn) -> Tally:
+    """Any counts; some make no sense."""
+    requests = draw(st.sampled_from([0, 0, 20, 60, 200]))
+    share = draw(st.sampled_from([0, 0, 0, 1, 5, 20, 21]))
+    return Tally(
+        requests=requests,
+        errors=requests * share // 20,
+        over_p50=draw(st.sampled_from([None, requests // 2])),
+        over_p99=draw(st.sampled_from([None, 0, requests // 100, requests // 10])),
+        outcomes=requests,
+        successes=requests * draw(st.sampled_from([1, 2, 3])) // 10,
+    )
+
+
+copied = st.sampled_from([ShadowTally(), ShadowTally(compared=40), ShadowTally(compared=40, differing=20, failed=3)])
+
+
+def plus(one: Tally, other: Tally) -> Tally:
+    return Tally(
+        requests=one.requests + other.requests,
+        errors=one.errors + other.errors,
+        over_p50=None if other.over_p50 is None else (one.over_p50 or 0) + other.over_p50,
+        over_p99=None if other.over_p99 is None else (one.over_p99 or 0) + other.over_p99,
+        outcomes=one.outcomes + other.outcomes,
+        successes=one.successes + other.successes,
+    )
+
+
+class JudgedRollouts(RuleBasedStateMachine):
+    """A source that counts anything, a driver that dies and is followed by another, and an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[LedgerEntry] = []
+        self.state = ReleaseState(endpoint="digits")
+        self.actual: EndpointState | None = None
+        self.wanted: Deployment | None = VERSIONS[0]
+        self.approved: set[Digest] = {VERSIONS[0].manifest}
+        self.now = 1000.0
+        self.origin = 0
+        self.totals: dict[str, Tally] = {}
+        self.shadow = ShadowTally()
+        self.append(Configured(config=CONFIG, policy=POLICIES[0]))
+        self.step()
+
+    def append(self, body: Body) -> None:
+        entry = LedgerEntry(endpoint="digits", sequence=self.state.head + 1, at=self.now, actor="a", body=body)
+        self.entries.append(codec.loads(codec.dumps(entry), LedgerEntry))
+        assert self.entries[-1] == entry
+        self.state = follow(self.state, self.entries[-1])
+
+    def due(self) -> Action | Wait:
+        state = self.state
+        return decide(
+            wanted=self.wanted,
+            actual=self.actual,
+            roles=state.roles,
+            observations=state.trial,
+            policy=state.policy,
+            target="cpu",
+            word=state.word,
+            now=self.now,
+        )
+
+    @precondition(lambda self: self.state.roles.candidate is None)
+    @rule(policy=st.sampled_from(POLICIES))
+    def configure(self, policy: RolloutPolicy) -> None:
+        self.append(Configured(config=CONFIG, policy=policy))
+
+    @rule(wanted=st.sampled_from(VERSIONS))
+    def want(self, wanted: Deployment) -> None:
+        if self.state.why_rejected(wanted) is None:
+            self.wanted = wanted
+            self.approved.add(wanted.manifest)
+            limits = Thresholds(p50_s=0.001, p99_s=0.01, requests=500)
+            self.append(Frozen(candidate=wanted.manifest, thresholds=limits))
+
+    @rule(seconds=st.sampled_from([1.0, 60.0, 900.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(restarted=st.integers(0, 9).map(lambda n: n == 0), mine=tallies(), theirs=tallies(), more=copied)
+    def read(self, restarted: bool, mine: Tally, theirs: Tally, more: ShadowTally) -> None:
+        """As a source does: totals that grow, or begin anew."""
+        roles = self.state.roles
+        if roles.candidate is None or roles.stable is None:
+            return
+        if restarted:
+            self.origin, self.totals, self.shadow = self.origin + 1, {}, ShadowTally()
+        for name, counts in ((roles.candidate.name, mine), (roles.stable.name, theirs)):
+            self.totals[name] = plus(self.totals.get(name, Tally()), counts)
+        self.shadow = ShadowTally(
+            compared=self.shadow.compared + more.compared,
+            differing=self.shadow.differing + more.differing,
+            failed=self.shadow.failed + more.failed,
+        )
+        before = self.state.trial
+        reading = Reading(origin=str(self.origin), at=self.now, tallies=dict(self.totals), shadow=self.shadow)
+        self.append(Observed(reading=reading))
+        assert before is not None
+        assert self.state.trial is not None
+        if restarted or before.reading is None or not (mine.sound and theirs.sound):
+            assert self.state.trial.intervals == before.intervals
+
+    @precondition(lambda self: self.state.roles.candidate is not None)
+    @rule(word=st.sampled_from(Word))
+    def speak(self, word: Word) -> None:
+        self.append(Spoken(word=word))
+
+    @rule()
+    def interfere(self) -> None:
+        self.actual = None
+
+    @rule(reaches=st.booleans())
+    def fail(self, reaches: bool) -> None:
+        self.perform(reaches=reaches, ok=False)
+
+    @rule()
+    def step(self) -> None:
+        self.perform(reaches=True, ok=True)
+
+    @rule()
+    def another_driver_takes_over(self) -> None:
+        """All that it knows is what was written."""
+        assert fold("digits", self.entries) == self.state
+        assert codec.loads(codec.dumps(self.state), ReleaseState) == self.state
+
+    def perform(self, *, reaches: bool, ok: bool) -> None:
+        action, before = self.due(), self.state
+        if isinstance(action, Wait):
+            return
+        if action.kind in (ActionKind.ADVANCE, ActionKind.FINISH) and before.roles.candidate is not None:
+            self.check_that_it_was_shown(before)
+        self.append(Intent(action=action, holder="h", expires_at=self.now + 120))
+        if reaches:
+            self.actual = replace(action.state, generation=self.state.generation)
+        self.append(Outcome(of=self.state.generation, ok=ok))
+        if self.wanted is not None and self.state.why_rejected(self.wanted) is not None:
+            self.wanted = None
+
+    def check_that_it_was_shown(self, before: ReleaseState) -> None:
+        """Without a word, nothing moves on but what has its requests and nothing against it."""
+        assert before.trial is not None
+        judged = judge(before.trial, before.policy)
+        assert not judged.alarm
+        if before.word is Word.ADVANCE:
+            return
+        step = before.policy.planned()[before.roles.step]
+        assert judged.requests >= step.minimum > 0
+        assert not judged.short
+        assert not judged.mismatch
+        assert not step.approval
+
+    @invariant()
+    def traffic_sums_to_100_and_reaches_approved_versions_only(self) -> None:
+        if self.actual is None:
+            return
+        split: TrafficSplit = self.actual.split
+        assert sum(split.weights.values()) == 100
+        reached = {name for name, weight in (*split.weights.items(), *split.shadow.items()) if weight}
+        assert {d.manifest for d in self.actual.deployments if d.name in reached} <= self.approved
+
+    @invariant()
+    def counts_belong_to_the_candidate_and_its_step(self) -> None:
+        trial, roles = self.state.trial, self.state.roles
+        assert (trial is None) == (roles.candidate is None)
+        if trial is not None and roles.candidate is not None:
+            assert (trial.candidate, trial.step) == (roles.candidate.manifest, roles.step)
+            assert all(one.canary.sound and one.stable.sound and one.step <= trial.step for one in trial.intervals)
+            assert trial.thresholds is not None
+
+
+TestJudgedRollouts = JudgedRollouts.TestCase
+TestJudgedRollouts.settings = settings(
+    max_examples=80,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)

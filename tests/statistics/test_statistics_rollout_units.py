@@ -1,0 +1,123 @@
+"""What the counts of users who stick to a version are worth, by their sums or by how intervals vary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnx_ops.domain.rollout_observed import Interval, Observations, Reading, Tally, UnitSums
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel
+from onnx_ops.statistics.rollout import evidence as ev
+from onnx_ops.statistics.rollout import judge, share, slo, units
+from tests.statistics.test_statistics_rollout_judge import CANDIDATE
+
+quickly = settings(max_examples=60, deadline=None)
+users = st.lists(
+    st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=2, max_size=12
+)
+
+
+def sums(n: Any, e: Any) -> UnitSums:
+    n, e = np.asarray(n), np.asarray(e)
+    values = (n.sum(), e.sum(), (n * n).sum(), (e * e).sum(), (n * e).sum())
+    return UnitSums(**dict(zip(UnitSums.__slots__, map(int, values), strict=True)))
+
+
+@quickly
+@given(users=users)
+def test_effect_is_the_variance_of_the_events_share_over_that_of_single_requests(users: list[tuple[int, int]]) -> None:
+    n, e = np.array(users).T
+    found = units.effect_of([sums(n, e)])
+    rate = e.sum() / n.sum()
+    if not 0 < rate < 1:
+        assert found == 1
+        return
+    expected = ((e - rate * n) ** 2).sum() / (rate * (1 - rate) * n.sum())
+    assert found == pytest.approx(max(1.0, expected))
+    assert found == pytest.approx(
+        float(units.design_effect(n.sum(), e.sum(), (n * n).sum(), (e * e).sum(), (n * e).sum()))
+    )
+
+
+def test_effect_of_requests_without_keys_is_one() -> None:
+    assert units.effect_of([sums([1] * 1000, [1] * 10 + [0] * 990)]) == pytest.approx(1)
+    assert units.effect_of([]) == units.crowding([]) == 1
+
+
+def test_ten_errors_of_one_user_are_worth_one() -> None:
+    alone = sums([1] * 990 + [10], [0] * 990 + [10])
+    assert units.effect_of([alone]) == pytest.approx(10, rel=0.02)
+    rows = [(10, 100, 0, 900)]
+    assert ev.evidence(rows, 1.0) > 6
+    assert ev.evidence(rows, 1.0, units.effect_of([alone])) < 1
+
+
+@quickly
+@given(users=users, parts=st.integers(0, 2**32 - 1))
+def test_counting_that_began_anew_is_never_worth_more(users: list[tuple[int, int]], parts: int) -> None:
+    n, e = np.array(users).T
+    random = np.random.default_rng(parts)
+    bad = random.binomial(e, 0.5)
+    good = random.binomial(n - e, 0.5)
+    epochs = [sums(bad + good, bad), sums(n - bad - good, e - bad)]
+    assert units.effect_of(epochs) >= units.effect_of([sums(n, e)]) - 1e-9
+    assert units.crowding(epochs) >= units.crowding([sums(n, e)]) - 1e-9
+
+
+def test_a_service_level_holds_unseen_errors_for_bunches() -> None:
+    assert float(units.bunching(0, 0, 8.0)) == 8
+    assert float(units.bunching(100, 100, 8.0)) == pytest.approx(1, abs=0.05)
+    assert float(units.bunching(100, 1000, 1.0)) == pytest.approx(10, abs=0.1)
+    assert slo.certified(0, 200, 0.02)
+    assert not slo.certified(0, 200, 0.02, 8.0)
+
+
+def test_intervals_tell_bunches_and_no_dispersion_of_what_is_steadily_worse() -> None:
+    random = np.random.default_rng(1)
+    canary = np.full(60, 100)
+    steady = np.stack([random.binomial(100, 0.1, 60), canary, random.binomial(900, 0.01, 60), canary * 9], axis=-1)
+    assert float(units.dispersion(steady)) < 2
+    bunched = np.stack([10 * random.binomial(10, 0.02, 60), canary, 10 * random.binomial(90, 0.02, 60), canary * 9], -1)
+    assert 4 < float(units.dispersion(bunched)) < 25
+    assert float(units.burstiness(bunched)) > 4
+    assert float(units.dispersion([(0, 5, 0, 50)])) == 1
+
+
+def test_a_bunch_of_one_interval_is_no_evidence() -> None:
+    rows = [(10, 100, 0, 900)]
+    assert ev.evidence(rows, 1.0, float(units.dispersion(rows))) < 0.5
+
+
+def test_a_right_split_of_a_heavy_user_is_no_mismatch() -> None:
+    n = [1] * 600 + [400]
+    crowded = units.crowding([sums(n, n)])
+    assert float(share.mismatch(460, 1000, 10)) > share.MISMATCH_LIMIT
+    assert float(share.mismatch(460, 1000, 10, crowded)) < 2
+
+
+def test_every_judgement_takes_the_users_sums() -> None:
+    policy = RolloutPolicy(
+        steps=(0.1, 1.0), guardrails=(Guardrail(name="errors"),), slo=ServiceLevel(error_rate=0.02), min_requests=(1,)
+    )
+    counted = Interval(step=0, canary=Tally(requests=200, errors=15), stable=Tally(requests=900, errors=1))
+    bare = Observations(candidate=CANDIDATE.manifest, intervals=(counted, counted))
+    alone = {"a": {"errors": sums([1] * 1970 + [115, 115], [1, 1] + [0] * 1968 + [15, 15])}}
+    assert judge(bare, policy).alarm
+    judged = judge(replace(bare, units=alone), policy)
+    assert not judged.alarm
+    assert judged.guards[0].effect > 10
+    assert "requests count as one" in judged.guards[0].line
+
+
+def test_sums_are_kept_for_each_origin() -> None:
+    first, second = sums([2], [1]), sums([3], [0])
+    seen = Observations(candidate=CANDIDATE.manifest)
+    for origin, found in (("a", sums([1], [0])), ("a", first), ("b", second)):
+        seen = seen.after(Reading(origin=origin, at=1.0, units={"errors": found}), stable="v1", candidate="v2")
+    assert seen.units_of("errors") == (first, second)
+    assert seen.units_of("latency_p50") == ()

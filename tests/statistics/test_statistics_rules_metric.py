@@ -1,0 +1,201 @@
+"""Metric gates over scores: each limit against the interval it is about, and what is never a PASS."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.evidence import Evidence, Interval, ScoreComparison
+from onnx_ops.domain.gate import GateResult, MetricGate, Verdict
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.statistics.judge import judge
+from tests.support.golden import Golden
+
+D = Digest("sha256:" + "0" * 64)
+HARDWARE = HardwareFingerprint(
+    machine="m", cpu_model="c", cpu_flags=(), cores=2, memory_bytes=1, runtime="onnxruntime", runtime_version="1"
+)
+
+
+def evidence(*scores: ScoreComparison, **change: Any) -> Evidence:
+    found = Evidence(
+        pipeline="p", variant="int8", target="cpu", quantized=True, release=D, manifest=D, target_digest=D,
+        dedicated=True, size_bytes=1, hardware=HARDWARE, baseline="fp32", scores=scores,
+    )  # fmt: skip
+    return replace(found, **change)
+
+
+def interval(estimate: float, half: float = 0.01) -> Interval:
+    return Interval(estimate=estimate, low=estimate - half, high=estimate + half)
+
+
+def entry(metric: str, against: str = "fp32", **figures: Any) -> ScoreComparison:
+    found = {"n": 1000, "candidate": interval(0.9), "confidence": 0.9, "method": "bootstrap", **figures}
+    return ScoreComparison(metric=metric, against=against, **found)
+
+
+def judged(gate: MetricGate, found: Evidence) -> list[GateResult]:
+    return [result for result in judge([gate], found).results if result.gate == "metric"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "entries", "metric", "limit", "verdict", "estimate"),
+    [
+        (MetricGate(name="f1", max_drop=0.05), [entry("f1 macro", difference=interval(-0.02))],
+         "f1 macro vs fp32", "drop ≤ 5%", Verdict.PASS, -0.02),
+        (MetricGate(name="auc", max_drop=0.02), [entry("auc", difference=interval(-0.02))],
+         "auc vs fp32", "drop ≤ 2%", Verdict.INCONCLUSIVE, -0.02),
+        (MetricGate(name="r2", max_drop=0.01), [entry("r2", difference=interval(-0.05))],
+         "r2 vs fp32", "drop ≤ 1%", Verdict.FAIL, -0.05),
+        (MetricGate(name="mae", max_increase=0.05), [entry("mae", ratio=interval(1.02))],
+         "mae vs fp32", "increase ≤ 5%", Verdict.PASS, 0.02),
+        (MetricGate(name="rmse", max_increase=0.05), [entry("rmse", ratio=interval(1.2))],
+         "rmse vs fp32", "increase ≤ 5%", Verdict.FAIL, 0.2),
+        (MetricGate(name="mae", max=1.5), [entry("mae", "", candidate=interval(1.49))],
+         "mae", "≤ 1.5", Verdict.PASS, 1.49),
+        (MetricGate(name="mae", max=1.5), [entry("mae", "", candidate=interval(1.6))],
+         "mae", "≤ 1.5", Verdict.FAIL, 1.6),
+        (MetricGate(name="cosine", min=0.95), [entry("cosine", candidate=interval(0.97))],
+         "cosine", "≥ 95%", Verdict.PASS, 0.97),
+        (MetricGate(use="own:score", higher_is_better=False, max=2.0), [entry("own:score", "")],
+         "own:score", "≤ 2", Verdict.PASS, 0.9),
+    ],
+)  # fmt: skip
+def test_each_limit_is_held_against_its_interval(
+    gate: MetricGate,
+    entries: list[ScoreComparison],
+    metric: str,
+    limit: str,
+    verdict: Verdict,
+    estimate: float,
+) -> None:
+    (result,) = judged(gate, evidence(*entries))
+    assert (result.metric, result.limit, result.verdict) == (metric, limit, verdict)
+    assert result.estimate == pytest.approx(estimate)
+    assert result.n == 1000
+    assert "limit" in result.reason
+
+
+def test_the_bound_of_an_interval_decides() -> None:
+    touching = entry("f1 macro", difference=Interval(estimate=0.0, low=-0.05, high=0.05))
+    assert judged(MetricGate(name="f1", max_drop=0.05), evidence(touching))[0].verdict is Verdict.INCONCLUSIVE
+    exact = entry("f1 macro", "", candidate=Interval(estimate=0.95, low=0.9, high=1.0))
+    assert judged(MetricGate(name="f1", min=0.9), evidence(exact))[0].verdict is Verdict.PASS
+
+
+def test_settings_of_a_metric_tell_it_from_others(golden: Golden) -> None:
+    found = evidence(entry("f1 macro", difference=interval(0.0)))
+    (other,) = judged(MetricGate(name="f1", average="micro", max_drop=0.05), found)
+    assert other.verdict is Verdict.INCONCLUSIVE
+    golden("reasons", other.reason)
+
+
+@pytest.mark.parametrize("gate", [MetricGate(name="auc", max_drop=0.5), MetricGate(name="auc", min=0.1)])
+def test_what_gave_no_figure_says_why(gate: MetricGate) -> None:
+    undefined = ScoreComparison(metric="auc", against="", n=9, undefined="only one class")
+    failed = replace(undefined, undefined="", failed="it raised")
+    broken = replace(undefined, undefined="", broken="NaN on 9 rows")
+    verdicts = {Verdict.INCONCLUSIVE: undefined, Verdict.ERROR: failed, Verdict.FAIL: broken}
+    for verdict, found in verdicts.items():
+        (result,) = judged(gate, evidence(found))
+        assert (result.verdict, result.reason) == (verdict, found.undefined or found.failed or found.broken)
+
+
+def test_a_baseline_that_cannot_be_scored_leaves_the_own_value() -> None:
+    found = evidence(
+        entry("auc", ""),
+        entry("auc", difference=interval(0.0)),
+        ScoreComparison(metric="auc", against="champion", n=1000, undefined="champion answers with NaN"),
+        baseline="champion",
+    )
+    results = {r.metric: r.verdict for r in judged(MetricGate(name="auc", max_drop=0.05, min=0.5), found)}
+    assert results == {
+        "auc vs fp32": Verdict.PASS, "auc vs champion": Verdict.INCONCLUSIVE, "auc": Verdict.PASS,
+    }  # fmt: skip
+
+
+def test_a_comparison_with_the_export_does_not_replace_one_with_the_baseline() -> None:
+    found = evidence(entry("auc", difference=interval(0.0)), baseline="champion")
+    results = {r.metric: r.verdict for r in judged(MetricGate(name="auc", max_drop=0.05), found)}
+    assert results == {"auc vs fp32": Verdict.PASS, "auc vs champion": Verdict.INCONCLUSIVE}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        interval(math.nan),
+        Interval(estimate=0.9, low=math.nan, high=1.0),
+        Interval(estimate=0.9, low=0.8, high=math.inf),
+        Interval(estimate=0.9, low=0.95, high=1.0),
+    ],
+)
+def test_figures_that_make_no_sense_never_pass(bad: Interval) -> None:
+    for limit, figure in (("max_drop", "difference"), ("min", "candidate")):
+        limits: dict[str, Any] = {limit: 0.5}
+        figures: dict[str, Any] = {figure: bad}
+        (result,) = judged(MetricGate(name="r2", **limits), evidence(entry("r2", **figures)))
+        assert result.verdict is Verdict.ERROR
+    (result,) = judged(MetricGate(name="r2", min=0.0), evidence(entry("r2", n=0)))
+    assert result.verdict is Verdict.ERROR
+
+
+def test_a_limit_that_does_not_fit_never_passes() -> None:
+    for gate in (MetricGate(name="mae", max_drop=1.0), MetricGate(name="auc", max_increase=1.0)):
+        name = gate.definition().label
+        figures: dict[str, Any] = {"ratio": interval(1.0)} if name == "mae" else {"difference": interval(0.0)}
+        (result,) = judged(gate, evidence(entry(name, **figures)))
+        assert result.verdict is Verdict.INCONCLUSIVE
+
+
+def test_without_labels_a_first_release_says_nothing() -> None:
+    gate = MetricGate(name="cosine", min=0.9)
+    assert judged(gate, evidence(variant="fp32", baseline="")) == []
+    assert judge([gate], evidence(variant="fp32", baseline="")).verdict is Verdict.INCONCLUSIVE
+    (missing,) = judged(gate, evidence())
+    assert missing.verdict is Verdict.INCONCLUSIVE
+    refused = ScoreComparison(metric="cosine", against="fp32", n=3, undefined="too few")
+    (result,) = judged(gate, evidence(refused))
+    assert (result.verdict, result.reason) == (Verdict.INCONCLUSIVE, "too few")
+
+
+def test_scores_are_json_and_are_judged_again_alike() -> None:
+    found = evidence(entry("f1 macro", ""), entry("f1 macro", difference=interval(-0.01), baseline=0.91))
+    again = codec.loads(codec.dumps(found), Evidence)
+    assert again == found
+    for limit in (0.001, 0.05):
+        gate = MetricGate(name="f1", max_drop=limit)
+        assert codec.dumps(judge([gate], again)) == codec.dumps(judge([gate], found))
+
+
+def test_few_rows_that_carry_an_error_are_named_and_never_pass_an_absolute_limit() -> None:
+    few = entry("rmse", "", candidate=interval(1.0), effective=4.2, heavy=(17, 93), n=200)
+    (found,) = judged(MetricGate(name="rmse", max=1.5), evidence(few))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "17, 93" in found.reason
+    even = replace(few, effective=66.0)
+    assert judged(MetricGate(name="rmse", max=1.5), evidence(even))[0].verdict is Verdict.PASS
+    assert judged(MetricGate(name="rmse", max=0.5), evidence(few))[0].verdict is Verdict.FAIL
+
+
+def test_rows_that_look_grouped_are_told_without_a_verdict() -> None:
+    scored = evidence(entry("f1 macro", difference=interval(0.0, 0.001)), grouped=("the data holds 'patient'",))
+    decision = judge([MetricGate(name="f1", max_drop=0.05)], scored)
+    (result,) = (result for result in decision.results if result.metric == "f1 macro vs fp32")
+    assert result.verdict is Verdict.PASS
+    (advice,) = (result for result in decision.results if result.advisory)
+    assert "'patient'" in advice.reason
+    assert "group:" in advice.reason
+
+
+def test_a_p_value_is_below_one_in_twenty_where_the_gate_passes() -> None:
+    for estimate in (-0.02, -0.035, -0.045):
+        (found,) = judged(
+            MetricGate(name="f1", max_drop=0.05), evidence(entry("f1 macro", difference=interval(estimate)))
+        )
+        assert found.p_value is not None
+        assert (found.p_value < 0.05) == (found.verdict is Verdict.PASS)

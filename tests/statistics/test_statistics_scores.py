@@ -1,0 +1,298 @@
+"""Scores with intervals: what they promise at the limit, and what never leads to a PASS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnx_ops.domain.evidence import ScoreComparison
+from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.statistics.rules.limit import Limit
+from onnx_ops.statistics.scores import CANDIDATE, FEW_ROWS, score
+from onnx_ops.statistics.sides import side
+
+F1 = MetricDefinition(name="f1", average="macro")
+BINARY = MetricDefinition(name="f1", average="binary")
+AUC = MetricDefinition(name="auc")
+MAE = MetricDefinition(name="mae")
+RMSE = MetricDefinition(name="rmse")
+R2 = MetricDefinition(name="r2")
+COSINE = MetricDefinition(name="cosine")
+TOKENS = MetricDefinition(name="token_agreement", ignore=-100)
+OWN = MetricDefinition(use="own:metric")
+
+Rows = tuple[Any, Any, Any]
+"""Label, baseline's answers, candidate's answers."""
+
+
+def classes(n: int, rng: np.random.Generator) -> Rows:
+    """Both err where a row is hard; the candidate also in rows of its own."""
+    label = rng.choice(3, n, p=[0.6, 0.3, 0.1])
+    wrong, luck = (label + 1) % 3, rng.random(n)
+    base = np.where(rng.random(n) < 0.06, wrong, label)
+    return label, base, np.where(luck < 0.025, wrong, np.where(luck > 0.99, label, base))
+
+
+def binary(n: int, rng: np.random.Generator) -> Rows:
+    label, base, candidate = classes(n, rng)
+    return tuple(np.where(array == 1, 1, 0) for array in (label, base, candidate))  # type: ignore[return-value]
+
+
+def ranking(n: int, rng: np.random.Generator) -> Rows:
+    label = rng.random(n) < 0.3
+    base = rng.standard_normal(n) + 1.5 * label
+    return label, base, base + 0.5 * rng.standard_normal(n)
+
+
+def numbers(n: int, rng: np.random.Generator) -> Rows:
+    label = 5 * rng.standard_normal(n)
+    base = label + rng.standard_normal(n)
+    return label, base, base + 0.35 * rng.standard_normal(n)
+
+
+WORLDS: tuple[tuple[MetricDefinition, Callable[[int, np.random.Generator], Rows]], ...] = (
+    (F1, classes),
+    (BINARY, binary),
+    (AUC, ranking),
+    (MAE, numbers),
+    (RMSE, numbers),
+    (R2, numbers),
+)
+ids = [definition.label for definition, _ in WORLDS]
+
+
+def compared(definition: MetricDefinition, rows: Rows, seed: int = 0, resamples: int = 300) -> ScoreComparison:
+    label, base, candidate = rows
+    entries = score(definition, label, {CANDIDATE: candidate, "fp32": base}, seed=seed, resamples=resamples)
+    return next((entry for entry in entries if entry.against), entries[0])
+
+
+def verdict(entry: ScoreComparison, drop: float = 0.02, growth: float = 0.05) -> Verdict:
+    if entry.ratio is not None:
+        limit = Limit(kind="max_increase", value=growth, plain=True)
+        return limit.verdict(entry.ratio.low - 1, entry.ratio.high - 1)
+    assert entry.difference is not None
+    return Limit(kind="max_drop", value=drop, plain=False).verdict(entry.difference.low, entry.difference.high)
+
+
+@pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
+@pytest.mark.parametrize(("rows", "trials"), [(500, 100), pytest.param(2000, 25, marks=pytest.mark.nightly)])
+def test_a_true_change_equal_to_the_limit_seldom_passes(
+    definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows], rows: int, trials: int
+) -> None:
+    """As few passes as 5.5 % of trials make in all but one of two hundred tests like this one."""
+    from scipy import stats
+
+    rng = np.random.default_rng([rows, trials])
+    label, *models = draw(400_000, rng)
+    base, candidate = (side(definition, label, said).statistic(np.ones((1, len(label))))[0] for said in models)
+    passed = 0
+    for trial in range(trials):
+        entry = compared(definition, draw(rows, rng), seed=trial)
+        passed += verdict(entry, drop=base - candidate, growth=candidate / base - 1) is Verdict.PASS
+    assert stats.binom.sf(passed - 1, trials, 0.055) > 0.005
+
+
+@pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
+def test_verdicts_on_2000_rows(definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows]) -> None:
+    """Passes where the candidate is much better than the limit asks, fails where it is much worse."""
+    entry = compared(definition, draw(2000, np.random.default_rng(1)))
+    assert verdict(entry, drop=0.2, growth=0.5) is Verdict.PASS
+    assert verdict(entry, drop=0.0005, growth=0.001) is Verdict.FAIL
+
+
+@pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 1000))
+def test_the_order_of_rows_does_not_matter(
+    definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows = draw(60, rng)
+    order = rng.permutation(60)
+    shuffled = tuple(array[order] for array in rows)
+    one, other = (replace(compared(definition, rows_, resamples=100), heavy=()) for rows_ in (shuffled, rows))
+    assert one == other
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 1000), wrong=st.integers(0, 40), more=st.integers(1, 40), drop=st.floats(0.001, 0.3))
+@pytest.mark.parametrize("definition", [F1, BINARY, COSINE, TOKENS], ids=lambda d: d.label)
+def test_more_rows_gone_wrong_never_lead_to_a_pass(
+    definition: MetricDefinition, seed: int, wrong: int, more: int, drop: float
+) -> None:
+    order = np.random.default_rng(seed).permutation(200)
+    label = np.arange(200) % 2
+    reference = {
+        "f1": label,
+        "cosine": np.eye(2)[label],
+        "token_agreement": np.column_stack([label, label]),
+    }[definition.name or ""]
+
+    def candidate(count: int) -> Any:
+        said = reference.copy()
+        said[order[:count]] = said[order[:count]][:, ::-1] if definition is COSINE else 1 - said[order[:count]]
+        return said
+
+    before, after = (
+        verdict(compared(definition, (reference, reference, candidate(count))), drop=drop)
+        for count in (wrong, wrong + more)
+    )
+    assert after.rank >= before.rank
+
+
+@pytest.mark.parametrize(("definition", "draw"), [*WORLDS[2:]], ids=ids[2:])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_answer_that_is_no_number_gives_no_figure(
+    definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows], bad: float
+) -> None:
+    label, base, candidate = draw(100, np.random.default_rng(0))
+    spoilt = base.copy()
+    spoilt[3] = bad
+    (entry,) = score(definition, label, {CANDIDATE: spoilt, "fp32": base}, seed=0)
+    assert entry.broken == "the model answers with NaN or infinity on 1 of 100 rows"
+    assert entry.candidate is entry.difference is entry.ratio is None
+    alone, other = score(definition, label, {CANDIDATE: candidate, "fp32": spoilt}, seed=0)
+    assert alone.candidate is not None
+    assert "NaN" in other.undefined
+    assert other.difference is other.ratio is None
+
+
+@given(n=st.integers(0, FEW_ROWS - 1))
+def test_few_rows_give_no_figure(n: int) -> None:
+    for definition, draw in WORLDS:
+        label, base, candidate = (array[:n] for array in draw(FEW_ROWS, np.random.default_rng(0)))
+        (entry,) = score(definition, label, {CANDIDATE: candidate, "fp32": base}, seed=0)
+        assert "too few" in entry.undefined
+
+
+def test_rows_that_do_not_define_the_metric() -> None:
+    values = np.arange(50.0)
+    cases = [
+        (AUC, np.ones(50, dtype=bool), values),
+        (R2, np.full(50, 0.1), values),
+        (BINARY, np.zeros(50, dtype=int), np.zeros(50, dtype=int)),
+        (MAE, values, values),
+        (TOKENS, np.full((50, 3), -100), np.zeros((50, 3), dtype=int)),
+    ]
+    for definition, label, said in cases:
+        (entry,) = score(definition, label, {CANDIDATE: said, "fp32": said}, seed=0)
+        assert entry.undefined
+        assert entry.candidate is None
+
+
+class TestEqualAnswers:
+    @pytest.mark.parametrize(("definition", "draw"), WORLDS[:3], ids=ids[:3])
+    def test_rows_not_seen_keep_an_interval_open(
+        self, definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows]
+    ) -> None:
+        label, base, _ = draw(1000, np.random.default_rng(0))
+        found = compared(definition, (label, base, base)).difference
+        assert found is not None
+        assert found.estimate == 0
+        assert -0.03 < found.low < -0.002
+        assert found.high == -found.low
+
+    @pytest.mark.parametrize(("definition", "draw"), WORLDS[3:5], ids=ids[3:5])
+    def test_a_metric_without_a_range_has_a_point(
+        self, definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows]
+    ) -> None:
+        label, base, _ = draw(100, np.random.default_rng(0))
+        found = compared(definition, (label, base, base)).ratio
+        assert found is not None
+        assert (found.low, found.estimate, found.high) == (1, 1, 1)
+
+    def test_equal_errors_of_other_answers_prove_nothing(self) -> None:
+        label = np.random.default_rng(0).standard_normal(100)
+        error = np.random.default_rng(1).standard_normal(100)
+        entry = compared(MAE, (label, label + error, label - error))
+        assert entry.ratio is None
+        assert entry.undefined
+
+    def test_a_baseline_without_error_has_no_growth(self) -> None:
+        label = np.random.default_rng(0).standard_normal(100)
+        assert compared(MAE, (label, label, label + np.linspace(0, 1, 100))).undefined
+
+
+class TestWithoutLabels:
+    def test_the_candidate_is_held_against_each_other_model(self) -> None:
+        rng = np.random.default_rng(0)
+        base = rng.standard_normal((300, 8))
+        answers = {CANDIDATE: base + 0.05 * rng.standard_normal(base.shape), "fp32": base, "champion": -base}
+        entries = {entry.against: entry for entry in score(COSINE, None, answers, seed=0)}
+        assert set(entries) == {"fp32", "champion"}
+        close, far = entries["fp32"], entries["champion"]
+        assert close.candidate is not None
+        assert close.difference is not None
+        assert far.candidate is not None
+        assert 0.98 < close.candidate.low < close.candidate.estimate < close.candidate.high <= 1
+        assert close.difference.estimate == pytest.approx(close.candidate.estimate - 1)
+        assert close.difference.high <= 0
+        assert far.candidate.estimate < -0.99
+
+    def test_nothing_to_compare_with_is_nothing_said(self) -> None:
+        assert score(COSINE, None, {CANDIDATE: np.ones((50, 3))}, seed=0) == ()
+
+    def test_nan_on_either_side(self) -> None:
+        good, bad = np.ones((50, 3)), np.full((50, 3), np.nan)
+        (entry,) = score(COSINE, None, {CANDIDATE: bad, "fp32": good}, seed=0)
+        assert (entry.against, bool(entry.broken)) == ("fp32", True)
+        (entry,) = score(COSINE, None, {CANDIDATE: good, "fp32": bad}, seed=0)
+        assert (entry.against, bool(entry.undefined)) == ("fp32", True)
+
+
+class TestOwn:
+    LABEL = np.random.default_rng(0).standard_normal(80)
+    SAID = LABEL + np.random.default_rng(1).standard_normal(80) / 4
+
+    def test_a_sound_function_gives_difference_and_ratio(self) -> None:
+        def within(said: Any, label: Any) -> float:
+            return float((np.abs(said - label) < 0.3).mean())
+
+        entries = score(
+            OWN, self.LABEL, {CANDIDATE: self.SAID, "fp32": self.LABEL + 0.2}, seed=0, function=within, resamples=200
+        )
+        alone, other = entries
+        assert alone.candidate is not None
+        assert alone.candidate.low < within(self.SAID, self.LABEL) < alone.candidate.high
+        assert other.difference is not None
+        assert other.ratio is not None
+        assert other.baseline == 1.0
+
+    @pytest.mark.parametrize(
+        ("function", "why"),
+        [(lambda said, label: float("nan"), "gave nan"), (lambda said, label: "much", "ValueError"),
+         (lambda said, label: 1 / 0, "division by zero")],
+    )  # fmt: skip
+    def test_one_that_fails_is_told(self, function: Any, why: str) -> None:
+        (entry,) = score(OWN, self.LABEL, {CANDIDATE: self.SAID}, seed=0, function=function)
+        assert why in entry.failed
+
+    def test_one_that_refuses_most_resamples_has_no_interval(self) -> None:
+        def picky(said: Any, label: Any) -> float:
+            if len(np.unique(label)) < len(label):
+                raise ValueError("a row occurs twice")
+            return 1.0
+
+        (entry,) = score(OWN, self.LABEL, {CANDIDATE: self.SAID}, seed=0, function=picky, resamples=100)
+        assert "not defined" in entry.undefined
+
+
+@pytest.mark.parametrize(("definition", "world"), [(F1, classes), (RMSE, numbers), (R2, numbers)])
+def test_the_other_model_has_the_interval_that_it_would_have_as_the_candidate(
+    definition: MetricDefinition, world: Callable[[int, np.random.Generator], Rows]
+) -> None:
+    label, base, candidate = world(300, np.random.default_rng(3))
+    _, compared = score(definition, label, {CANDIDATE: candidate, "champion": base}, seed=0, resamples=300)
+    (own,) = score(definition, label, {CANDIDATE: base}, seed=0, resamples=300)
+    assert compared.reference is not None
+    assert own.candidate is not None
+    assert compared.reference.estimate == pytest.approx(own.candidate.estimate)
+    assert compared.reference.low == pytest.approx(own.candidate.low, abs=0.02 * abs(own.candidate.estimate))

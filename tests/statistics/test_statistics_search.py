@@ -1,0 +1,343 @@
+"""The search for variants on landscapes that are made up: what it tries, when it ends, what it finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.evidence import Interval
+from onnx_ops.domain.search import ROLES, Budget, Recipe, Sensitivity, Trial
+from onnx_ops.statistics.front import assign, front
+from onnx_ops.statistics.search import (
+    Build,
+    Known,
+    Probe,
+    Stop,
+    eligible,
+    fits,
+    next_action,
+    purchases,
+    ranking,
+    speed,
+)
+from tests.support.golden import Golden
+
+SIZE = 1000
+LATE = "weights"
+RATIO = Interval(estimate=0.5, low=0.4, high=0.6)
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """A model whose nodes each cost some metric in int8 and some time in float."""
+
+    loss: Mapping[str, Mapping[str, float]]
+    base: Mapping[str, float]
+    price: float = 0.02
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    broken: frozenset[str] = frozenset()
+    noise: float = 0.0
+
+    def recipes(self) -> tuple[Recipe, ...]:
+        return tuple(
+            Recipe(name=name, method=name, nodes=() if name == LATE else tuple(nodes), late=name == LATE)
+            for name, nodes in self.loss.items()
+        )
+
+    def trial(self, action: Build) -> Trial:
+        if action.recipe in self.broken:
+            return Trial(recipe=action.recipe, excluded=action.excluded, failure="the library failed", seconds=1.0)
+        lost = sum(loss for node, loss in self.loss[action.recipe].items() if node not in action.excluded)
+        time = self.base[action.recipe] + self.price * len(action.excluded)
+        ratio = Interval(estimate=time, low=time * (1 - self.noise), high=time * (1 + self.noise))
+        size = self.sizes.get(action.recipe, 250) + 10 * len(action.excluded)
+        return Trial(
+            recipe=action.recipe,
+            excluded=action.excluded,
+            drop=lost,
+            size_bytes=size,
+            ratios={"cpu": ratio},
+            seconds=1.0,
+        )
+
+    def probe(self, action: Probe) -> Sensitivity:
+        error = self.loss[action.recipe][action.node]
+        return Sensitivity(recipe=action.recipe, node=action.node, error=error, seconds=0.1)
+
+
+def start(landscape: Landscape, budget: Budget) -> Known:
+    return Known(recipes=landscape.recipes(), budget=budget, export_bytes=SIZE)
+
+
+def step(landscape: Landscape, known: Known) -> Known | Stop:
+    action = next_action(known)
+    if isinstance(action, Stop):
+        return action
+    if isinstance(action, Build):
+        return replace(known, trials=(*known.trials, landscape.trial(action)))
+    return replace(known, sensitivities=(*known.sensitivities, landscape.probe(action)))
+
+
+def searched(landscape: Landscape, budget: Budget | None = None, known: Known | None = None) -> tuple[Known, str]:
+    known = known or start(landscape, budget or Budget(metric_drop=0.01))
+    for _ in range(1000):
+        after = step(landscape, known)
+        if isinstance(after, Stop):
+            return known, after.reason
+        known = after
+    raise AssertionError("it does not end")
+
+
+def nodes(*losses: float) -> dict[str, float]:
+    return {f"n{i}": loss for i, loss in enumerate(losses)}
+
+
+def test_what_is_right_already_is_not_searched_any_further() -> None:
+    known, reason = searched(Landscape({"static": nodes(0.001, 0.002)}, {"static": 0.4}))
+    assert [(t.recipe, t.excluded) for t in known.trials] == [("static", ())]
+    assert known.sensitivities == ()
+    assert reason.startswith("every recipe was tried")
+
+
+def test_the_one_fragile_node_is_found_with_few_builds() -> None:
+    losses = [0.0001] * 30
+    losses[17] = 0.3
+    known, _ = searched(Landscape({"dynamic": nodes(*losses)}, {"dynamic": 0.42}))
+    assert known.trials[-1].excluded == ("n17",)
+    assert len(known.trials) == 2
+    (bought,) = purchases(known)
+    assert (bought.node, bought.kept) == ("n17", True)
+    assert bought.metric == pytest.approx(0.3)
+    assert bought.time["cpu"] == pytest.approx(0.44 / 0.42)
+
+
+class Misleading(Landscape):
+    """The error of the outputs puts nodes first that cost no metric."""
+
+    def probe(self, action: Probe) -> Sensitivity:
+        return Sensitivity(recipe=action.recipe, node=action.node, error=-float(action.node[1:]))
+
+
+def test_nodes_that_buy_nothing_are_given_back() -> None:
+    known, _ = searched(Misleading({"static": nodes(0.0, 0.0, 0.5, 0.0, 0.0, 0.0)}, {"static": 0.4}))
+    best = min((t for t in known.trials if fits(t, known.budget)), key=speed)
+    assert best.excluded == ("n2",)
+    assert {one.node: one.kept for one in purchases(known)} == {"n1": False, "n0": False, "n2": True}
+
+
+def test_a_recipe_that_is_slower_than_float_is_not_repaired() -> None:
+    """As S8S8 is on x86: half of its operators stay in float, and the conversions come on top."""
+    known, _ = searched(Landscape({"s8s8": nodes(0.2, 0.1)}, {"s8s8": 1.18}))
+    assert len(known.trials) == 1
+    assert [slot.trial for slot in assign(known, "int8", ("fast",))] == [None]
+
+
+def test_a_slower_recipe_is_not_repaired_once_a_faster_one_keeps_the_budget() -> None:
+    landscape = Landscape({"static": nodes(0.2, 0.0), "dynamic": nodes(0.2, 0.0)}, {"static": 0.4, "dynamic": 0.9})
+    known, _ = searched(landscape)
+    assert {t.recipe for t in known.trials if t.excluded} == {"static"}
+
+
+def test_exclusions_that_cost_what_int8_gained_are_not_pursued() -> None:
+    landscape = Landscape({"static": nodes(*[0.2] * 16)}, {"static": 0.8}, price=0.15)
+    known, _ = searched(landscape)
+    assert all(len(t.excluded) <= 2 for t in known.trials)
+
+
+def test_a_library_that_fails_is_told_and_left_alone(golden: Golden) -> None:
+    known, _ = searched(Landscape({"static": nodes(0.2)}, {"static": 0.4}, broken=frozenset({"static"})))
+    (slot,) = assign(known, "int8", ("fast",))
+    golden("reasons", slot.reason)
+
+
+def test_a_step_that_would_take_too_long_is_passed_over_for_one_that_would_not() -> None:
+    recipes = tuple(Recipe(name=name, method=name, nodes=("a", "b")) for name in ("dear", "cheap"))
+    tried = Trial(recipe="dear", drop=0.5, ratios={"t": RATIO}, seconds=50.0)
+    known = Known(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
+    action = next_action(known)
+    assert isinstance(action, Build)
+    assert action.recipe == "cheap"
+    slow = Sensitivity(recipe="dear", node="a", error=0.1, seconds=9.0)
+    cheap = replace(tried, recipe="cheap", drop=0.4, seconds=0.5)
+    known = replace(known, trials=(tried, cheap), sensitivities=(slow,))
+    assert next_action(known) == Probe(recipe="cheap", node="a")
+
+
+def test_a_search_that_ran_out_of_time_says_so_and_blames_nothing_else() -> None:
+    recipes = tuple(Recipe(name=name, method=name) for name in ("first", "second"))
+    tried = Trial(recipe="first", drop=0.5, ratios={"t": RATIO}, seconds=70.0)
+    known = Known(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
+    stop = next_action(known)
+    assert isinstance(stop, Stop)
+    assert stop.timed_out
+    assert "second" in stop.reason
+    (slot,) = assign(known, "best", ("fast",), unfinished=stop.reason)
+    assert "not everything was tried" in slot.reason
+    assert not Stop(reason="every recipe was tried").timed_out
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (Budget(max_builds=3), "max_builds: 3 models were built"),
+        (Budget(max_minutes=0.05), "max_minutes: of 0.05 minutes"),
+    ],
+)
+def test_it_stops_by_cost(budget: Budget, said: str) -> None:
+    landscape = Landscape({"static": nodes(*[0.01] * 40)}, {"static": 0.1}, price=0.001)
+    known, reason = searched(landscape, budget)
+    assert reason.startswith(said)
+    assert len(known.trials) <= 3
+
+
+def test_what_is_for_size_comes_after_the_repairs() -> None:
+    loss = {LATE: nodes(0.0), "static": nodes(0.2, 0.0, 0.0)}
+    known, _ = searched(Landscape(loss, {LATE: 1.5, "static": 0.4}, sizes={LATE: 150}))
+    assert [(t.recipe, t.excluded) for t in known.trials] == [("static", ()), ("static", ("n0",)), (LATE, ())]
+    assert [slot.trial for slot in assign(known, "int8", ("fast", "small"))] == [1, 2]
+
+
+losses = st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02, 0.3]), min_size=1, max_size=12)
+landscapes = st.builds(
+    lambda static, dynamic, base, price, noise: Landscape(
+        {LATE: nodes(static[0]), "static": nodes(*static), "dynamic": nodes(*dynamic)},
+        {LATE: 1.1, "static": base[0], "dynamic": base[1]},
+        price=price,
+        sizes={"static": 250, "dynamic": 300, LATE: 200},
+        noise=noise,
+    ),
+    losses,
+    losses,
+    st.tuples(st.sampled_from([0.3, 0.5, 1.2]), st.sampled_from([0.4, 0.5, 0.9])),
+    st.sampled_from([0.0, 0.01, 0.05]),
+    st.sampled_from([0.0, 0.1]),
+)
+
+
+@given(landscapes)
+def test_it_ends_and_builds_nothing_twice(landscape: Landscape) -> None:
+    known, _ = searched(landscape)
+    tried = [(t.recipe, frozenset(t.excluded)) for t in known.trials]
+    assert len(tried) == len(set(tried))
+    probed = [(s.recipe, s.node) for s in known.sensitivities]
+    assert len(probed) == len(set(probed))
+
+
+@given(landscapes, st.integers(0, 40))
+def test_a_search_that_was_killed_goes_on_as_if_it_had_not(landscape: Landscape, at: int) -> None:
+    whole, reason = searched(landscape)
+    known = start(landscape, whole.budget)
+    for _ in range(at):
+        after = step(landscape, known)
+        if isinstance(after, Stop):
+            break
+        known = after
+    again = Known(
+        recipes=known.recipes,
+        budget=known.budget,
+        export_bytes=SIZE,
+        trials=known.trials,
+        sensitivities=known.sensitivities,
+    )
+    assert searched(landscape, known=again) == (whole, reason)
+
+
+@given(landscapes)
+def test_the_front_keeps_the_budget_and_nothing_beats_it(landscape: Landscape) -> None:
+    known, _ = searched(landscape)
+    for n in front(known):
+        trial = known.trials[n]
+        assert eligible(trial, known.budget)
+        for other in known.trials:
+            if not eligible(other, known.budget):
+                continue
+            better = (
+                max(0.0, other.drop or 0.0) < max(0.0, trial.drop or 0.0)
+                and other.size_bytes < trial.size_bytes
+                and speed(other) < speed(trial)
+            )
+            assert not better
+
+
+@given(landscapes)
+def test_a_repaired_recipe_has_no_node_that_could_be_given_back(landscape: Landscape) -> None:
+    """With losses that add up: without any one of the nodes it keeps, the budget is broken."""
+    known, _ = searched(landscape)
+    for recipe in known.recipes:
+        kept = [t for t in known.trials if t.recipe == recipe.name and t.excluded and fits(t, known.budget)]
+        if kept and landscape.noise == 0.0 and landscape.price > 0.0:
+            least = min(kept, key=lambda t: len(t.excluded))
+            for node in least.excluded:
+                without = [name for name in least.excluded if name != node]
+                loss = sum(v for name, v in landscape.loss[recipe.name].items() if name not in without)
+                assert loss > known.budget.metric_drop
+
+
+@given(landscapes)
+def test_each_role_is_on_the_front_or_says_why_not(landscape: Landscape) -> None:
+    known, _ = searched(landscape)
+    slots = assign(known, "int8", ROLES)
+    assert [slot.role for slot in slots] == list(ROLES)
+    given_ = [slot.trial for slot in slots if slot.trial is not None]
+    assert len(given_) == len(set(given_))
+    assert set(given_) <= set(front(known))
+    assert all((slot.trial is None) == bool(slot.reason) for slot in slots)
+    fast = next(slot for slot in slots if slot.role == "fast")
+    if fast.trial is not None:
+        assert speed(known.trials[fast.trial]) == min(speed(known.trials[n]) for n in front(known))
+
+
+@given(landscapes)
+def test_the_order_of_trials_changes_no_figure_of_the_front(landscape: Landscape) -> None:
+    known, _ = searched(landscape)
+    turned = replace(known, trials=tuple(reversed(known.trials)))
+
+    def figures(some: Known) -> set[tuple[float, int, float]]:
+        return {(max(0.0, t.drop or 0.0), t.size_bytes, speed(t)) for t in (some.trials[n] for n in front(some))}
+
+    assert figures(known) == figures(turned)
+
+
+def test_roles_are_different_things(golden: Golden) -> None:
+    def trial(drop: float, time: float, size: int) -> Trial:
+        ratio = Interval(estimate=time, low=time, high=time)
+        return Trial(recipe="r", excluded=(str(time),), drop=drop, size_bytes=size, ratios={"cpu": ratio})
+
+    known = Known(
+        recipes=(),
+        budget=Budget(metric_drop=0.01),
+        export_bytes=SIZE,
+        trials=(trial(0.009, 0.4, 300), trial(0.0, 0.6, 400), trial(0.005, 0.9, 150), trial(0.009, 0.8, 500)),
+    )
+    assert front(known) == (0, 1, 2)
+    assert [slot.trial for slot in assign(known, "int8", ROLES)] == [0, 2, 1]
+    assert [slot.trial for slot in assign(known, "int8", ("exact", "fast"))] == [1, 0]
+    same = assign(replace(known, trials=known.trials[:1]), "int8", ROLES)
+    assert [slot.trial for slot in same] == [0, None, None]
+    golden("reasons", same[1].reason)
+
+
+def test_sizes_and_quantiles_are_budgets_too() -> None:
+    ratio = Interval(estimate=0.5, low=0.4, high=0.6)
+    trial = Trial(recipe="r", drop=0.0, size_bytes=300, ratios={"cpu": ratio}, p99={"cpu": 0.004})
+    assert eligible(trial, Budget(size=300, p99=0.005))
+    assert not eligible(trial, Budget(size=299))
+    assert not eligible(trial, Budget(p99=0.003))
+    assert not eligible(replace(trial, p99={}), Budget(p99=0.005))
+    assert math.isinf(speed(replace(trial, failure="it broke")))
+
+
+def test_nodes_that_cannot_be_probed_count_as_the_worst() -> None:
+    recipe = Recipe(name="static", method="static", nodes=("a", "b", "c"))
+    found: Sequence[Sensitivity] = (
+        Sensitivity(recipe="static", node="a", error=1.0),
+        Sensitivity(recipe="static", node="b", error=2.0),
+        Sensitivity(recipe="static", node="c", failure="it does not run"),
+    )
+    known = Known(recipes=(recipe,), budget=Budget(), export_bytes=SIZE, sensitivities=tuple(found))
+    assert ranking(known, recipe) == ("c", "b", "a")

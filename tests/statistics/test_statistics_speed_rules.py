@@ -1,0 +1,230 @@
+"""Gates on throughput, cold start, memory and speed against the export."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, RuntimeFacts, Starts, Throughput
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Gate,
+    GateResult,
+    LatencyGate,
+    MemoryGate,
+    ThroughputGate,
+    Verdict,
+)
+from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.latency import quantile_limit
+
+D = Digest("sha256:" + "0" * 64)
+CPU = "CPUExecutionProvider"
+QUIET = ((0.001,), (-0.001,), (0.0,), (0.002,), (-0.002,)) * 8
+LOUD = ((0.1,), (-0.1,), (0.02,), (0.05,), (-0.04,)) * 8
+INT8 = Evidence(
+    pipeline="p",
+    variant="int8",
+    target="cpu",
+    quantized=True,
+    release=D,
+    manifest=D,
+    target_digest=D,
+    dedicated=False,
+    size_bytes=1,
+    hardware=HardwareFingerprint(
+        machine="m", cpu_model="c", cpu_flags=(), cores=2, memory_bytes=1, runtime="onnxruntime", runtime_version="1"
+    ),
+    runtime=RuntimeFacts(runtime="onnxruntime", version="1", asked=(CPU,), used=(CPU,), nodes={CPU: 3}),
+)
+STARTS = Starts(
+    batch=1,
+    requests=20,
+    load_s=(0.1, 0.11, 0.12, 0.1, 0.1, 0.13),
+    first_s=(0.01,) * 6,
+    peak_bytes=(290_000_000, 291_000_000, 290_500_000, 290_000_000, 290_100_000, 305_000_000),
+)
+
+
+def shifted(ratio: float, noise: tuple[tuple[float], ...] = QUIET) -> tuple[tuple[float, ...], ...]:
+    return tuple((math.log(ratio) + x,) for (x,) in noise)
+
+
+def figure(name: str, ratio: float, noise: tuple[tuple[float], ...] = QUIET, against: str = "fp32") -> PairedRatios:
+    return PairedRatios(
+        figure=name, against=against, baseline=D, log_ratios=shifted(ratio, noise), self_log_ratios=noise
+    )
+
+
+def latency(ratio: float, noise: tuple[tuple[float], ...] = QUIET) -> LatencyComparison:
+    return LatencyComparison(
+        against="fp32", baseline=D, log_ratios=shifted(ratio, noise), self_log_ratios=noise, runs=400, preempted=4
+    )
+
+
+def only(gate: Gate, evidence: Evidence) -> GateResult:
+    (result,) = judge([gate], evidence).results
+    assert result.limit
+    assert "\n" not in result.reason
+    return result
+
+
+class TestThroughput:
+    @pytest.mark.parametrize(
+        ("ratio", "verdict"),
+        [(0.9, Verdict.PASS), (1.02, Verdict.PASS), (1.2, Verdict.FAIL), (1.05, Verdict.INCONCLUSIVE)],
+    )
+    def test_time_per_request_under_load_against_the_baseline(self, ratio: float, verdict: Verdict) -> None:
+        gate = ThroughputGate(concurrency=4, max_regression=0.05)
+        result = only(gate, replace(INT8, ratios=(figure("concurrency 8", 9.0), figure("concurrency 4", ratio))))
+        assert (result.verdict, result.metric, result.n, result.bound) == (verdict, "concurrency 4 vs fp32", 40, 1.05)
+        assert result.estimate == pytest.approx(ratio, rel=1e-3)
+        assert "session pairs" in result.reason
+
+    def test_a_biased_host_blames_nobody(self) -> None:
+        found = replace(figure("concurrency 4", 1.15), self_log_ratios=shifted(1.1))
+        result = only(ThroughputGate(max_regression=0.05), replace(INT8, ratios=(found,)))
+        assert result.verdict is Verdict.INCONCLUSIVE
+        assert "biased host" in result.reason
+
+    @pytest.mark.parametrize(
+        ("minimum", "verdict"),
+        [(190.0, Verdict.PASS), (195.0, Verdict.PASS), (205.0, Verdict.INCONCLUSIVE), (221.0, Verdict.FAIL)],
+    )
+    def test_the_minimum_is_held_by_the_slow_bound_and_binds_on_dedicated_targets(
+        self, minimum: float, verdict: Verdict
+    ) -> None:
+        rates = Throughput(concurrency=4, batch=1, requests=500, per_second=(200.0, 195.0, 210.0, 220.0, 205.0))
+        gate = ThroughputGate(min=minimum)
+        result = only(gate, replace(INT8, throughput=(rates,)))
+        assert (result.verdict, result.advisory, result.unit) == (verdict, True, "req/s")
+        assert result.estimate == 205.0
+        assert (result.low, result.high) == pytest.approx((195, 220))
+        assert not only(gate, replace(INT8, throughput=(rates,), dedicated=True)).advisory
+
+    def test_another_concurrency_was_not_measured(self) -> None:
+        other = Throughput(concurrency=8, batch=1, requests=1, per_second=(1e9,))
+        evidence = replace(INT8, throughput=(other,), ratios=(figure("concurrency 8", 0.1),))
+        for result in judge([ThroughputGate(max_regression=0.1, min=1.0)], evidence).results:
+            assert result.verdict is Verdict.INCONCLUSIVE
+            assert "was not measured" in result.reason
+
+    def test_the_first_export_has_no_baseline(self) -> None:
+        assert judge([ThroughputGate(max_regression=0.1)], replace(INT8, variant="fp32")).results == ()
+
+
+class TestStarts:
+    def test_load_and_first_are_judged_by_bounds_of_their_medians(self) -> None:
+        gate = ColdStartGate(load=0.125, first=0.009)
+        load, first = judge([gate], replace(INT8, starts=STARTS)).results
+        assert (load.metric, load.verdict, load.n, load.unit) == ("load", Verdict.INCONCLUSIVE, 6, "s")
+        assert load.low == pytest.approx(0.1)
+        assert load.high == pytest.approx(0.13)
+        assert (first.verdict, first.advisory) == (Verdict.FAIL, True)
+        assert judge([gate], replace(INT8, starts=STARTS)).verdict is Verdict.INCONCLUSIVE, "advisory fails bind nobody"
+        assert judge([gate], replace(INT8, starts=STARTS, dedicated=True)).verdict is Verdict.FAIL
+
+    def test_regression_binds_everywhere_and_covers_both(self) -> None:
+        evidence = replace(INT8, starts=STARTS, ratios=(figure("load", 1.0), figure("first", 1.5)))
+        load, first = judge([ColdStartGate(max_regression=0.2)], evidence).results
+        assert (load.verdict, first.verdict) == (Verdict.PASS, Verdict.FAIL)
+        assert not load.advisory
+        assert not first.advisory
+        assert "fresh processes" in first.reason
+
+    @pytest.mark.parametrize(
+        ("limit", "verdict"),
+        [(300_000_000, Verdict.INCONCLUSIVE), (305_000_000, Verdict.PASS), (289_000_000, Verdict.FAIL)],
+    )
+    def test_memory_binds_on_any_target(self, limit: int, verdict: Verdict) -> None:
+        result = only(MemoryGate(max=limit), replace(INT8, starts=STARTS))
+        assert (result.verdict, result.advisory, result.unit, result.n) == (verdict, False, "B", 6)
+        assert "from 290 MB to 305 MB" in result.reason
+
+    def test_memory_that_the_system_does_not_tell_is_inconclusive(self) -> None:
+        evidence = replace(INT8, starts=replace(STARTS, peak_bytes=()))
+        results = judge([MemoryGate(max=10**9, max_regression=0.1)], evidence).results
+        assert [r.verdict for r in results] == [Verdict.INCONCLUSIVE] * 2
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            replace(STARTS, load_s=(math.nan,) * 6),
+            replace(STARTS, first_s=(0.0,) * 6),
+            replace(STARTS, peak_bytes=(-1,) * 6),
+        ],
+    )
+    def test_impossible_figures_are_an_error_of_the_measurement(self, bad: Starts) -> None:
+        decision = judge([ColdStartGate(load=1.0), MemoryGate(max=10**9)], replace(INT8, starts=bad, dedicated=True))
+        assert decision.verdict is Verdict.ERROR
+
+
+class TestFasterThanTheExport:
+    @pytest.mark.parametrize(
+        ("ratio", "speedup", "verdict"),
+        [
+            (0.8, None, Verdict.PASS),
+            (1.0, None, Verdict.INCONCLUSIVE),
+            (1.02, None, Verdict.FAIL),
+            (0.8, 0.2, Verdict.PASS),
+            (0.8, 0.25, Verdict.INCONCLUSIVE),
+            (0.95, 0.1, Verdict.FAIL),
+        ],
+    )
+    def test_with_confidence_or_not(self, ratio: float, speedup: float | None, verdict: Verdict) -> None:
+        gate = LatencyGate(faster_than="fp32", min_speedup=speedup)
+        result = only(gate, replace(INT8, comparisons=(latency(ratio),)))
+        assert (result.verdict, result.metric) == (verdict, "faster than fp32")
+        assert result.bound == pytest.approx(1 / (1 + (speedup or 0.0)))
+        assert "[" in result.reason
+
+    def test_it_is_against_the_export_even_where_there_is_a_champion(self) -> None:
+        champion = replace(latency(0.5), against="champion")
+        evidence = replace(INT8, baseline="champion", comparisons=(champion, latency(1.1)))
+        assert only(LatencyGate(faster_than="fp32"), evidence).verdict is Verdict.FAIL
+
+    def test_a_host_too_noisy_to_tell_shows_nothing(self) -> None:
+        result = only(LatencyGate(faster_than="fp32"), replace(INT8, comparisons=(latency(0.97, LOUD),)))
+        assert result.verdict is Verdict.INCONCLUSIVE
+        assert "not shown" in result.reason
+
+    def test_the_export_itself_is_left_out_and_nothing_measured_is_said(self) -> None:
+        gate = LatencyGate(faster_than="fp32")
+        assert judge([gate], replace(INT8, variant="fp32")).results == ()
+        assert only(gate, INT8).verdict is Verdict.INCONCLUSIVE
+
+
+def test_all_of_it_is_judged_again_from_the_document_alone() -> None:
+    evidence = replace(
+        INT8,
+        starts=STARTS,
+        comparisons=(latency(0.8),),
+        throughput=(Throughput(concurrency=4, batch=1, requests=10, per_second=(200.0,) * 5),),
+        ratios=(figure("concurrency 4", 1.0), figure("load", 1.0), figure("first", 1.0), figure("peak", 1.0)),
+    )
+    gates: list[Gate] = [
+        LatencyGate(faster_than="fp32"),
+        ThroughputGate(max_regression=0.05, min=100.0),
+        ColdStartGate(load=0.5, first=0.05, max_regression=0.2),
+        MemoryGate(max=10**9, max_regression=0.1),
+    ]
+    first = judge(gates, evidence)
+    assert first.verdict is Verdict.PASS, first.results
+    read = codec.loads(codec.dumps(gates), tuple[Gate, ...])
+    assert judge(read, codec.loads(codec.dumps(evidence), Evidence)) == first
+
+
+def test_gates_without_a_limit_prove_nothing() -> None:
+    for gate in (ThroughputGate(), ColdStartGate(), MemoryGate(), LatencyGate(min_speedup=0.1)):
+        assert judge([gate], replace(INT8, starts=STARTS)).verdict is Verdict.INCONCLUSIVE
+
+
+def test_bounds_of_a_median_are_order_statistics_in_any_unit() -> None:
+    found = quantile_limit([5, 1, 4, 2, 3], 0.5, 5)
+    assert (found.quantile, found.low, found.high, found.verdict) == (3, 1, 5, Verdict.PASS)
+    assert quantile_limit([1, 2, 3, 4], 0.5, 100).verdict is Verdict.INCONCLUSIVE, "four samples bound no median"

@@ -1,0 +1,199 @@
+"""judge as a use case, on real sessions of ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.config.builtin import BUILTIN
+from onnx_ops.domain.execution import Provider
+from onnx_ops.domain.gate import GateResult, Verdict
+from onnx_ops.onnx_graph.input_bounds import input_bounds
+from onnx_ops.onnx_graph.kind import read_candidate_kind
+from onnx_ops.ports import Dataset
+from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.tools.judge import Judgement, JudgeRequest, Setting, judge_candidate, metric_gate
+from onnx_ops.tools.probing import brought, made_up, shared_inputs
+from tests.measure.scripted import Scripted
+from tests.support.pairs import derive
+
+CPU = BUILTIN["cpu-1t"]
+FOUR_BITS = {"bits": 4, "block": 16}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.onnx"
+    write_perceptron(path)
+    return path
+
+
+def dataset_of(source: Path, count: int = 3000, *, labels: bool = True) -> Dataset:
+    """Rows with the answers of the source as labels, one in ten of which is wrong."""
+    inputs = rows(count, seed=4)
+    scores = OnnxRuntime().run(source, CPU, (inputs,))[0]["scores"]
+    label = scores.argmax(axis=1)
+    label[::10] = (label[::10] + 1) % 3
+    return Dataset(inputs=inputs, label=label if labels else None)
+
+
+def judged(source: Path, candidate: Path, dataset: Dataset | None = None, **changes: Any) -> Judgement:
+    inputs = shared_inputs(source, candidate)
+    samples = (
+        made_up(inputs, count=64, dims={}, bounds=input_bounds(source))
+        if dataset is None
+        else brought(inputs, dataset.inputs, where="rows", limit=64)
+    )
+    request = JudgeRequest(
+        baseline=source,
+        candidate=candidate,
+        kind=read_candidate_kind(source, candidate),
+        targets=(CPU,),
+        settings=(Setting(name="", batch=1, samples=samples),),
+        runtime=lambda _: OnnxRuntime(),
+        inside=OnnxRuntime(),
+        conditions=dict,
+        metric=metric_gate(None, 0.01, lower_is_better=False),
+        dataset=dataset,
+        only="parity",
+    )
+    return judge_candidate(replace(request, **changes))
+
+
+def results_of(found: Judgement) -> dict[str, GateResult]:
+    return {result.metric: result for result in found.targets[0].decision.results}
+
+
+def changed(path: Path, tensor: str, change: Callable[[Any], Any]) -> Path:
+    """A copy with one constant changed."""
+    model = onnx.load(path)
+    for weight in model.graph.initializer:
+        if weight.name == tensor:
+            before = numpy_helper.to_array(weight)
+            weight.CopyFrom(numpy_helper.from_array(np.array(change(before)).astype(before.dtype), tensor))
+            copy = path.with_name("changed.onnx")
+            onnx.save(model, copy)
+            return copy
+    raise AssertionError(f"{tensor} is not among {[t.name for t in model.graph.initializer]}")
+
+
+def without_relu(path: Path) -> Path:
+    """A copy without the first ReLU that stands in the graph, or without the range that stands for it."""
+    model = onnx.load(path)
+    next(node for node in model.graph.node if node.op_type == "Relu").op_type = "Identity"
+    copy = path.with_name("changed.onnx")
+    onnx.save(model, copy)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "metrics"),
+    [
+        ("static", {}, {"weights", "activations", "saturation", "clipping", "ranges", "function", "accuracy"}),
+        ("dynamic", {}, {"weights", "ranges", "function", "accuracy"}),
+        ("fp16", {}, {"weights", "function", "outputs", "accuracy"}),
+        ("weight-only", {"bits": 8, "block": 16}, {"weights", "function", "accuracy"}),
+    ],
+)
+def test_sound_variant_passes_by_the_rules_of_its_kind(
+    source: Path, method: str, options: dict[str, int], metrics: set[str]
+) -> None:
+    lenient = metric_gate(None, 0.05, lower_is_better=False)  # its scores are near to one another
+    found = judged(source, derive(source, method, options), dataset_of(source), metric=lenient)
+    assert found.verdict is Verdict.PASS, found.targets[0].decision.reason
+    assert set(results_of(found)) - {"int8 coverage"} == metrics
+
+
+@pytest.mark.parametrize("method", ["dynamic", "fp16", "weight-only"])
+def test_variant_without_a_layer_fails_by_its_function(source: Path, method: str) -> None:
+    derived = derive(source, method, FOUR_BITS if method == "weight-only" else {})
+    found = judged(source, without_relu(derived), dataset_of(source))
+    assert found.verdict is Verdict.FAIL
+    assert results_of(found)["function"].verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize(
+    ("method", "tensor", "change"),
+    [
+        ("static", "second.weight_quantized", lambda a: np.roll(a, 1, axis=0)),
+        ("fp16", "second.weight", lambda a: a * 1.02),
+    ],
+)
+def test_variant_with_a_wrong_weight_fails_by_its_weights(
+    source: Path, method: str, tensor: str, change: Callable[[Any], Any]
+) -> None:
+    found = judged(source, changed(derive(source, method), tensor, change), dataset_of(source))
+    assert results_of(found)["weights"].verdict is Verdict.FAIL
+    assert found.verdict is Verdict.FAIL
+
+
+def test_quantized_variant_on_made_up_rows_is_inconclusive_and_says_why(source: Path) -> None:
+    found = judged(source, derive(source, "static"))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    results = results_of(found)
+    assert {name for name, result in results.items() if result.verdict is Verdict.INCONCLUSIVE} == {"agreement"}
+    assert "--data" in results["agreement"].reason
+    assert "saturation" not in results
+
+
+def test_accuracy_is_bounded_by_answers_that_change_where_there_are_no_labels(source: Path) -> None:
+    dataset = dataset_of(source, labels=False)
+    few = judged(source, derive(source, "fp16"), dataset)
+    assert few.verdict is Verdict.PASS
+    assert "accuracy cannot drop by more" in results_of(few)["agreement"].reason
+    many = judged(source, derive(source, "weight-only", FOUR_BITS), dataset)
+    assert many.verdict is Verdict.INCONCLUSIVE
+    assert "only labels tell" in results_of(many)["agreement"].reason
+
+
+def test_float_candidate_is_judged_by_its_outputs_alone(source: Path) -> None:
+    assert judged(source, source).verdict is Verdict.PASS
+    found = judged(source, changed(source, "third.bias", lambda a: a + 0.01))
+    assert (found.verdict, set(results_of(found))) == (Verdict.FAIL, {"outputs"})
+
+
+def test_quantized_baseline_is_measured_in_its_own_noise(source: Path) -> None:
+    baseline = derive(source, "static")
+    assert judged(baseline, baseline).verdict is Verdict.PASS
+    wrong = changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))
+    assert judged(baseline, wrong).verdict is Verdict.FAIL
+
+
+def test_target_that_cannot_be_measured_is_an_error_and_the_others_are_judged(source: Path) -> None:
+    absent = replace(CPU, name="absent", providers=(Provider(name="CUDAExecutionProvider"),))
+    found = judged(source, source, targets=(absent, CPU))
+    assert [one.decision.verdict for one in found.targets] == [Verdict.ERROR, Verdict.PASS]
+    assert found.verdict is Verdict.ERROR
+    assert "CUDAExecutionProvider" in found.targets[0].decision.reason
+
+
+def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
+    slow = source.with_name("slow.onnx")
+    slow.write_bytes(source.read_bytes())
+    samples = made_up(shared_inputs(source), count=64, dims={})
+    found = judged(
+        source,
+        slow,
+        runtime=lambda _: Scripted({source: 1.0, slow: 1.2}),
+        settings=tuple(Setting(name=f"batch {size}", batch=size, samples=samples) for size in (1, 8)),
+        only="latency",
+    )
+    results = results_of(found)
+    assert list(results) == ["latency, batch 1", "latency, batch 8"]
+    assert {result.verdict for result in results.values()} == {Verdict.FAIL}
+    assert [one.batch for one in found.targets[0].paired] == [1, 8]
+
+
+def test_metric_gate_takes_the_limit_that_fits_the_metric() -> None:
+    assert metric_gate("f1", 0.01, lower_is_better=False).max_drop == 0.01
+    assert metric_gate("rmse", 0.01, lower_is_better=False).max_increase == 0.01
+    assert metric_gate("m:f", 0.01, lower_is_better=True).max_increase == 0.01
+    assert metric_gate("m:f", 0.01, lower_is_better=False).higher_is_better is True

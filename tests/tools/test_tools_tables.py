@@ -1,0 +1,143 @@
+"""Tables from their file to an export, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.data.file import FileSource
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.domain.artifact import Manifest, ModelInfo, digest_bytes
+from onnx_ops.domain.pipeline import Export, FileData, Stage, StageKind
+from onnx_ops.errors import UserError
+from onnx_ops.measure.files import get_dataset
+from onnx_ops.pipeline.stages import data, export, train
+from onnx_ops.ports import Dataset, Ports
+from onnx_ops.testing.fakes import FakeWorld
+
+pytest.importorskip("pyarrow")
+
+TABLE = "customer,age,visits,city,y\nc,40.5,3,Oslo,1\na,,4,,0\nc,20,5,Rome,1\n"
+KEY = digest_bytes(b"key")
+CODE = """
+from sklearn.compose import ColumnTransformer
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+
+def train(data):
+    columns = ColumnTransformer([("numbers", SimpleImputer(), ["visits"])])
+    return make_pipeline(columns, LogisticRegression()).fit(data["train"].frame(), data["train"].label)
+"""
+
+
+@pytest.fixture
+def ports(tmp_path: Path) -> Ports:
+    return replace(
+        FakeWorld().ports(root=tmp_path), source=lambda _: FileSource(), exporter=lambda *_: SklearnExporter()
+    )
+
+
+def load(ports: Ports, text: str, **section: Any) -> Manifest:
+    (ports.root / "rows.csv").write_text(text, encoding="utf-8")
+    settings: dict[str, Any] = {"section": codec.to_json(FileData(file="rows.csv", label="y", **section))}
+    return data.execute(Stage(id="data/train", kind=StageKind.DATA, settings=settings), KEY, {}, ports)
+
+
+def test_load_table_makes_one_input_of_each_column(ports: Ports) -> None:
+    rows = get_dataset(ports.store, load(ports, TABLE, group="customer"))
+
+    assert list(rows.frame().columns) == ["age", "city", "visits"]
+    assert rows.inputs["city"].tolist() == [["Oslo"], [""], ["Rome"]]
+    assert rows.label is not None
+    assert rows.label.tolist() == [1, 0, 1]
+    assert rows.group is not None
+    assert rows.group[0] == rows.group[2] != rows.group[1]
+
+
+def test_load_table_with_columns_takes_no_other(ports: Ports) -> None:
+    rows = get_dataset(ports.store, load(ports, TABLE, columns=("visits",)))
+
+    assert set(rows.inputs) == {"visits"}
+
+
+def test_load_table_with_star_joins_the_columns(ports: Ports) -> None:
+    rows = get_dataset(ports.store, load(ports, TABLE, columns=("age", "visits"), inputs={"x": "*"}))
+
+    np.testing.assert_array_equal(rows.inputs["x"], np.array([[40.5, 3], [np.nan, 4], [20, 5]], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"inputs": {"x": "*"}}, "column 'customer' does not fit into a matrix of numbers"),
+        ({"columns": ("agee",)}, "Did you mean 'age'?"),
+        ({"group": "age"}, "none of them missing"),
+    ],
+)
+def test_load_table_that_does_not_fit_names_the_column(ports: Ports, section: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(ports, TABLE, **section)
+
+    assert words in str(caught.value)
+
+
+def test_frame_of_a_matrix_is_refused() -> None:
+    with pytest.raises(UserError, match=r"input 'x' is no column: it is of shape \(2, 3\)"):
+        Dataset(inputs={"x": np.zeros((2, 3), np.float32)}).frame()
+
+
+@pytest.fixture
+def exported(ports: Ports) -> Callable[[str, str], Manifest]:
+    """Trains on one table and exports with the rows of another."""
+
+    def make(trained: str, tested: str) -> Manifest:
+        (ports.root / "user_table.py").write_text(CODE, encoding="utf-8")
+        settings: dict[str, Any] = {"run": "user_table:train", "with_": {}, "framework": "sklearn"}
+        stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings)
+        model = train.execute(stage, KEY, {"data/train": load(ports, trained)}, ports)
+        settings = {
+            "section": codec.to_json(Export(framework="sklearn")),
+            "limit": 10,
+            "data": "test",
+            "inputs": {},
+            "source_time": 5.0,
+            "pipeline": "p",
+        }
+        stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
+        return export.execute(stage, KEY, {"train": model, "data/test": load(ports, tested)}, ports)
+
+    return make
+
+
+WHOLE, HOLED = "visits,y\n3,1\n4,0\n5,1\n", "visits,y\n3,1\n,0\n5,1\n"
+
+
+@pytest.mark.parametrize(
+    ("trained", "tested", "dtype"),
+    [(WHOLE, WHOLE, "int64"), (HOLED, WHOLE, "float32"), (WHOLE, HOLED, "float32")],
+)
+def test_export_takes_fractions_where_any_data_set_has_missing_cells(
+    ports: Ports, exported: Callable[[str, str], Manifest], trained: str, tested: str, dtype: str
+) -> None:
+    manifest = exported(trained, tested)
+
+    (taken,) = codec.loads(ports.store.read(manifest["info.json"]), ModelInfo).inputs
+    assert (taken.name, taken.dtype) == ("visits", dtype)
+    rows = get_dataset(ports.store, load(ports, tested), manifest)
+    assert rows.inputs["visits"].dtype == dtype
+
+
+def test_missing_cells_for_a_model_of_whole_numbers_are_refused(
+    ports: Ports, exported: Callable[[str, str], Manifest]
+) -> None:
+    manifest = exported(WHOLE, WHOLE)
+
+    with pytest.raises(UserError, match="column 'visits' has missing cells or fractions, and the model takes int64"):
+        get_dataset(ports.store, load(ports, HOLED), manifest)
