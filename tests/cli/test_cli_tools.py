@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from onnx_ops import wiring
+from onnx_ops import app
 from onnx_ops.domain.target import Target
 from onnx_ops.measure import load, starts
 from tests.cli.tool_files import write_hostile, write_models
@@ -132,8 +132,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2})
     machine = replace(runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1")
     monkeypatch.setattr(Scripted, "fingerprint", lambda *_: machine)
-    monkeypatch.setattr(wiring, "_runtime", lambda *_: runtime)
-    monkeypatch.setattr(wiring, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
+    monkeypatch.setattr(app, "_runtime", lambda *_: runtime)
+    monkeypatch.setattr(app, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
 
 
 class TestBench:
