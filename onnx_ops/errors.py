@@ -205,7 +205,7 @@ _QUOTED = 2000
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FREE = "Free some space and run the same again: what was finished is kept. See docs/troubles/disk-full.md."
+_FREE = "Free some space and run the same again: what was finished is kept. See docs/runbooks/disk-full.md."
 _OPEN = "Give the user who runs this access to it, or name another folder in onnx-ops.toml."
 
 

@@ -1,4 +1,4 @@
-"""The messages on the pages of troubles are those of the program."""
+"""The messages on the runbooks are those of the program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.docs_blocks import ROOT, blocks_of
 
-TROUBLES = sorted((ROOT / "docs" / "troubles").glob("*.md"))
+RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
 SECTIONS = ["You see", "Now", "Why", "So that it does not happen"]
 _SHORTEST = 7
 
@@ -33,22 +33,22 @@ def _tells(text: str) -> bool:
     return "\n" not in text and len(words) > 1 and len("".join(words)) >= _SHORTEST
 
 
-@pytest.mark.parametrize("page", TROUBLES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.stem)
 def test_a_message_on_a_page_is_one_of_the_program(page: Path, messages: list[re.Pattern[str]]) -> None:
     for block in blocks_of(page):
         for line in block.text.splitlines() if block.language == "text" else ():
             assert any(message.search(line) for message in messages), f"{block.place}: {line}"
 
 
-@pytest.mark.parametrize("page", [page for page in TROUBLES if page.stem != "index"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in RUNBOOKS if page.stem != "index"], ids=lambda page: page.stem)
 def test_a_page_says_what_is_seen_what_to_do_and_why(page: Path) -> None:
     headings = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert headings == SECTIONS
 
 
 def test_the_index_names_every_page() -> None:
-    linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "troubles" / "index.md").read_text(encoding="utf-8"))
-    assert sorted(linked) == sorted(page.name for page in TROUBLES if page.stem != "index")
+    linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "runbooks" / "index.md").read_text(encoding="utf-8"))
+    assert sorted(linked) == sorted(page.name for page in RUNBOOKS if page.stem != "index")
 
 
 def test_an_invented_message_would_be_found(messages: list[re.Pattern[str]]) -> None:

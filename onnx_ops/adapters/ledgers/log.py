@@ -24,7 +24,7 @@ SNAPSHOT_EVERY = 4
 _SWEEP_EVERY = 64
 """Entries after which the files of killed writers are looked for."""
 
-_REMEDY = "Bring the file back from a copy, which is right as entries never change: docs/troubles/ledger-damaged.md."
+_REMEDY = "Bring the file back from a copy, which is right as entries never change: docs/runbooks/ledger-damaged.md."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
