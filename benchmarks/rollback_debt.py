@@ -42,7 +42,7 @@ from benchmarks.debt.processes import (
 from benchmarks.debt.project import FOLLOWERS, Place, confirm, create_project, request, serve_both
 from benchmarks.debt.sites import PROVIDERS, Site, opened
 from benchmarks.truth.claims import Claim, at_most, summary, table
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.release.patience import PATIENCE_S
 from onnx_ops.testing.fakes import FakeRegistry
 
@@ -92,7 +92,7 @@ def try_fault(site: Site, fault_name: str, ending: str, follower: str, *, number
                 seconds.append(send_request(place, "error", draw))
             owed = not place.is_paid()
             if not place.is_requested():
-                raise MeasurementFailure("the rollback was not recorded", where=place.config.endpoint)
+                raise MeasurementError("the rollback was not recorded", where=place.config.endpoint)
             with following(place, follower) as slowest:
                 time.sleep(BROKEN_S)
                 repair()
@@ -136,7 +136,7 @@ def following(place: Place, follower: str) -> Iterator[Callable[[], float]]:
     try:
         yield slowest
         if end_process(process):
-            raise MeasurementFailure(f"{follower} ended with {process.exitcode}", where=place.config.endpoint)
+            raise MeasurementError(f"{follower} ended with {process.exitcode}", where=place.config.endpoint)
     finally:
         end_process(process)
 

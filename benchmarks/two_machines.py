@@ -37,7 +37,7 @@ from onnx_ops.domain.endpoint import gives_all_to
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Intent
 from onnx_ops.domain.rollout import alias
-from onnx_ops.errors import MeasurementFailure, OnnxOpsError
+from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.release.promote import promote
 from onnx_ops.release.rollback import roll_back_each
 from onnx_ops.testing.fakes import FakeRegistry
@@ -87,7 +87,7 @@ class Machines:
 
     def kill(self, name: str) -> None:
         if end_process(self._watches[name]):
-            raise MeasurementFailure(f"the watch ended with {self._watches[name].exitcode}", where=name)
+            raise MeasurementError(f"the watch ended with {self._watches[name].exitcode}", where=name)
         self.kills += 1
 
     def end(self) -> None:

@@ -49,7 +49,7 @@ def interpreter(tool: str, folder: Path) -> Path:
     """The Python that has the tool; its environment is made on first use, by pip: its settings say where torch is from.
 
     Raises:
-        StageFailure: its packages cannot be installed.
+        StageError: its packages cannot be installed.
     """
     return Environments(folder=folder, base=()).python(Environment(requirements=PINS[tool]))
 

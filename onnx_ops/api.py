@@ -144,7 +144,7 @@ def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, 
         options: Others of the command: `until`, `fresh`, `jobs`, `abandon`.
 
     Raises:
-        SpecError: a file is wrong; all of its problems are in the error.
+        ConfigError: a file is wrong; all of its problems are in the error.
     """
     from onnx_ops.cli.pipelines import run as command
     from onnx_ops.domain.pipeline import StageKind
@@ -160,7 +160,7 @@ def status(*endpoints: str, model: str = "", target: str = "") -> Result:
     """What endpoints do now, one document each; `onnx-ops status`. Needs no MLflow.
 
     Raises:
-        NotFound: there is no such endpoint.
+        NotFoundError: there is no such endpoint.
     """
     from onnx_ops.cli.endpoints import status as command
 
@@ -181,7 +181,7 @@ def promote(
         override: Whatever its gates or history say.
 
     Raises:
-        Refused: the version may not be promoted there.
+        RefusedError: the version may not be promoted there.
     """
     from onnx_ops.cli.releases import promote as command
 
@@ -209,9 +209,9 @@ def rollback(
         force: Even onto a version that was rolled back itself.
 
     Raises:
-        Refused: that version was rolled back itself.
-        StillOwed: it could not be done yet, and is tried again in the background.
-        NotFound: there is no such endpoint, or nothing to go back to.
+        RefusedError: that version was rolled back itself.
+        StillPendingError: it could not be done yet, and is tried again in the background.
+        NotFoundError: there is no such endpoint, or nothing to go back to.
     """
     from onnx_ops.cli.rollback import rollback as command
 

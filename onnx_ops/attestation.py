@@ -20,7 +20,7 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.gate import DecisionRecord, Verdict
 from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import Refused, SignatureInvalid, StateCorrupt, UserError
+from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedError, UserError
 from onnx_ops.ports import Signer, Verifier
 
 if TYPE_CHECKING:
@@ -75,20 +75,20 @@ def read(data: bytes | Envelope, kind: type[_R], *, where: str = "") -> Attested
         where: what an error is located at.
 
     Raises:
-        StateCorrupt: it is not a signed statement of this kind.
+        CorruptStateError: it is not a signed statement of this kind.
     """
     envelope = data if isinstance(data, Envelope) else codec.loads(data, Envelope, where=where)
     payload = _decoded(envelope.payload, where)
     statement = codec.loads(payload, dict[str, Any], where=where)
     if (envelope.payloadType, statement.get("_type")) != (PAYLOAD_TYPE, STATEMENT_TYPE):
-        raise StateCorrupt("not an in-toto statement", where=where)
+        raise CorruptStateError("not an in-toto statement", where=where)
     if (found := statement.get("predicateType")) != _PREDICATES[kind]:
-        raise StateCorrupt(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {found}"[:200])
+        raise CorruptStateError(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {found}"[:200])
     if not envelope.signatures:
-        raise StateCorrupt("nobody has signed it", where=where)
+        raise CorruptStateError("nobody has signed it", where=where)
     record = codec.from_json(statement.get("predicate"), kind, where=where)
     if statement.get("subject") != [{"name": _SUBJECT, "digest": {"sha256": hex_of(record.manifest)}}]:
-        raise StateCorrupt("its subject is not what its predicate is about", where=where)
+        raise CorruptStateError("its subject is not what its predicate is about", where=where)
     return Attested(record=record, envelope=envelope)
 
 
@@ -96,23 +96,23 @@ def verified(envelope: Envelope, kind: type[_R], verifier: Verifier, *, where: s
     """The record, as it stands in the bytes that a trusted key has signed.
 
     Raises:
-        SignatureInvalid: no trusted key has signed it, or it is not of this kind.
+        InvalidSignatureError: no trusted key has signed it, or it is not of this kind.
     """
     try:
         record = read(envelope, kind, where=where).record
         signed = _pre_authentication(envelope.payloadType, _decoded(envelope.payload, where))
-    except (StateCorrupt, UnicodeEncodeError, RecursionError) as error:
-        raise SignatureInvalid("nobody can have signed this", where=where, why=str(error)) from error
+    except (CorruptStateError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidSignatureError("nobody can have signed this", where=where, why=str(error)) from error
     refused = None
     for signature in envelope.signatures:
         try:
             verifier.verify(signed, signature.sig, signature.keyid)
-        except SignatureInvalid as error:
+        except InvalidSignatureError as error:
             refused = refused or error
         else:
             return record
     assert refused is not None  # noqa: S101 (`read` refuses an envelope without signatures)
-    raise SignatureInvalid(refused.what, where=where or refused.where, why=refused.why, remedy=refused.remedy)
+    raise InvalidSignatureError(refused.what, where=where or refused.where, why=refused.why, remedy=refused.remedy)
 
 
 def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bool:
@@ -126,18 +126,18 @@ def authority_of(deployment: Deployment, verifier: Verifier) -> Record:
     """What lets a deployment's files be loaded: a passing decision or an override about exactly them.
 
     Raises:
-        Refused: there is none, it is about something else, or no trusted key has signed it.
+        RefusedError: there is none, it is about something else, or no trusted key has signed it.
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
-        raise Refused("no signed decision names its files", where=where, remedy=_UNSIGNED)
+        raise RefusedError("no signed decision names its files", where=where, remedy=_UNSIGNED)
     about: Record
     if deployment.evidence is None:
         about = verified(deployment.authority, OverrideRecord, verifier, where=where)
     else:
         about = verified(deployment.authority, DecisionRecord, verifier, where=where)
     if not is_about(about, deployment, about.target):
-        raise Refused(
+        raise RefusedError(
             "the signed decision names other files",
             where=where,
             why=f"it is about {about.model}, {about.variant}, {short(about.manifest)}",
@@ -145,12 +145,14 @@ def authority_of(deployment: Deployment, verifier: Verifier) -> Record:
         )
     decision = about if isinstance(about, DecisionRecord) else None
     if decision is not None and decision.verdict is not Verdict.PASS:
-        raise Refused(f"its gates on {decision.target} ended {decision.verdict.value}", where=where, remedy=_UNSIGNED)
+        raise RefusedError(
+            f"its gates on {decision.target} ended {decision.verdict.value}", where=where, remedy=_UNSIGNED
+        )
     rests_on = (None, False) if decision is None else (decision.evidence, decision.batchable)
     if (deployment.evidence, deployment.batchable) != rests_on:
-        raise Refused("the signed decision rests on other evidence", where=where, remedy=_UNSIGNED)
+        raise RefusedError("the signed decision rests on other evidence", where=where, remedy=_UNSIGNED)
     if deployment.execution != about.execution:
-        raise Refused(f"it was not to run as target {about.target} runs it", where=where, remedy=_UNSIGNED)
+        raise RefusedError(f"it was not to run as target {about.target} runs it", where=where, remedy=_UNSIGNED)
     return about
 
 
@@ -195,14 +197,14 @@ class TrustedKeys:
         return tuple(sorted(self._load()))
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
-        """Raises SignatureInvalid if the key is not trusted or the signature does not fit."""
+        """Raises InvalidSignatureError if the key is not trusted or the signature does not fit."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
         from cryptography.hazmat.primitives.hashes import SHA256
 
         trusted = self._load()
         if key not in trusted:
-            raise SignatureInvalid(
+            raise InvalidSignatureError(
                 f"key {short(key)} is not trusted",
                 where=", ".join(map(str, self._paths)),
                 why=f"trusted keys: {', '.join(map(short, sorted(trusted))) or 'none'}",
@@ -211,7 +213,7 @@ class TrustedKeys:
         try:
             trusted[key].verify(base64.b64decode(signature, validate=True), data, ECDSA(SHA256()))
         except (InvalidSignature, ValueError) as error:
-            raise SignatureInvalid(
+            raise InvalidSignatureError(
                 f"the signature by key {short(key)} does not fit",
                 why="the record or the signature was changed after it was signed",
                 remedy="Judge the release again with `onnx-ops run`, and find out who changed it",
@@ -278,7 +280,7 @@ def _decoded(payload: str, where: str) -> bytes:
     try:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise StateCorrupt("its payload is not base64", where=where) from error
+        raise CorruptStateError("its payload is not base64", where=where) from error
 
 
 def _pre_authentication(payload_type: str, payload: bytes) -> bytes:

@@ -20,7 +20,7 @@ from cattrs.v import format_exception
 from typing_extensions import TypeForm
 
 from onnx_ops.domain.artifact import canonical_json
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 
 T = TypeVar("T")
 
@@ -46,25 +46,25 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     """The value of type `kind` that plain JSON describes.
 
     Raises:
-        StateCorrupt: it does not describe one.
+        CorruptStateError: it does not describe one.
     """
     try:
         return _converter().structure(value, cast("type[T]", kind))
     except (BaseValidationError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = "; ".join(transform_error(error, format_exception=_say))
-        raise StateCorrupt(f"not a {getattr(kind, '__name__', kind)}", where=where, why=why) from error
+        raise CorruptStateError(f"not a {getattr(kind, '__name__', kind)}", where=where, why=why) from error
 
 
 def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
     """`from_json` of a JSON text.
 
     Raises:
-        StateCorrupt: it is not JSON, or does not describe such a value.
+        CorruptStateError: it is not JSON, or does not describe such a value.
     """
     try:
         value = _converter().loads(data, Any, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise StateCorrupt("not JSON", where=where, why=str(error)) from error
+        raise CorruptStateError("not JSON", where=where, why=str(error)) from error
     return from_json(value, kind, where=where)
 
 

@@ -1,27 +1,27 @@
-"""Every error that onnx-ops raises on purpose.
+"""Errors of onnx-ops, each with the place, the cause, the remedy and an exit code.
 
-    OnnxOpsError                     what / where / why / remedy, and an exit code
-    ├── UserError (2)                the user's input is wrong
-    │   ├── SpecError                a pipeline or target file has problems, each with its position
-    │   │   └── NotReady (4)         the file is right, and this machine lacks what it needs
-    │   ├── NotFound                 a name that leads nowhere: a file, a function, a version, an endpoint
-    │   └── TooLarge                 more than a limit allows; the limit protects memory
-    ├── MissingPackage (4)           an optional package that is needed here is not installed
-    ├── EnvironmentFailure (4)       the machine or a service failed, not the model
-    │   ├── ServiceUnavailable       a server that should answer does not
-    │   ├── StillOwed                a request was accepted and could not be carried out yet
-    │   ├── RolledBackByAlarm        an alarm that guards the endpoint took a deployment back
-    │   ├── StorageFailure           the disk is full, or a file or folder cannot be used
-    │   ├── StageFailure             a stage crashed, was killed or ran past its time-out
-    │   ├── MeasurementFailure       something could not be measured (missing provider, crash)
-    │   └── StateCorrupt             a record on disk does not match its digest
-    ├── Refused (5)                  policy, permission or signature said no
-    │   ├── SignatureInvalid         a decision that nobody trusted has signed
-    │   └── DigestMismatch           content that is not what was recorded
-    └── Conflict (4)                 somebody else acted first; try again
-        └── Overtaken                somebody else wrote the ledger's next entry; look at what it says
+    OnnxOpsError                       what, where, why, remedy, and an exit code
+    ├── UserError (2)                  the input is wrong
+    │   ├── ConfigError                a pipeline or target file has problems, each with its position
+    │   │   └── NotReadyError (4)      the file is valid, and this machine lacks what it needs
+    │   ├── NotFoundError              a file, function, version or endpoint does not exist
+    │   └── TooLargeError              a request exceeds a limit that protects memory
+    ├── MissingPackageError (4)        an optional package is not installed
+    ├── InfrastructureError (4)        the machine or a service failed, not the model
+    │   ├── ServiceUnavailableError    a server does not answer
+    │   ├── StillPendingError          a request was accepted and is not carried out yet
+    │   ├── AlarmRollbackError         an alarm of the provider rolled a deployment back
+    │   ├── StorageError               the disk is full, or a file or folder is not accessible
+    │   ├── StageError                 a stage crashed, was killed or timed out
+    │   ├── MeasurementError           something could not be measured (missing provider, crash)
+    │   └── CorruptStateError          a stored record does not match its digest or format
+    ├── RefusedError (5)               a policy, a permission or a signature check refused
+    │   ├── InvalidSignatureError      no trusted key has signed the decision
+    │   └── DigestMismatchError        content differs from what was recorded
+    └── ConflictError (4)              another process acted first; try again
+        └── LedgerConflictError        another process wrote the next ledger entry first
 
-Exit codes are those of the command line (0 done, 1 a gate failed, 2, 3 inconclusive, 4, 5, 130).
+Exit codes are those of the command line (0 success, 1 failed gate, 2, 3 inconclusive, 4, 5, 130).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 
 class OnnxOpsError(Exception):
-    """An error with the four things a person needs to act on it.
+    """Base class of all errors that onnx-ops raises on purpose.
 
     Args:
-        what: what went wrong, one sentence.
-        where: the file, version, endpoint or stage it happened in.
-        why: the cause, as far as it is known.
+        what: what went wrong, in one sentence.
+        where: the file, version, endpoint or stage.
+        why: the cause, if known.
         remedy: what to do next.
     """
 
@@ -60,11 +60,11 @@ class OnnxOpsError(Exception):
         return f"{text}{end} {self.remedy}" if self.remedy else text
 
     def without_place(self) -> str:
-        """Return the text without its place, where that is shown already."""
+        """Return the text without `where`."""
         return str(type(self)(self.what, why=self.why, remedy=self.remedy))
 
     def as_document(self) -> dict[str, object]:
-        """The same content for `--json`."""
+        """Return the document that `--json` prints."""
         return {
             "error": type(self).__name__,
             "what": self.what,
@@ -76,14 +76,16 @@ class OnnxOpsError(Exception):
 
 
 class UserError(OnnxOpsError):
+    """Wrong input."""
+
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Problem:
-    """One problem of one file. `line` and `column` count from 1; 0 means the position is not known.
+    """One problem of one file. `line` and `column` count from 1; 0: position unknown.
 
-    `environment` marks a problem of this machine: the file is right, and a package or a credential is missing.
+    `environment` marks a problem of this machine: the file is valid, and a package or credential is missing.
     """
 
     file: str
@@ -98,8 +100,8 @@ class Problem:
         return f"{place}{self.path}: {self.message}" if self.path else f"{place}{self.message}"
 
 
-class SpecError(UserError):
-    """All problems of a file at once."""
+class ConfigError(UserError):
+    """All problems of a configuration file."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         self.problems = tuple(sorted(problems))
@@ -110,125 +112,118 @@ class SpecError(UserError):
         return "\n".join(str(problem) for problem in self.problems)
 
     def as_document(self) -> dict[str, object]:
+        """Return the document that `--json` prints, with all problems."""
         document = super().as_document()
-        document["problems"] = [
-            {
-                "file": p.file,
-                "line": p.line,
-                "column": p.column,
-                "path": p.path,
-                "message": p.message,
-                "environment": p.environment,
-            }
-            for p in self.problems
-        ]
+        document["problems"] = [asdict(problem) for problem in self.problems]
         return document
 
 
-class NotReady(SpecError):
-    exit_code = 4
-
-
-def spec_error(problems: tuple[Problem, ...]) -> SpecError:
-    """Return the error of these problems: they are the machine's only if all of them are."""
-    return (NotReady if all(problem.environment for problem in problems) else SpecError)(problems)
-
-
-class NotFound(UserError):
-    pass
-
-
-class TooLarge(UserError):
-    pass
-
-
-class MissingPackage(OnnxOpsError):
-    """No `EnvironmentFailure`: to try again does not help."""
+class NotReadyError(ConfigError):
+    """Valid files for which this machine lacks a package or a credential."""
 
     exit_code = 4
 
 
-class EnvironmentFailure(OnnxOpsError):
-    exit_code = 4
+def config_error(problems: tuple[Problem, ...]) -> ConfigError:
+    """Return a `NotReadyError` if all problems are problems of this machine, else a `ConfigError`."""
+    return (NotReadyError if all(problem.environment for problem in problems) else ConfigError)(problems)
 
 
-class ServiceUnavailable(EnvironmentFailure):
-    pass
+class NotFoundError(UserError):
+    """A file, function, version or endpoint that does not exist."""
 
 
-class StillOwed(EnvironmentFailure):
-    pass
+class TooLargeError(UserError):
+    """A request beyond a limit that protects memory."""
 
 
-class RolledBackByAlarm(EnvironmentFailure):
-    pass
+class MissingPackageError(OnnxOpsError):
+    """An optional package that is not installed. Not retried, unlike an `InfrastructureError`."""
 
 
-class StorageFailure(EnvironmentFailure):
-    pass
+class InfrastructureError(OnnxOpsError):
+    """A failure of the machine or of a service, not of the model."""
 
 
-class StageFailure(EnvironmentFailure):
-    pass
+class ServiceUnavailableError(InfrastructureError):
+    """A server that does not answer."""
 
 
-class MeasurementFailure(EnvironmentFailure):
-    pass
+class StillPendingError(InfrastructureError):
+    """A request that was accepted and is not carried out yet."""
 
 
-class StateCorrupt(EnvironmentFailure):
-    pass
+class AlarmRollbackError(InfrastructureError):
+    """A deployment that an alarm of the provider rolled back."""
 
 
-class Conflict(OnnxOpsError):
-    exit_code = 4
+class StorageError(InfrastructureError):
+    """A full disk, or a file or folder that is not accessible."""
 
 
-class Overtaken(Conflict):
-    pass
+class StageError(InfrastructureError):
+    """A stage that crashed, was killed or timed out."""
 
 
-class Refused(OnnxOpsError):
+class MeasurementError(InfrastructureError):
+    """Something that could not be measured."""
+
+
+class CorruptStateError(InfrastructureError):
+    """A stored record that does not match its digest or format."""
+
+
+class ConflictError(OnnxOpsError):
+    """A change that another process made first."""
+
+
+class LedgerConflictError(ConflictError):
+    """The next ledger entry, which another process wrote first."""
+
+
+class RefusedError(OnnxOpsError):
+    """A refusal by policy, permission or signature check."""
+
     exit_code = 5
 
 
-class SignatureInvalid(Refused):
-    pass
+class InvalidSignatureError(RefusedError):
+    """A decision that no trusted key has signed."""
 
 
-class DigestMismatch(Refused):
-    pass
+class DigestMismatchError(RefusedError):
+    """Content that differs from what was recorded."""
 
 
 _QUOTED = 2000
-"""Characters of a library's text that are quoted."""
+"""Longest quotation of a library's message, in characters."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FREE = "Free some space and run the same again: what was finished is kept. See docs/runbooks/disk-full.md."
-_OPEN = "Give the user who runs this access to it, or name another folder in onnx-ops.toml."
+_FREE = "Free some space and run the command again: finished work is kept. See docs/runbooks/disk-full.md."
+_OPEN = "Grant the current user access to it, or set another folder in onnx-ops.toml."
 
 
 @contextmanager
 def storage_errors(where: str = "") -> Iterator[None]:
-    """Make an error that says what to do of a full disk and of a file or folder that is closed to this user.
+    """Convert an OSError about a full disk or missing access into a `StorageError` with a remedy.
 
     Raises:
-        StorageFailure: in place of such an OSError; any other is no less unexpected than before.
+        StorageError: in place of such an OSError; any other passes unchanged.
     """
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise StorageFailure("the disk is full", where=where, why=str(error), remedy=_FREE) from error
+            raise StorageError("the disk is full", where=where, why=str(error), remedy=_FREE) from error
         if error.errno in _CLOSED:
-            what = "a file or folder cannot be used"
-            raise StorageFailure(what, where=where, why=str(error), remedy=_OPEN) from error
+            what = "a file or folder is not accessible"
+            raise StorageError(what, where=where, why=str(error), remedy=_OPEN) from error
         raise
 
 
 def quoted(error: object) -> str:
-    """Return what a library says, in one line; of a very long text the beginning and the end, in whole words."""
+    """Return a library's message as one line; a very long one is cut in the middle, at whole words."""
     words = str(error).split()
     text = " ".join(words)
     if len(text) <= _QUOTED:
@@ -238,19 +233,19 @@ def quoted(error: object) -> str:
 
 
 def from_document(document: dict[str, object]) -> OnnxOpsError:
-    """The error that `as_document` described, of the same type where it is one of these."""
+    """Rebuild an error from the document of `as_document`; an unknown type becomes an `OnnxOpsError`."""
     kind = globals().get(str(document.get("error")))
-    if kind in (SpecError, NotReady):
-        return _spec_error(document)
+    if kind in (ConfigError, NotReadyError):
+        return _config_error_from(document)
     if not (isinstance(kind, type) and issubclass(kind, OnnxOpsError)):
         kind = OnnxOpsError
     texts = {name: str(document.get(name, "")) for name in ("where", "why", "remedy")}
     return kind(str(document.get("what", "")), **texts)
 
 
-def _spec_error(document: dict[str, object]) -> OnnxOpsError:
+def _config_error_from(document: dict[str, object]) -> OnnxOpsError:
     problems: Any = document.get("problems")
     try:
-        return spec_error(tuple(Problem(**problem) for problem in problems))
+        return config_error(tuple(Problem(**problem) for problem in problems))
     except TypeError:
         return UserError(str(document.get("what", "")), where=str(document.get("where", "")))

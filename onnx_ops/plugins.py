@@ -10,7 +10,7 @@ from importlib import metadata
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points
 from typing import Any
 
-from onnx_ops.errors import MissingPackage, NotFound
+from onnx_ops.errors import MissingPackageError, NotFoundError
 
 KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", "notifiers", "pools")
 """Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
@@ -70,8 +70,8 @@ def load(kind: str, name: str, *arguments: object) -> Any:
     folder, and that of trusted public keys).
 
     Raises:
-        NotFound: no installed distribution offers it.
-        MissingPackage: it is there, but a package that it needs is not.
+        NotFoundError: no installed distribution offers it.
+        MissingPackageError: it is there, but a package that it needs is not.
     """
     point = find(kind, name)
     try:
@@ -84,7 +84,7 @@ def find(kind: str, name: str) -> EntryPoint:
     """The entry point itself, without importing it.
 
     Raises:
-        NotFound: no installed distribution offers it.
+        NotFoundError: no installed distribution offers it.
     """
     for point in _points(tuple(sys.path))[kind]:
         if point.name == name:
@@ -92,14 +92,14 @@ def find(kind: str, name: str) -> EntryPoint:
     known = names(kind)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else f"Installed: {', '.join(known)}."
-    raise NotFound(f"no {kind} plugin is called {name!r}", remedy=hint)
+    raise NotFoundError(f"no {kind} plugin is called {name!r}", remedy=hint)
 
 
 def distribution(kind: str, name: str) -> str | None:
     """Name of the distribution that offers a plugin; None if there is none.
 
     Raises:
-        NotFound: as for `find`.
+        NotFoundError: as for `find`.
     """
     return _distribution(tuple(sys.path), kind, name)
 
@@ -148,7 +148,7 @@ def require(*distributions: str, where: str) -> None:
         where: the command, stage or setting that needs them.
 
     Raises:
-        MissingPackage: names all that are missing, and the extras that bring them.
+        MissingPackageError: names all that are missing, and the extras that bring them.
     """
     if missing := absent(distributions):
         raise missing_package(*missing, where=where)
@@ -164,10 +164,10 @@ def tools(plugin: object) -> tuple[str, ...]:
     return (*getattr(plugin, "tools", ()), *getattr(plugin, "converters", ()))
 
 
-def missing_package(*packages: str, where: str, why: str = "") -> MissingPackage:
+def missing_package(*packages: str, where: str, why: str = "") -> MissingPackageError:
     """Return the error of packages that are not installed."""
     what = f"package {packages[0]} is" if len(packages) == 1 else f"packages {', '.join(packages)} are"
-    return MissingPackage(f"{what} not installed", where=where, why=why, remedy=install_hint(*packages))
+    return MissingPackageError(f"{what} not installed", where=where, why=why, remedy=install_hint(*packages))
 
 
 def imported(error: ImportError) -> str:

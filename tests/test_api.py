@@ -12,7 +12,7 @@ import pytest
 
 import onnx_ops
 from onnx_ops import api
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.testing.models import rows
 from tests.cli.tool_files import write_models
 from tests.support.command import run_command
@@ -67,7 +67,7 @@ def test_problems_of_a_file_are_a_result(folder: Path) -> None:
 def test_status_of_nothing_and_of_a_stranger(folder: Path) -> None:
     assert (onnx_ops.status().document, onnx_ops.status().exit_code) == ([], 0)
     assert "No endpoints yet" in repr(onnx_ops.status())
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         onnx_ops.status("nobody")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         onnx_ops.rollback("nobody", reason="trying")

@@ -19,7 +19,7 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import DecisionRecord, Verdict
 from onnx_ops.domain.override import OverrideRecord
-from onnx_ops.errors import Refused, SignatureInvalid, StateCorrupt, UserError
+from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedError, UserError
 from onnx_ops.testing.fakes import FakeSigner
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"a stranger")
@@ -101,7 +101,7 @@ def test_what_was_signed_is_read_back_and_verified(record: DecisionRecord | Over
     assert read(text, type(record)) == attested
     assert attested.keys == (SIGNER.key,)
     assert verified(attested.envelope, type(record), SIGNER) == record
-    with pytest.raises(SignatureInvalid, match="is not trusted"):
+    with pytest.raises(InvalidSignatureError, match="is not trusted"):
         verified(attested.envelope, type(record), STRANGER)
 
 
@@ -111,14 +111,14 @@ def test_no_changed_byte_is_verified(position: int, bit: int) -> None:
     payload = bytearray(base64.b64decode(envelope.payload))
     payload[position % len(payload)] ^= 1 << bit
     changed = replace(envelope, payload=base64.b64encode(bytes(payload)).decode())
-    with pytest.raises(SignatureInvalid):
+    with pytest.raises(InvalidSignatureError):
         verified(changed, DecisionRecord, SIGNER)
 
 
 def test_one_kind_does_not_pass_for_the_other() -> None:
-    with pytest.raises(SignatureInvalid, match="nobody can have signed this"):
+    with pytest.raises(InvalidSignatureError, match="nobody can have signed this"):
         verified(sign(override(), SIGNER).envelope, DecisionRecord, SIGNER)
-    with pytest.raises(SignatureInvalid):
+    with pytest.raises(InvalidSignatureError):
         verified(replace(sign(decision(), SIGNER).envelope, payloadType="text/plain"), DecisionRecord, SIGNER)
 
 
@@ -126,7 +126,7 @@ def test_one_trusted_signature_of_several_is_enough_and_none_is_not() -> None:
     mine, theirs = sign(decision(), SIGNER).envelope, sign(decision(), STRANGER).envelope
     both = replace(mine, signatures=(*theirs.signatures, *mine.signatures))
     assert verified(both, DecisionRecord, SIGNER) == decision()
-    with pytest.raises(SignatureInvalid):
+    with pytest.raises(InvalidSignatureError):
         verified(replace(mine, signatures=()), DecisionRecord, SIGNER)
 
 
@@ -150,7 +150,7 @@ def statement_of(**changes: Any) -> Envelope:
     ],
 )
 def test_what_is_no_decision_is_told_from_one(envelope: Envelope, why: str) -> None:
-    with pytest.raises(StateCorrupt, match=why):
+    with pytest.raises(CorruptStateError, match=why):
         read(envelope, DecisionRecord)
 
 
@@ -182,7 +182,7 @@ def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded
     ],
 )
 def test_anything_else_is_refused(other: Deployment, why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(RefusedError, match=why):
         authority_of(other, SIGNER)
 
 

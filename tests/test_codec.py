@@ -44,7 +44,7 @@ from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome
 from onnx_ops.domain.release import Choice, Lineage, Registration, VersionRecord
 from onnx_ops.domain.rollout import Action, Roles, RolloutPolicy
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 
 text = st.text(max_size=6)
 digests = st.integers(0, 2**64).map(lambda n: Digest(f"sha256:{n:064x}"))
@@ -195,7 +195,7 @@ def test_the_document_that_the_strict_tests_spoil_is_right() -> None:
     ids=str,
 )
 def test_what_does_not_fit_is_refused_with_its_path(change: dict[str, Any], path: str) -> None:
-    with pytest.raises(StateCorrupt) as caught:
+    with pytest.raises(CorruptStateError) as caught:
         codec.from_json({**RESULT, **change}, GateResult, where="the file")
     assert path in caught.value.why
     assert caught.value.where == "the file"
@@ -203,26 +203,26 @@ def test_what_does_not_fit_is_refused_with_its_path(change: dict[str, Any], path
 
 @pytest.mark.parametrize("missing", RESULT)
 def test_a_missing_key_is_named(missing: str) -> None:
-    with pytest.raises(StateCorrupt) as caught:
+    with pytest.raises(CorruptStateError) as caught:
         codec.from_json({key: value for key, value in RESULT.items() if key != missing}, GateResult)
     assert missing in caught.value.why
 
 
 def test_the_path_leads_into_depth() -> None:
     document = {"variant": "v", "target": "t", "results": [RESULT, {**RESULT, "reason": []}]}
-    with pytest.raises(StateCorrupt) as caught:
+    with pytest.raises(CorruptStateError) as caught:
         codec.from_json(document, Decision)
     assert "$.results[1].reason" in caught.value.why
 
 
 @pytest.mark.parametrize("document", [None, [], "size", 3, {"kind": "speed"}, {"max": 3}, {"kind": ["size"], "max": 3}])
 def test_what_is_no_gate(document: Any) -> None:
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(CorruptStateError):
         codec.from_json([document], tuple[Gate, ...])
 
 
 def test_domain_rules_hold_for_what_is_read() -> None:
-    with pytest.raises(StateCorrupt) as caught:
+    with pytest.raises(CorruptStateError) as caught:
         codec.loads(b'{"weights":{"a":99}}', TrafficSplit)
     assert "sum to 100" in caught.value.why
 
@@ -236,13 +236,13 @@ def test_not_a_number_is_not_written(value: float) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_not_a_number_is_not_read(number: str) -> None:
     document = json.dumps(RESULT)[:-1] + f', "estimate": {number}}}'
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(CorruptStateError):
         codec.loads(document.encode(), GateResult)
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(CorruptStateError):
         codec.loads(f'{{"kind":"parity","noise_factor":{number}}}'.encode(), ParityGate)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":1}x', b"9" * 10_000])
 def test_what_is_no_json_is_corrupt_state(data: bytes) -> None:
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(CorruptStateError):
         codec.loads(data, Manifest, where="somewhere")

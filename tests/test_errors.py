@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from onnx_ops import errors
-from onnx_ops.errors import OnnxOpsError, Problem, SpecError, from_document, quoted, spec_error
+from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, config_error, from_document, quoted
 
 KINDS = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, OnnxOpsError) and not issubclass(kind, SpecError)
+    if isinstance(kind, type) and issubclass(kind, OnnxOpsError) and not issubclass(kind, ConfigError)
 ]
 
 
@@ -30,8 +30,8 @@ def test_exit_codes_tell_whose_turn_it_is() -> None:
     for kind in KINDS:
         by_code.setdefault(kind.exit_code, set()).add(kind.__name__)
     assert by_code.keys() == {2, 4, 5}
-    assert by_code[2] == {"UserError", "NotFound", "TooLarge"}
-    assert by_code[5] == {"Refused", "SignatureInvalid", "DigestMismatch"}
+    assert by_code[2] == {"UserError", "NotFoundError", "TooLargeError"}
+    assert by_code[5] == {"RefusedError", "InvalidSignatureError", "DigestMismatchError"}
 
 
 def test_the_tree_is_drawn_in_the_docstring() -> None:
@@ -46,10 +46,10 @@ PROBLEMS = (
 
 
 def test_problems_of_a_file_are_told_in_order_and_survive() -> None:
-    error = SpecError(PROBLEMS)
+    error = ConfigError(PROBLEMS)
     assert str(error) == "p.yaml: empty\np.yaml:3:1: gates[0]: unknown"
     again = from_document(error.as_document())
-    assert isinstance(again, SpecError)
+    assert isinstance(again, ConfigError)
     assert again.problems == error.problems
     assert again.exit_code == 2
 
@@ -57,13 +57,13 @@ def test_problems_of_a_file_are_told_in_order_and_survive() -> None:
 def test_problems_of_the_machine_alone_are_no_mistake_in_the_file() -> None:
     missing = replace(PROBLEMS[0], environment=True)
     for problems, code in (((missing,), 4), ((missing, PROBLEMS[1]), 2)):
-        error = spec_error(problems)
+        error = config_error(problems)
         assert (error.exit_code, from_document(error.as_document()).exit_code) == (code, code)
 
 
 @pytest.mark.parametrize(
     "document",
-    [{}, {"error": "Problem"}, {"error": "dataclass", "what": 3}, {"error": "SpecError", "problems": [{"file": 1}]}],
+    [{}, {"error": "Problem"}, {"error": "dataclass", "what": 3}, {"error": "ConfigError", "problems": [{"file": 1}]}],
 )
 def test_a_strange_document_is_still_an_error(document: dict[str, object]) -> None:
     assert isinstance(from_document(document), OnnxOpsError)

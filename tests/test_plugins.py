@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import plugins
-from onnx_ops.errors import MissingPackage, NotFound
+from onnx_ops.errors import MissingPackageError, NotFoundError
 from tests.support.extras import hide
 
 MODULES = {
@@ -64,7 +64,7 @@ def test_a_plugin_of_another_distribution_is_found_and_made() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_plugin_whose_package_is_missing_says_what_to_install() -> None:
-    with pytest.raises(MissingPackage, match="a_package_that_nobody_has is not installed") as caught:
+    with pytest.raises(MissingPackageError, match="a_package_that_nobody_has is not installed") as caught:
         plugins.load("exporters", "needy")
     assert caught.value.where == "exporters plugin needy"
     assert caught.value.remedy == "Install it with: pip install a_package_that_nobody_has"
@@ -73,7 +73,7 @@ def test_a_plugin_whose_package_is_missing_says_what_to_install() -> None:
 def test_a_missing_extra_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     point = plugins.find("exporters", "sklearn")
     monkeypatch.setitem(sys.modules, point.module, None)
-    with pytest.raises(MissingPackage):
+    with pytest.raises(MissingPackageError):
         plugins.load("exporters", "sklearn")
     assert plugins.install_hint("skl2onnx") == "Install it with: pip install 'onnx-ops[sklearn]'"
 
@@ -93,7 +93,7 @@ def test_the_hint_names_each_extra_once_and_no_more_than_are_needed(packages: tu
 
 def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "mlflow", "boto3")
-    with pytest.raises(MissingPackage) as caught:
+    with pytest.raises(MissingPackageError) as caught:
         plugins.require("numpy", "mlflow", "boto3", "mlflow", where="pipeline p")
     assert (caught.value.what, caught.value.where) == ("packages mlflow, boto3 are not installed", "pipeline p")
     assert caught.value.remedy == "Install them with: pip install 'onnx-ops[aws,mlflow]'"
@@ -137,12 +137,12 @@ def test_every_kind_has_plugins(kind: str) -> None:
 
 
 def test_a_misspelt_name_asks_what_was_meant() -> None:
-    with pytest.raises(NotFound, match="no exporters plugin is called 'sklaern'") as caught:
+    with pytest.raises(NotFoundError, match="no exporters plugin is called 'sklaern'") as caught:
         plugins.find("exporters", "sklaern")
     assert caught.value.remedy == "Did you mean 'sklearn'?"
 
 
 def test_a_strange_name_lists_what_is_there() -> None:
-    with pytest.raises(NotFound) as caught:
+    with pytest.raises(NotFoundError) as caught:
         plugins.load("endpoints", "qqqqq")
     assert "local" in caught.value.remedy

@@ -9,7 +9,7 @@ import time
 from urllib.parse import urlsplit
 
 from benchmarks.debt.sites import PATIENCE_S, Route
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 
 BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
 
@@ -30,12 +30,12 @@ class Client:
         """Wait until a deployment has given so many more answers.
 
         Raises:
-            MeasurementFailure: it does not answer.
+            MeasurementError: it does not answer.
         """
         goal, deadline = self.answers.count(deployment) + count, time.monotonic() + PATIENCE_S
         while self.answers.count(deployment) < goal:
             if time.monotonic() > deadline:
-                raise MeasurementFailure(f"the client gets no answer of {deployment}", why=str(self.answers[-3:]))
+                raise MeasurementError(f"the client gets no answer of {deployment}", why=str(self.answers[-3:]))
             time.sleep(0.01)
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from benchmarks.debt.project import Place
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from tests.support.forks import fork_context
 
 KILLED_S = 20.0
@@ -36,7 +36,7 @@ def run_bounded(
     does not end. Return its seconds; 0 if it was killed on purpose.
 
     Raises:
-        MeasurementFailure: it ended with an error.
+        MeasurementError: it ended with an error.
     """
     process = start_process(function, place, *arguments)
     began = time.monotonic()
@@ -46,7 +46,7 @@ def run_bounded(
     if killed_s is not None:
         return 0.0
     if in_time and process.exitcode:
-        raise MeasurementFailure(f"{function.__name__} ended with {process.exitcode}")
+        raise MeasurementError(f"{function.__name__} ended with {process.exitcode}")
     return seconds
 
 

@@ -26,7 +26,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
 from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested
 from onnx_ops.domain.release import Publication
 from onnx_ops.domain.rollout import DAY, RolloutPolicy
-from onnx_ops.errors import ServiceUnavailable, StillOwed
+from onnx_ops.errors import ServiceUnavailableError, StillPendingError
 from onnx_ops.ports import Ports, Registry, Signer
 from onnx_ops.release.bell import Bell
 from onnx_ops.release.promote import configure, promote
@@ -68,7 +68,7 @@ class FileRegistry:
 
         def call(*arguments: Any, **options: Any) -> Any:
             if self._down.exists():
-                raise ServiceUnavailable("the registry does not answer")
+                raise ServiceUnavailableError("the registry does not answer")
             with self._alone():
                 registry: FakeRegistry = pickle.loads(self._file.read_bytes())  # noqa: S301 (our own)
                 result = getattr(registry, name)(*arguments, **options)
@@ -213,7 +213,7 @@ def serve_both(place: Place, keep_first: bool) -> None:
 def request(place: Place, patience_s: float) -> None:
     """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is owed."""
     _, errors = roll_back_each(place.ports(), (place.config.endpoint,), reason="a trial", patience_s=patience_s)
-    if not all(isinstance(error, StillOwed) for error in errors.values()):
+    if not all(isinstance(error, StillPendingError) for error in errors.values()):
         raise SystemExit(f"{errors}")
 
 

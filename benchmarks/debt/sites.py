@@ -25,7 +25,7 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import archive_key
 from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
 from onnx_ops.adapters.endpoints.server_process import ServerProcess
 from onnx_ops.app.project import open_project
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.protocol.headers import DEPLOYMENT
@@ -194,7 +194,7 @@ class Local(Site):
         server = ServerProcess(folder, sys.executable)
         server.kill(None)
         if not server.gone(PATIENCE_S) or processes.workers(folder):
-            raise MeasurementFailure("the server does not die", where=place.config.endpoint)
+            raise MeasurementError("the server does not die", where=place.config.endpoint)
 
     def _port_taken(self, place: Place, variant: bool) -> Repair:
         del variant

@@ -19,7 +19,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_session import machine
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import (
     ExportRequest,
     LoadSamples,
@@ -108,7 +108,7 @@ class SyntheticRuntime:
             weight = numpy_helper.to_array(onnx.load(model).graph.initializer[0])
             return tuple({"scores": _product(batch["x"], weight)} for batch in batches)
         except (KeyError, IndexError, ValueError) as error:
-            raise MeasurementFailure("it does not run", where=str(model), why=str(error)) from error
+            raise MeasurementError("it does not run", where=str(model), why=str(error)) from error
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         del model, target, feed, warmup

@@ -28,7 +28,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.gate import ParityGate, Verdict
 from onnx_ops.domain.pipeline import SOURCE_TIME_S, Export
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, OnnxOpsError, StageFailure
+from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError
 from onnx_ops.measure.parity import measure_parity
 from onnx_ops.pipeline.stages.asking import ask_source
 from onnx_ops.ports import Exporter, ExportRequest, Tensors
@@ -151,7 +151,7 @@ def _dynamo(exporter: Exporter, case: Any) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         try:
             free(path)
-        except StageFailure as error:
+        except StageError as error:
             if error.where != "export.dynamic":
                 raise
             batch_only(path)
@@ -190,7 +190,7 @@ def outcome(source: Source, path: Path) -> Outcome:
         worst = max((r for r in results if not r.advisory), key=lambda r: r.verdict.rank)
         verdict, reason = worst.verdict, worst.reason
         advised = any(r.advisory and r.verdict is not Verdict.PASS for r in results)
-    except MeasurementFailure as error:
+    except MeasurementError as error:
         verdict, reason, advised = Verdict.FAIL, str(error), False
     right = _right(source, path)
     return Outcome(name=source.name, right=right, verdict=verdict, reason=reason, advised=advised, seconds=seconds)

@@ -23,7 +23,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.parity import measure_parity
 from onnx_ops.onnx_graph.check import full_check
 from onnx_ops.onnx_graph.forest import read_trees
@@ -112,7 +112,7 @@ def judged(path: Path, target: Target, export: Exported) -> GateResult:
         full_check(path)
         measured = measure_parity(OnnxRuntime(), path, target, export.groups)
         trees = compare_trees(read_trees(path), export.trees) if export.trees is not None else None
-    except (MeasurementFailure, UserError) as error:
+    except (MeasurementError, UserError) as error:
         return GateResult(
             gate="parity", metric="outputs", limit="", verdict=Verdict.FAIL, reason=f"it does not run: {error}"
         )
@@ -184,7 +184,7 @@ def _told_apart(right: Path, wrong: Path) -> bool:
     try:
         samples = made_up(shared_inputs(right, wrong), count=_MADE_UP_ROWS, dims={}, bounds=input_bounds(right))
         return compare(OnnxRuntime(), TARGET, right, wrong, samples).verdict is Verdict.FAIL
-    except (MeasurementFailure, UserError):
+    except (MeasurementError, UserError):
         return True
 
 

@@ -20,7 +20,7 @@ from onnx_ops.domain.evidence import ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.gate import GateResult, MetricGate, ParityGate, Verdict
 from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.activations import measure_activations
 from onnx_ops.measure.labels import classes_of
 from onnx_ops.measure.pairs import paired
@@ -122,7 +122,7 @@ def _weights(model: Trained, path: Path) -> tuple[WeightMeasurement, ...]:
     """A variant that cannot be compared has none, which is inconclusive."""
     try:
         return measure_weights(model.path, path, OnnxRuntime(), model.unseen)
-    except MeasurementFailure:
+    except MeasurementError:
         return ()
 
 

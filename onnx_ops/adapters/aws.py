@@ -11,7 +11,7 @@ from typing import Any
 
 from onnx_ops.adapters.host import machine_vendor
 from onnx_ops.domain.artifact import digest_bytes, hex_of
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import absent, require
 
 Scalar = str | int | float | bool
@@ -64,7 +64,7 @@ def clients(settings: Mapping[str, Scalar], *, where: str = "") -> Clients:
 
     Raises:
         UserError: there is no such profile, or no region is chosen: some services would do without, others not.
-        MissingPackage: the extra `aws` is not installed.
+        MissingPackageError: the extra `aws` is not installed.
     """
     require("boto3", where=where or "AWS")
     import boto3
@@ -209,26 +209,28 @@ def _of_service(error: Any, where: str) -> OnnxOpsError:
     code, operation = code_of(error), str(getattr(error, "operation_name", "the call"))
     why = f"{operation}: {code}: {message_of(error)}"
     if code in _STRANGER:
-        return ServiceUnavailable(
+        return ServiceUnavailableError(
             "AWS does not accept the credentials", where=where, why=why, remedy="Sign in again: `aws sso login`."
         )
     if code in _DENIED:
-        return Refused(
+        return RefusedError(
             f"AWS does not permit {operation}",
             where=where,
             why=why,
             remedy="docs/sagemaker.md lists the permissions that the caller needs.",
         )
     if code in _FULL:
-        return EnvironmentFailure(
+        return InfrastructureError(
             "a quota of the account is used up",
             where=where,
             why=why,
             remedy="Ask for more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
         )
     if code in _UNAVAILABLE or error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
-        return ServiceUnavailable("AWS does not answer as it should", where=where, why=why, remedy="Try again later.")
-    return EnvironmentFailure(f"AWS refused {operation}", where=where, why=why)
+        return ServiceUnavailableError(
+            "AWS does not answer as it should", where=where, why=why, remedy="Try again later."
+        )
+    return InfrastructureError(f"AWS refused {operation}", where=where, why=why)
 
 
 def _no_credentials(where: str, why: str = "") -> UserError:
@@ -250,4 +252,4 @@ def _of_client(error: Any, where: str) -> OnnxOpsError:
         return _no_region(where)
     if isinstance(error, of.ProfileNotFound | of.ParamValidationError | of.InvalidRegionError):
         return UserError("AWS cannot be asked like that", where=where, why=str(error))
-    return ServiceUnavailable("AWS does not answer", where=where, why=str(error), remedy="Try again later.")
+    return ServiceUnavailableError("AWS does not answer", where=where, why=str(error), remedy="Try again later.")

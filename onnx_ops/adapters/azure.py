@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.adapters.host import machine_vendor
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, ServiceUnavailable, UserError, quoted
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def credential(answer_s: float = ANSWER_S) -> TokenCredential:
         answer_s: how long the answer to such a request may take.
 
     Raises:
-        MissingPackage: the extra `azure` is not installed.
+        MissingPackageError: the extra `azure` is not installed.
     """
     require(*EXTRAS["azure"], where="Azure")
     from azure.identity import DefaultAzureCredential
@@ -143,16 +143,16 @@ def missing_credentials(*, where: str = "") -> OnnxOpsError | None:
     known = any(os.environ.get(name) for name in _IDENTITY_VARIABLES) or any(file.is_file() for file in files)
     if known or folders[-1].is_dir() or machine_vendor().startswith("Microsoft"):
         return None
-    return Refused("Azure does not know who we are", where=where, remedy=LOGIN_REMEDY)
+    return RefusedError("Azure does not know who we are", where=where, remedy=LOGIN_REMEDY)
 
 
 def bearer() -> str:
     """A token for Azure Resource Manager.
 
     Raises:
-        Refused: nobody says who we are.
-        EnvironmentFailure: that could not be found out.
-        MissingPackage: the extra `azure` is not installed.
+        RefusedError: nobody says who we are.
+        InfrastructureError: that could not be found out.
+        MissingPackageError: the extra `azure` is not installed.
     """
     require(*EXTRAS["azure"], where="Azure")
     from azure.core.exceptions import AzureError, ClientAuthenticationError
@@ -160,9 +160,9 @@ def bearer() -> str:
     try:
         return str(credential().get_token(f"{management_url()}/.default").token)
     except ClientAuthenticationError as error:
-        raise Refused("Azure does not know who we are", why=first_line(error), remedy=LOGIN_REMEDY) from error
+        raise RefusedError("Azure does not know who we are", why=first_line(error), remedy=LOGIN_REMEDY) from error
     except AzureError as error:
-        raise EnvironmentFailure("no token for Azure", why=first_line(error), remedy=LOGIN_REMEDY) from error
+        raise InfrastructureError("no token for Azure", why=first_line(error), remedy=LOGIN_REMEDY) from error
 
 
 def ask(path: str, *, document: object = None, method: str = "GET") -> Any:
@@ -172,9 +172,9 @@ def ask(path: str, *, document: object = None, method: str = "GET") -> Any:
         path: of the resource, with the query.
 
     Raises:
-        ServiceUnavailable: it does not answer, asks to try again later, or answers something else than JSON, as proxies
-            and pages to log in do.
-        Refused: it says no.
+        ServiceUnavailableError: it does not answer, asks to try again later, or answers something else than JSON, as
+            proxies and login pages do.
+        RefusedError: it says no.
     """
     base = management_url()
     host = host_of(base, "the address of Azure Resource Manager")
@@ -182,7 +182,7 @@ def ask(path: str, *, document: object = None, method: str = "GET") -> Any:
     if isinstance(found, str) and found:
         why = f"it begins with {found[:60]!r}"
         remedy = f"Look at what stands between this machine and {host}: a proxy, or a page to log in."
-        raise ServiceUnavailable("does not answer in JSON", where=host, why=why, remedy=remedy)
+        raise ServiceUnavailableError("does not answer in JSON", where=host, why=why, remedy=remedy)
     return found or None
 
 

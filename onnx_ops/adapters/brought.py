@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
-from onnx_ops.errors import NotFound, ServiceUnavailable, quoted
+from onnx_ops.errors import NotFoundError, ServiceUnavailableError, quoted
 from onnx_ops.plugins import imported, missing_package
 
 REGISTERED = "models:/"
@@ -35,9 +35,9 @@ class BroughtModels:
         """What changes when the model changes; a remote one is asked about, not fetched.
 
         Raises:
-            NotFound: there is no such model.
-            ServiceUnavailable: its place does not answer.
-            MissingPackage: fsspec needs another package for this kind of URL.
+            NotFoundError: there is no such model.
+            ServiceUnavailableError: its place does not answer.
+            MissingPackageError: fsspec needs another package for this kind of URL.
         """
         if place.startswith(REGISTERED):
             return digest_json([place, self.registered().fingerprint(place)])
@@ -62,7 +62,7 @@ class BroughtModels:
     def _path(self, place: str) -> Path:
         path = self.root / place
         if not path.exists():
-            raise NotFound("no such model", where=str(path), remedy="`model:` is relative to the project's root.")
+            raise NotFoundError("no such model", where=str(path), remedy="`model:` is relative to the project's root.")
         return path
 
 
@@ -77,8 +77,8 @@ def _open(url: str) -> tuple[Any, str]:
         raise missing_package(imported(error), where=f"model {_shown(url)}", why=str(error)) from error
     except Exception as error:  # every file system raises its own
         why = f"{type(error).__name__}: {quoted(error)}"
-        raise ServiceUnavailable("the place of the model does not answer", where=_shown(url), why=why) from error
-    raise NotFound("no such model", where=_shown(url), remedy="Look at `model:`, and at who may read that place.")
+        raise ServiceUnavailableError("the place of the model does not answer", where=_shown(url), why=why) from error
+    raise NotFoundError("no such model", where=_shown(url), remedy="Look at `model:`, and at who may read that place.")
 
 
 def _files(url: str) -> dict[str, dict[str, str]]:
@@ -104,7 +104,7 @@ def _fetch(url: str, scratch: Path) -> Path:
             system.get_file(path, str(target))
     except Exception as error:  # every file system raises its own
         why = f"{type(error).__name__}: {quoted(error)}"
-        raise ServiceUnavailable("the model could not be fetched", where=_shown(url), why=why) from error
+        raise ServiceUnavailableError("the model could not be fetched", where=_shown(url), why=why) from error
     return target
 
 

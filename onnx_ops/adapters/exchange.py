@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from onnx_ops.errors import Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import RefusedError, ServiceUnavailableError, UserError
 
 PATIENCE_S = 10.0
 """Seconds for an answer."""
@@ -60,8 +60,8 @@ def exchange(
     """Send JSON, and return the JSON of the answer, or its text where it is none. `host` is what errors name.
 
     Raises:
-        ServiceUnavailable: no answer in time, or one that asks to try again later.
-        Refused: any other answer that is not a success, a redirect among them.
+        ServiceUnavailableError: no answer in time, or one that asks to try again later.
+        RefusedError: any other answer that is not a success, a redirect among them.
     """
     body = None if document is None else json.dumps(document).encode()
     given = {"User-Agent": "onnx-ops", **({"Content-Type": "application/json"} if body else {}), **(headers or {})}
@@ -78,7 +78,7 @@ def exchange(
         # The reasons of these may hold the address; their types do not.
         reason = getattr(error, "reason", None)
         why = type(reason if isinstance(reason, BaseException) else error).__name__
-        raise ServiceUnavailable("does not answer", where=host, why=why) from None
+        raise ServiceUnavailableError("does not answer", where=host, why=why) from None
     try:
         return json.loads(text)
     except ValueError:
@@ -105,8 +105,8 @@ def _said(error: urllib.error.HTTPError, deadline: float) -> str:
 def _complain(status: int, said: str, host: str) -> NoReturn:
     why = f"HTTP {status} {' '.join(said.split())}".strip()
     if status >= 500 or status in _LATER:
-        raise ServiceUnavailable("does not take it now", where=host, why=why) from None
+        raise ServiceUnavailableError("does not take it now", where=host, why=why) from None
     if 300 <= status < 400:
         remedy = "Put the new address into the settings, if you trust it: what is sent here holds a secret."
-        raise Refused("sends us elsewhere", where=host, why=why, remedy=remedy) from None
-    raise Refused("does not take it", where=host, why=why, remedy="Look at the address and the token.") from None
+        raise RefusedError("sends us elsewhere", where=host, why=why, remedy=remedy) from None
+    raise RefusedError("does not take it", where=host, why=why, remedy="Look at the address and the token.") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnx_ops.adapters.exchange import exchange, host_of
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 
 API = "GITHUB_API_URL"
 REPOSITORY = re.compile(r"[A-Za-z0-9-]+/(?!\.\.?(?:#|$))[\w.-]+", re.ASCII)
@@ -28,7 +28,7 @@ class Repository:
         """One exchange about `path` below the repository.
 
         Raises:
-            ServiceUnavailable, Refused: as for `exchange`.
+            ServiceUnavailableError, RefusedError: as for `exchange`.
         """
         headers = {
             "Authorization": f"Bearer {self.token()}",
@@ -42,13 +42,13 @@ class Repository:
         """The entries of a list, page by page as they are looked at; the first thousand.
 
         Raises:
-            ServiceUnavailable: the answer is no list.
+            ServiceUnavailableError: the answer is no list.
         """
         joined = "&" if "?" in path else "?"
         for page in range(1, _PAGES + 1):
             found = self.ask("GET", f"{path}{joined}per_page=100&page={page}")
             if not isinstance(found, list):
-                raise ServiceUnavailable("answers something that is no list", where=self.name)
+                raise ServiceUnavailableError("answers something that is no list", where=self.name)
             yield from found
             if len(found) < 100:
                 return

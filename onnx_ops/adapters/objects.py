@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from onnx_ops.errors import ServiceUnavailable, storage_errors
+from onnx_ops.errors import ServiceUnavailableError, storage_errors
 from onnx_ops.plugins import imported, missing_package
 
 TEMPORARY = ".tmp-"
@@ -280,4 +280,6 @@ class FsspecObjects:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ServiceUnavailable("the object store does not answer", where=self._url, why=str(error)) from error
+            raise ServiceUnavailableError(
+                "the object store does not answer", where=self._url, why=str(error)
+            ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 
 
 def read_private(path: Path, what: str, *, remedy: str = "") -> str:
@@ -18,12 +18,12 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
 
     Raises:
         FileNotFoundError: there is no such file.
-        Refused: others than its owner may read it.
+        RefusedError: others than its owner may read it.
     """
     with path.open("rb") as stream:
         mode = os.fstat(stream.fileno()).st_mode & 0o777
         if mode & 0o077:
-            raise Refused(
+            raise RefusedError(
                 f"{what} may be read by others than its owner",
                 where=str(path),
                 why=f"its mode is {mode:04o}",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds, UnitSums
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol import users
 from onnx_ops.protocol.admin import FAILURES, REFUSALS, Counts, DeploymentCounts, Watch
 
@@ -98,7 +98,7 @@ def _units(
         endpoint: for errors.
 
     Raises:
-        ServiceUnavailable: the server sent something else.
+        ServiceUnavailableError: the server sent something else.
     """
     if not any(map(any, vectors.values())):
         return {}
@@ -107,7 +107,9 @@ def _units(
     try:
         cells = {name: functools.reduce(np.add, map(users.read, texts)) for name, texts in vectors.items()}
     except (ValueError, zlib.error) as error:
-        raise ServiceUnavailable("that is no answer of an endpoint server", where=endpoint, why=str(error)) from error
+        raise ServiceUnavailableError(
+            "that is no answer of an endpoint server", where=endpoint, why=str(error)
+        ) from error
 
     def sums(requests: Mapping[str, slice], events: Mapping[str, slice]) -> UnitSums:
         n, e = (

@@ -21,7 +21,7 @@ def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
         port: of the server; 0 takes a free one.
 
     Raises:
-        MissingPackage: Netron is not installed.
+        MissingPackageError: Netron is not installed.
     """
     require(*EXTRAS["view"], where="inspect --serve")
     netron = importlib.import_module("netron")

@@ -64,7 +64,7 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
 
     Raises:
         UserError: there is no repository, or no such commit.
-        EnvironmentFailure: git failed.
+        InfrastructureError: git failed.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")

@@ -18,7 +18,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, Gate, Verdict
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
-from onnx_ops.errors import MeasurementFailure, NotFound, OnnxOpsError, UserError
+from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports import Ports
 from onnx_ops.release.explain import decided
 from onnx_ops.statistics.drift import changes, drift
@@ -55,7 +55,7 @@ def reigns(ports: Ports, names: Sequence[str] = ()) -> tuple[Reign, ...]:
 
     Raises:
         UserError: a name has no champion.
-        ServiceUnavailable: the registry does not answer.
+        ServiceUnavailableError: the registry does not answer.
     """
     found = []
     for model, aliases in sorted(ports.registry().all_aliases().items()):
@@ -96,7 +96,7 @@ def _reign(ports: Ports, model: str, version: str, target: str) -> list[Reign]:
     """None for a version that something else than onnx-ops registered."""
     try:
         record = ports.registry().version(model, version)
-    except NotFound:
+    except NotFoundError:
         return []
     try:
         return [Reign(record=record, target=target, basis=decided(ports, record, target))]
@@ -109,7 +109,7 @@ def _evidence(ports: Ports, perform: Perform, reign: Reign) -> Evidence:
     digest = record.decisions[reign.target].record.evidence
     memory = recall(ports.store, digest)
     if memory is None:
-        raise MeasurementFailure(
+        raise MeasurementError(
             "the benchmark that it was decided upon is not in this store",
             where=f"{record.model}/{record.version}",
             remedy=f"Run its pipeline again on this store: onnx-ops run {reign.pipeline}.yaml --fresh benchmark",

@@ -20,7 +20,7 @@ from onnx_ops.app.turns import Quiet, machine_lock
 from onnx_ops.config.settings import Settings, to_environ
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.errors import StageFailure, from_document
+from onnx_ops.errors import StageError, from_document
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import with_champion
 from onnx_ops.ports import Pools, Ports
@@ -73,7 +73,7 @@ class Performer:
 def in_child(
     settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], tell: Told = _silent
 ) -> Manifest:
-    """Raises what the stage raised; StageFailure if its process crashed, was killed or ran past the time-out."""
+    """Raises what the stage raised; StageError if its process crashed, was killed or ran past the time-out."""
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"
         scratch.mkdir()
@@ -86,7 +86,7 @@ def in_child(
         }
         code, said = _spawn(settings, json.dumps(request), stage, scratch, tell)
         if not result.exists():
-            raise StageFailure(
+            raise StageError(
                 f"its process ended with {ending(code)}",
                 where=stage.id,
                 why=said or "it printed nothing",
@@ -125,7 +125,7 @@ def _spawn(settings: Settings, request: str, stage: Stage, scratch: Path, tell: 
         code = process.wait()
     except subprocess.TimeoutExpired:
         _end(process)
-        raise StageFailure(
+        raise StageError(
             f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
             where=stage.id,
             why=tail.summary(),

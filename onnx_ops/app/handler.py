@@ -21,7 +21,7 @@ from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import alias
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
-from onnx_ops.errors import Conflict, EnvironmentFailure, NotFound, Refused, ServiceUnavailable
+from onnx_ops.errors import ConflictError, InfrastructureError, NotFoundError, RefusedError, ServiceUnavailableError
 from onnx_ops.measure.files import TRAINED, put_document
 from onnx_ops.pipeline import referred_modules, user_code
 from onnx_ops.pipeline.parts import is_isolated
@@ -114,7 +114,7 @@ class StageHandler:
         return replace(trained, files={**trained.files, CODE: put_document(ports.store, code)})
 
     def _code(self, stage: Stage, modules: list[str]) -> dict[str, Any]:
-        """Raises NotFound if a module is gone."""
+        """Raises NotFoundError if a module is gone."""
         settings: Mapping[str, Any] = stage.settings
         code = user_code(modules, self.ports.root)
         if code.files:  # what they read when they run
@@ -127,7 +127,7 @@ class StageHandler:
         if CODE not in manifest:
             return False
         known = codec.loads(self.ports.store.read(manifest[CODE]), dict[str, Any])
-        with contextlib.suppress(NotFound):
+        with contextlib.suppress(NotFoundError):
             return self._code(stage, known["modules"]) != known
         return True
 
@@ -190,7 +190,7 @@ def _is_current(ports: Ports, registration: Registration) -> bool:
     """
     try:
         listed = {entry.version: entry for entry in ports.registry().versions(registration.model)}
-    except EnvironmentFailure:
+    except InfrastructureError:
         return False
     expected = {
         (v, registration.release, name, registration.evidence.get(name)) for name, v in registration.versions.items()
@@ -260,19 +260,19 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
     """A deploy that did not come to rest where it should is told as what it is.
 
     Raises:
-        Refused: a version may not serve.
-        ServiceUnavailable: the registry could not be asked.
-        Conflict: it still moves.
+        RefusedError: a version may not serve.
+        ServiceUnavailableError: the registry could not be asked.
+        ConflictError: it still moves.
     """
     for report in reports:
         if report.refused:
-            raise Refused(report.did, where=endpoint, why=report.why)
+            raise RefusedError(report.did, where=endpoint, why=report.why)
     last = reports[-1]
     if last.registry_down:
-        raise ServiceUnavailable(
+        raise ServiceUnavailableError(
             "the registry does not answer; the endpoint keeps its course", where=endpoint, why=last.registry_down
         )
     if not last.settled:
-        raise Conflict(
+        raise ConflictError(
             "the endpoint does not come to rest", where=endpoint, why=last.why, remedy="See `onnx-ops history`."
         )

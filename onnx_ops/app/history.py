@@ -14,7 +14,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, UserError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, UserError
 from onnx_ops.ports import Store
 
 _CHOICES, _EVIDENCE, _RAW = "choices.json", "evidence/", "raw/"
@@ -140,7 +140,7 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
 
     Raises:
         UserError: git failed.
-        EnvironmentFailure: git is not installed.
+        InfrastructureError: git is not installed.
     """
     try:
         done = subprocess.run(
@@ -149,7 +149,7 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     except OSError as error:
         if may_fail:
             return ""
-        raise EnvironmentFailure("git is not installed", where=str(root)) from error
+        raise InfrastructureError("git is not installed", where=str(root)) from error
     if done.returncode and not may_fail:
         lines = done.stderr.strip().splitlines()
         raise UserError("git does not answer", where=str(root), why=lines[-1] if lines else "it said nothing")

@@ -18,7 +18,7 @@ from onnx_ops.config.words import did_you_mean
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.recipes import types_problem
-from onnx_ops.errors import MissingPackage, OnnxOpsError, UserError
+from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.pipeline.stages.data import build_dataset, data_problems, source_of
 from onnx_ops.ports import Dataset, Ports, Sample, SampledSource
 
@@ -76,7 +76,7 @@ class Preflight:
         try:
             source = self.ports.source(source_of(section))
             sample = source.sample(section, self.ports.root) if isinstance(source, SampledSource) else None
-        except MissingPackage:
+        except MissingPackageError:
             return  # a finding about the machine
         except OnnxOpsError as error:
             yield Finding(loc=_source_loc(loc, section), message=_source_message(error, section, self.ports.root))

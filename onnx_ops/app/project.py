@@ -18,7 +18,7 @@ from onnx_ops import plugins
 from onnx_ops.app import connect
 from onnx_ops.app.turns import Quiet
 from onnx_ops.config.settings import Settings, load_settings
-from onnx_ops.errors import MissingPackage, OnnxOpsError, UserError
+from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.ports import Executor, Observer, Ports
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def check(
         machine: look also for the packages and credentials that a whole run needs here.
 
     Raises:
-        SpecError: the file has problems; the error holds all of them.
-        NotReady: the file has none, and a package or a credential is missing.
+        ConfigError: the file has problems; the error holds all of them.
+        NotReadyError: the file has none, and a package or a credential is missing.
     """
     from onnx_ops.config import check_pipeline
     from onnx_ops.config.project import no_preflight
@@ -153,7 +153,7 @@ def _machine_findings(
     try:
         planned = plan(pipeline, {name: targets[name] for name in pipeline.benchmark.targets}, probe)
     except OnnxOpsError as error:
-        return [Finding(loc=(), message=str(error), environment=isinstance(error, MissingPackage))]
+        return [Finding(loc=(), message=str(error), environment=isinstance(error, MissingPackageError))]
     findings = []
     for stage, names in _missing_packages(project, planned):
         if new := [name for name in names if name not in reported]:
@@ -258,7 +258,7 @@ def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), unti
     """Check a file and plan it.
 
     Raises:
-        SpecError: the file has problems.
+        ConfigError: the file has problems.
         UserError: something that it names does not exist.
     """
     from onnx_ops.app.probe import ProjectProbe
@@ -285,7 +285,7 @@ def require_packages(project: Project, plan: Plan) -> None:
     """Refuse a plan that needs packages which are not installed here, before any of its stages begins.
 
     Raises:
-        MissingPackage: names all of them, the first stage that needs each, and the extras that bring them.
+        MissingPackageError: names all of them, the first stage that needs each, and the extras that bring them.
     """
     if found := _missing_packages(project, plan):
         missing = [name for _, names in found for name in names]
@@ -343,8 +343,8 @@ def execute(
     later comparisons say that nothing is recorded.
 
     Raises:
-        MissingPackage: a package that a stage needs is not installed; nothing was done.
-        Refused: an endpoint would be left behind, and `abandon` gives no reason why it may.
+        MissingPackageError: a package that a stage needs is not installed; nothing was done.
+        RefusedError: an endpoint would be left behind, and `abandon` gives no reason why it may.
         UserError: an endpoint that exists cannot be changed as the file says.
     """
     from onnx_ops.app.handler import binding

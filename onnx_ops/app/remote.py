@@ -13,7 +13,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import Conflict, MeasurementFailure, OnnxOpsError, Refused, from_document
+from onnx_ops.errors import ConflictError, MeasurementError, OnnxOpsError, RefusedError, from_document
 from onnx_ops.pipeline.parts import REVISIONS
 from onnx_ops.ports import Pools, Store
 
@@ -45,13 +45,13 @@ def ask(
 
     Raises:
         OnnxOpsError: what was raised there.
-        MeasurementFailure: nobody answered.
+        MeasurementError: nobody answered.
     """
     pool = pool_of(stage)
     pools.measure(pool, stage.id, {**request_of(stage, key, inputs), "attempt": attempt}, timeout=stage.timeout)
     answer = store.lookup(_answer_key(attempt))
     if answer is None:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"the worker of pool {pool} has ended, and its answer is not in the store",
             where=stage.id,
             remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
@@ -103,10 +103,10 @@ def _answer_key(attempt: str) -> Digest:
 def _check(stage: Stage) -> None:
     """Only benchmarks are done for others, and only as the asking side would do them."""
     if stage.kind is not StageKind.BENCHMARK:
-        raise Refused(f"a worker measures, and does nothing else: {stage.kind.value}", where=stage.id)
+        raise RefusedError(f"a worker measures, and does nothing else: {stage.kind.value}", where=stage.id)
     asked = stage.settings.get("revision")
     if asked != REVISIONS[stage.kind]:
-        raise Conflict(
+        raise ConflictError(
             f"this worker measures by revision {REVISIONS[stage.kind]} of the benchmark, not {asked}, as asked",
             where=stage.id,
             remedy="Install the same release of onnx-ops on both machines.",

@@ -21,7 +21,7 @@ from onnx_ops.app.child import PROGRESS
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.errors import OnnxOpsError, StageFailure, storage_errors
+from onnx_ops.errors import OnnxOpsError, StageError, storage_errors
 from onnx_ops.pipeline.stages import execute
 
 
@@ -61,7 +61,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except OnnxOpsError as error:
         return {"error": error.as_document()}
     except MemoryError:
-        failure = StageFailure(
+        failure = StageError(
             f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
             where=stage.id,
             remedy="Raise `memory` in the pipeline file if the machine has more.",

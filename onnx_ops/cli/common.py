@@ -14,7 +14,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from onnx_ops.errors import MissingPackage, OnnxOpsError, UserError, storage_errors
+from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError, storage_errors
 from onnx_ops.plugins import has_extra, imported, missing_package
 
 P = ParamSpec("P")
@@ -53,7 +53,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             with talk, storage_errors():
                 return command(*args, **kwargs)
         except OnnxOpsError as error:
-            told = _of_command(error, command.__name__) if isinstance(error, MissingPackage) else error
+            told = _of_command(error, command.__name__) if isinstance(error, MissingPackageError) else error
             complain(told, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(error.exit_code) from error
         except ModuleNotFoundError as error:
@@ -69,10 +69,10 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def _of_command(error: MissingPackage, command: str) -> MissingPackage:
+def _of_command(error: MissingPackageError, command: str) -> MissingPackageError:
     """Return the error with the command that needs the package."""
     where = f"onnx-ops {command.replace('_', '-')}{f', {error.where}' if error.where else ''}"
-    return MissingPackage(error.what, where=where, why=error.why, remedy=error.remedy)
+    return MissingPackageError(error.what, where=where, why=error.why, remedy=error.remedy)
 
 
 def complain(error: OnnxOpsError, *, as_json: bool) -> None:

@@ -20,7 +20,7 @@ from onnx_ops.cli.endpoint_tables import describe_pending
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import short
 from onnx_ops.domain.finding import Finding
-from onnx_ops.errors import NotFound, OnnxOpsError
+from onnx_ops.errors import NotFoundError, OnnxOpsError
 from onnx_ops.ports import Diagnosing, HousedRuntime
 from onnx_ops.release.journal import bound_endpoints, readable
 from onnx_ops.release.status import status_each
@@ -204,7 +204,7 @@ def _webhook(project: Project) -> Iterator[Finding]:
         return
     try:
         found = MlflowWebhooks(uri).check()
-    except NotFound as error:
+    except NotFoundError as error:
         yield Finding(check="webhook", ok=True, found="none: `reconcile --watch` polls", remedy=error.remedy)
         return
     arrived = f"{found.url}: {found.arrived} of {found.tests} test deliveries arrived"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from onnx_ops.cli.common import AsJson, Quiet, answer, reported
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
@@ -217,7 +217,9 @@ def _share(text: str | None, option: str) -> float | None:
 
 def _check_destination(path: str | None, option: str) -> None:
     if path and path != "-" and not Path(path).resolve().parent.is_dir():
-        raise NotFound("there is no such folder", where=f"{option} {path}", remedy="Make the folder, or name another.")
+        raise NotFoundError(
+            "there is no such folder", where=f"{option} {path}", remedy="Make the folder, or name another."
+        )
 
 
 def _batches(text: str) -> list[int]:
@@ -253,7 +255,7 @@ def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorS
     from onnx_ops.tools.probing import brought
 
     if not data.is_file():
-        raise NotFound("no such file", where=str(data))
+        raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs}, label=labels)
     arrays = ports.source("file").load(section, path.parent)

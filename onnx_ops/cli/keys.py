@@ -11,7 +11,7 @@ from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, print_json, reported
 from onnx_ops.cli.help import Command, CommandGroup
 from onnx_ops.cli.terminal import say
-from onnx_ops.errors import Refused, ServiceUnavailable
+from onnx_ops.errors import RefusedError, ServiceUnavailableError
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.signers.keyring import Keyring, KnownKey
@@ -107,7 +107,7 @@ def retire(
     known = keyring.find(key)
     lost = _dependents(project.ports, known, must_know=not force)
     if lost and not (force or dry_run):
-        raise Refused(
+        raise RefusedError(
             f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the decision",
             where=f"key {_short(known)}",
             why=", ".join(_told(one) for one in lost),
@@ -130,7 +130,7 @@ def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Depe
 
     try:
         return dependents(ports, known.key)
-    except ServiceUnavailable as error:
+    except ServiceUnavailableError as error:
         if must_know:
             raise
         say(f"not known which versions lose their decision: {error}", err=True)

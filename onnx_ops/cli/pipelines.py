@@ -13,7 +13,7 @@ from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, SetValue, answer, print_json, reported
 from onnx_ops.cli.terminal import say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
-from onnx_ops.errors import OnnxOpsError, Problem, SpecError, UserError, spec_error
+from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
 from onnx_ops.ports import Observer
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
@@ -82,7 +82,7 @@ def check(
             checked = projects.check(project, file, overrides or (), static=static, machine=not static)
             place = f"{file}: " if len(files) > 1 else ""
             notes += [f"{place}{note}" for note in (*checked.notes, *projects.rollout_notes(project, checked.pipeline))]
-        except SpecError as error:
+        except ConfigError as error:
             problems.extend(error.problems)
         except UserError as error:  # a file that cannot be read: the others are looked at all the same
             if len(files) == 1:
@@ -90,7 +90,7 @@ def check(
             message = str(UserError(error.what, why=error.why, remedy=error.remedy))
             problems.append(Problem(file=error.where, line=0, column=0, path="", message=message))
     if problems:
-        raise spec_error(tuple(problems))
+        raise config_error(tuple(problems))
     told = f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems"
     answer(
         lambda: {"files": [str(file) for file in files], "problems": [], "notes": notes},

@@ -13,7 +13,7 @@ import typer
 from onnx_ops import codec
 from onnx_ops.cli.common import Actor, AsJson, Quiet, Reason, answer, complain, print_json, reported
 from onnx_ops.cli.terminal import say
-from onnx_ops.errors import OnnxOpsError, StillOwed, UserError
+from onnx_ops.errors import OnnxOpsError, StillPendingError, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def rollback(
     if not as_json:
         _tell(moved, errors)
     owing = [name for name in names if name in moved and moved[name].owed]
-    owing += [name for name, error in errors.items() if isinstance(error, StillOwed)]
+    owing += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
     pending = _settle(project, owing, actor) if wait else _hand_over(project, owing)
     _tell_people(project, tuple(moved), wait=wait)
     documents = [_document(name, moved, errors, pending) for name in names]

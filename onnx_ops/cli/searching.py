@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,7 +122,7 @@ def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset
             remedy="For example: --tune tune.npz, with the model's inputs and an array 'label'.",
         )
     if not path.is_file():
-        raise NotFound("no such file", where=str(path))
+        raise NotFoundError("no such file", where=str(path))
     inputs = info(model).inputs
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs})
     arrays = ports.source("file").load(section, path.resolve().parent)

@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx_ops.app.project import Project
 from onnx_ops.config.targets import profile_names
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import OnnxOpsError, SpecError
+from onnx_ops.errors import ConfigError, OnnxOpsError
 from onnx_ops.measure.machine import fitting
 from onnx_ops.ports import Runtime
 from onnx_ops.scratch import Scratch
@@ -62,7 +62,7 @@ def _told(project: Project, name: str, probe: Path) -> Told:
 
 
 def _because(told: Told, error: OnnxOpsError) -> Told:
-    what = str(error) if isinstance(error, SpecError) else error.what
+    what = str(error) if isinstance(error, ConfigError) else error.what
     return replace(told, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from onnx_ops.cli.common import collecting
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.errors import OnnxOpsError, SpecError
+from onnx_ops.errors import ConfigError, OnnxOpsError
 
 _COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
 _GAP = 2
@@ -60,7 +60,7 @@ def print_text(out: Console, markup: str, *, indent: int = 0, hang: int = 2) -> 
 
 def print_error(out: Console, error: OnnxOpsError, head: str = "error") -> None:
     """Print an error: what happened where, then why, then the remedy."""
-    if isinstance(error, SpecError):
+    if isinstance(error, ConfigError):
         for problem in error.problems:
             print_text(out, escape(str(problem)))
         return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops.cli.common import AsJson, Quiet, print_json, reported
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
@@ -122,7 +122,7 @@ def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: i
     from onnx_ops.tools.probing import brought
 
     if not data.is_file():
-        raise NotFound("no such file", where=str(data))
+        raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs})
     return brought(inputs, ports.source("file").load(section, path.parent), where=str(data), limit=limit)

@@ -36,10 +36,10 @@ def keep_watching(
     """Watch until SIGTERM or SIGINT.
 
     Raises:
-        NotFound: an endpoint is not known, or there is no webhook secret to listen with.
+        NotFoundError: an endpoint is not known, or there is no webhook secret to listen with.
         UserError: a duration or address is wrong.
-        ServiceUnavailable: the address cannot be bound.
-        MissingPackage: the registry or the receiver cannot do without it.
+        ServiceUnavailableError: the address cannot be bound.
+        MissingPackageError: the registry or the receiver cannot do without it.
     """
     project.ports.registry()
     if listen is not None:

@@ -34,7 +34,7 @@ from onnx_ops.config.rules import file_findings
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Pipeline
-from onnx_ops.errors import spec_error
+from onnx_ops.errors import config_error
 
 
 def load_pipeline(
@@ -53,8 +53,8 @@ def load_pipeline(
         environ: what `${env:NAME}` refers to; the process's environment by default.
 
     Raises:
-        NotFound: there is no such file.
-        SpecError: the file, or the `params.yaml` that it refers to, has problems.
+        NotFoundError: there is no such file.
+        ConfigError: the file, or the `params.yaml` that it refers to, has problems.
     """
     return _load(path, root=root, plugins={}, elsewhere=False, overrides=overrides, environ=environ)
 
@@ -86,8 +86,8 @@ def check_pipeline(
         capabilities: of an entry whose endpoint plugin is installed; without it policies are not held against it.
 
     Raises:
-        NotFound: there is no such file.
-        SpecError: the file has problems.
+        NotFoundError: there is no such file.
+        ConfigError: the file has problems.
     """
     return _load(
         path,
@@ -141,7 +141,7 @@ def _load(
     findings += preflight(draft, targets, whole)
     problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems
     if pipeline is None or problems:
-        raise spec_error(tuple(problems))
+        raise config_error(tuple(problems))
     shielded = any(isinstance(gate, ParityGate) for gate in pipeline.gates)
     gates = pipeline.gates if shielded else (ParityGate(), *pipeline.gates)
     return replace(pipeline, gates=gates, parameters=parameters)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from onnx_ops.config.document import Document, Loc, Place, path_text
 from onnx_ops.config.text import read_text
 from onnx_ops.config.words import describe
-from onnx_ops.errors import Problem, SpecError
+from onnx_ops.errors import ConfigError, Problem
 
 _PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([0-9]{1,6})\]")
 
@@ -24,7 +24,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         source = f"--set {text}"
         try:
             _apply(document, text, source)
-        except SpecError as error:
+        except ConfigError as error:
             document.refused += error.problems
         except ValueError as error:
             document.refused.append(Problem(file=source, line=0, column=0, path="", message=str(error)))

@@ -17,7 +17,7 @@ from onnx_ops.config.overrides import parse_path
 from onnx_ops.config.text import read_file
 from onnx_ops.config.words import describe, did_you_mean, shorten
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFoundError
 
 FILE = "params.yaml"
 
@@ -36,14 +36,14 @@ def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
         What was used, by its path in `params.yaml`.
 
     Raises:
-        SpecError: `params.yaml` cannot be read.
+        ConfigError: `params.yaml` cannot be read.
     """
     found = list(texts_with(_MARK, document.value, ()))
     if not found:
         return {}
     try:
         params = read_file(root / FILE)
-    except NotFound:
+    except NotFoundError:
         document.findings += [
             Finding(loc=loc, message=f"there is no {FILE} at the project's root", on_key=key) for loc, key, _ in found
         ]

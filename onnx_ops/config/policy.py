@@ -8,7 +8,7 @@ from pathlib import Path
 from onnx_ops.config.document import Document
 from onnx_ops.config.reading import bind_document, read_document
 from onnx_ops.domain.policy import PromotionPolicy
-from onnx_ops.errors import SpecError
+from onnx_ops.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +24,14 @@ def load_policy(path: Path) -> LocatedPolicy:
     """Read a promotion policy.
 
     Raises:
-        NotFound, UserError: there is no such file, or it cannot be read.
-        SpecError: it has problems; all of them at once.
+        NotFoundError, UserError: there is no such file, or it cannot be read.
+        ConfigError: it has problems; all of them at once.
     """
     document = read_document(path)
     bound, problems = bind_document(document, PromotionPolicy)
     policy: PromotionPolicy | None = bound.result
     if policy is None or problems:
-        raise SpecError(tuple(problems))
+        raise ConfigError(tuple(problems))
     return LocatedPolicy(
         policy=policy,
         places=tuple(_place(document, ("rules", index)) for index in range(len(policy.rules))),

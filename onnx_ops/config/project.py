@@ -19,7 +19,7 @@ from onnx_ops.config.words import did_you_mean, listing
 from onnx_ops.domain.pipeline import TRANSLATIONS, Pipeline, PluginData
 from onnx_ops.domain.search import AUTO
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, Problem, SpecError, UserError
+from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
 SettingsCheck = Callable[[str, Mapping[str, str | int | float | bool]], None]
 """Raises UserError if the endpoint plugin of that name cannot use the settings."""
@@ -47,9 +47,9 @@ def benchmarked_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Tar
     for name in dict.fromkeys(draft.benchmark.targets if draft.benchmark else ()):
         try:
             targets[name] = files.load(name)
-        except NotFound:
+        except NotFoundError:
             continue  # `_missing_targets` says where it is asked for
-        except SpecError as error:
+        except ConfigError as error:
             problems += error.problems
     return targets, problems
 

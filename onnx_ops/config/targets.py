@@ -14,7 +14,7 @@ from onnx_ops.config.words import did_you_mean
 from onnx_ops.domain.pipeline import NAME_PATTERN
 from onnx_ops.domain.provider_options import PROVIDER_OPTIONS
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, SpecError, UserError
+from onnx_ops.errors import ConfigError, NotFoundError, UserError
 
 FOLDER = Path("configs") / "targets"
 PROFILES = Path(__file__).parent / "profiles"
@@ -55,15 +55,15 @@ class TargetFiles:
         """Read one target, or the profile of that name; its libraries' paths are absolute then.
 
         Raises:
-            NotFound: there is neither.
-            SpecError: its file has problems; all of them at once.
+            NotFoundError: there is neither.
+            ConfigError: its file has problems; all of them at once.
         """
         path = self.path(name)
         if path is None:
             names, profiles = self.names(), profile_names()
             hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
             remedy = hint or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
-            raise NotFound(f"no target is called {name!r}", where=str(FOLDER), remedy=remedy)
+            raise NotFoundError(f"no target is called {name!r}", where=str(FOLDER), remedy=remedy)
         target = _read(path)
         libraries = tuple(replace(library, path=str(self.root / library.path)) for library in target.custom_ops)
         return replace(target, custom_ops=libraries)
@@ -94,7 +94,7 @@ def _read(path: Path) -> Target:
         limits = gate_findings((("gates", index), gate) for index, gate in enumerate(target.gates))
         problems += [document.problem(finding) for finding in (*_option_findings(target, document), *limits)]
     if target is None or problems:
-        raise SpecError(tuple(problems))
+        raise ConfigError(tuple(problems))
     return target
 
 

@@ -21,7 +21,7 @@ from yaml.scanner import Scanner
 
 from onnx_ops.config.document import BROKEN, Document, Finding, Loc, Place
 from onnx_ops.config.words import describe, shorten
-from onnx_ops.errors import NotFound, Problem, SpecError, UserError
+from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -46,16 +46,16 @@ def read_file(path: Path) -> Document:
     """Read a file from disk.
 
     Raises:
-        NotFound: it does not exist.
+        NotFoundError: it does not exist.
         UserError: it cannot be read.
-        SpecError: it is not one YAML document in UTF-8 within the bounds.
+        ConfigError: it is not one YAML document in UTF-8 within the bounds.
     """
     source = shown_path(path)
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
-        raise NotFound("no such file", where=source, remedy=_near(path)) from error
+        raise NotFoundError("no such file", where=source, remedy=_near(path)) from error
     except IsADirectoryError as error:
         raise UserError("a folder, not a file", where=source, remedy=_near(path / "file.yaml")) from error
     except OSError as error:
@@ -95,7 +95,7 @@ def read_text(text: str, *, source: str, positions: bool = True) -> Document:
     Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the document's findings.
 
     Raises:
-        SpecError: it is not one YAML document within the bounds.
+        ConfigError: it is not one YAML document within the bounds.
     """
     loader = None
     try:
@@ -286,6 +286,6 @@ def _syntax_message(error: yaml.MarkedYAMLError) -> str:
     return f"not valid YAML:{context + ',' if context else ''} {problem}"
 
 
-def _refusal(place: Place, message: str) -> SpecError:
+def _refusal(place: Place, message: str) -> ConfigError:
     problem = Problem(file=place.source, line=place.line, column=place.column, path="", message=message)
-    return SpecError((problem,))
+    return ConfigError((problem,))

@@ -19,7 +19,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Verdict, combine
 from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.domain.release import BaseRelease, Provenance
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, Refused, UserError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.measure.pairs import compare_rows
 from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_lines
 from onnx_ops.reporting.description import made_by
@@ -28,7 +28,7 @@ from onnx_ops.reporting.pull_request import Checked, title
 
 RESULTS = "results.json"
 
-_FAILURES = {UserError.exit_code, EnvironmentFailure.exit_code, Refused.exit_code}
+_FAILURES = {UserError.exit_code, InfrastructureError.exit_code, RefusedError.exit_code}
 """A run that ends with one of these did not do what it should, whatever its gates say of the variants."""
 
 

@@ -22,7 +22,7 @@ from onnx_ops.app.affected import knows_commit
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.integrations.commits import judge_change, results
 from onnx_ops.reporting.description import markdown
 from onnx_ops.reporting.pull_request import Checked, overall, page, title
@@ -129,7 +129,7 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
     for what, deed in deeds:
         try:
             deed(_repository(environ))
-        except (Refused, ServiceUnavailable, UserError) as error:  # a fork's token may only read
+        except (RefusedError, ServiceUnavailableError, UserError) as error:  # a fork's token may only read
             notes.append(f"The {what} could not be written: {error}")
     _summary(environ, "\n\n".join([told, *notes]))
     for note in notes:

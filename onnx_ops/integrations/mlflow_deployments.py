@@ -24,13 +24,13 @@ from onnx_ops.app.project import Project, open_project
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import RolloutPolicy, alias
 from onnx_ops.errors import (
-    Conflict,
-    MeasurementFailure,
-    NotFound,
+    ConflictError,
+    CorruptStateError,
+    MeasurementError,
+    NotFoundError,
     OnnxOpsError,
-    Refused,
-    ServiceUnavailable,
-    StateCorrupt,
+    RefusedError,
+    ServiceUnavailableError,
     UserError,
     quoted,
 )
@@ -50,11 +50,11 @@ _FLAVOR = "onnx"
 _MODEL_URI = re.compile(r"models:/+([^/@]+)(?:/([0-9]+)|@([A-Za-z0-9_-]+))")
 _PREDICT_S = 300.0
 _CODES: tuple[tuple[type[OnnxOpsError], str], ...] = (
-    (NotFound, "RESOURCE_DOES_NOT_EXIST"),
-    (Refused, "PERMISSION_DENIED"),
-    (Conflict, "RESOURCE_CONFLICT"),
-    (ServiceUnavailable, "TEMPORARILY_UNAVAILABLE"),
-    (MeasurementFailure, "INTERNAL_ERROR"),
+    (NotFoundError, "RESOURCE_DOES_NOT_EXIST"),
+    (RefusedError, "PERMISSION_DENIED"),
+    (ConflictError, "RESOURCE_CONFLICT"),
+    (ServiceUnavailableError, "TEMPORARILY_UNAVAILABLE"),
+    (MeasurementError, "INTERNAL_ERROR"),
     (UserError, "INVALID_PARAMETER_VALUE"),
 )
 _HELP = """\
@@ -203,7 +203,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         for name in bound_endpoints(self._ports):
             try:
                 found.append(self._described(name))
-            except StateCorrupt as error:
+            except CorruptStateError as error:
                 found.append({"name": name, "flavor": _FLAVOR, "state": str(error)})
         return found
 
@@ -226,7 +226,9 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         name = deployment_name or endpoint or ""
         address = status(self._ports, name).address
         if address is None:
-            raise ServiceUnavailable("the endpoint has no address", where=name, remedy=f"See `onnx-ops status {name}`.")
+            raise ServiceUnavailableError(
+                "the endpoint has no address", where=name, remedy=f"See `onnx-ops status {name}`."
+            )
         # MLflow's own function cannot write a dict of arrays.
         if isinstance(inputs, dict):
             body = json.dumps({"inputs": {name: _plain(value) for name, value in inputs.items()}})
@@ -236,7 +238,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         try:
             answer = httpx.post(f"{address}/invocations", content=body, headers=headers, timeout=_PREDICT_S)
         except httpx.HTTPError as error:
-            raise ServiceUnavailable("the endpoint does not answer", where=name, why=str(error)) from error
+            raise ServiceUnavailableError("the endpoint does not answer", where=name, why=str(error)) from error
         if answer.status_code != httpx.codes.OK:
             raise UserError(f"the endpoint answered {answer.status_code}", where=name, why=quoted(answer.text))
         return PredictionsResponse(answer.json())
@@ -245,7 +247,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         seen = status(self._ports, name)
         config, stable = seen.state.config, seen.state.roles.stable
         if config is None:
-            raise NotFound("no endpoint of that name", where=name)
+            raise NotFoundError("no endpoint of that name", where=name)
         silent = "serving, but nobody supervises it" if seen.unsupervised else "does not answer"
         return {
             "name": name,
@@ -272,7 +274,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         aliases = self._ports.registry().aliases(str(model))
         if name not in aliases:
             known = ", ".join(sorted(aliases)) or "none"
-            raise NotFound(
+            raise NotFoundError(
                 f"{model} has no alias {name!r}",
                 remedy=f"Its aliases: {known}. A target's champion is {alias('champion', 'TARGET')}.",
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.structure import ActivationMeasurement
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import rows
 from onnx_ops.onnx_graph.activations import QuantizedActivation, bounded_values, cut_off, quantized_activations
 from onnx_ops.onnx_graph.files import read_model, write_model
@@ -53,12 +53,12 @@ def measure_activations(
         samples: real rows by ONNX name.
 
     Raises:
-        MeasurementFailure: one of them does not run on the rows.
+        MeasurementError: one of them does not run on the rows.
     """
     activations = quantized_activations(derived)
     feeds = tuple(feeds_of(derived, samples))
     if activations and not feeds:
-        raise MeasurementFailure("there are too few rows to look at its activations", where=derived.name)
+        raise MeasurementError("there are too few rows to look at its activations", where=derived.name)
     found: list[ActivationMeasurement] = []
     with _pairs(derived) as shown:
         for start in range(0, len(activations), PAIRS_AT_ONCE):

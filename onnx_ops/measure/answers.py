@@ -38,7 +38,7 @@ def read_answers(
         read: takes the outputs of some rows and keeps what is needed of them.
 
     Raises:
-        MeasurementFailure: the model does not run there.
+        MeasurementError: the model does not run there.
         UserError: an output does not have one entry a row.
     """
     batches = list(batches_of(model, inputs))

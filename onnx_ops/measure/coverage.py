@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx_ops.domain.recipes import arithmetic
 from onnx_ops.domain.structure import Advice, Int8Coverage
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.advice import advise
 from onnx_ops.onnx_graph.coverage import int8_coverage
 from onnx_ops.onnx_graph.files import nodes, read_structure
@@ -47,7 +47,7 @@ def examine(runtime: Runtime, source: Path, variant: Path, target: Target, exclu
         copy = folder / "rewritten.onnx"
         try:
             runtime.rewritten(variant, target, copy)
-        except MeasurementFailure:
+        except MeasurementError:
             return Examined()
         coverage = int8_coverage(source, copy, excluded) if has_integers(variant) else None
         machine = arithmetic(runtime.fingerprint(target), target)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.probes import REAL
 
-Answers = Mapping[str, tuple[Tensors, ...] | MeasurementFailure]
+Answers = Mapping[str, tuple[Tensors, ...] | MeasurementError]
 """The answers to each run of a group, or why the model refuses the group."""
 
 
@@ -24,24 +24,24 @@ def answers_of(runtime: Runtime, target: Target, model: Path, groups: Mapping[st
         groups: runs by group.
 
     Raises:
-        MeasurementFailure: it does not run on plain rows, which is refusing to run at all.
+        MeasurementError: it does not run on plain rows, which is refusing to run at all.
     """
     try:
         answers = iter(runtime.run(model, target, tuple(feed for runs in groups.values() for feed in runs)))
         return {name: tuple(next(answers) for _ in runs) for name, runs in groups.items()}
-    except MeasurementFailure:
+    except MeasurementError:
         pass
-    found: dict[str, tuple[Tensors, ...] | MeasurementFailure] = {}
+    found: dict[str, tuple[Tensors, ...] | MeasurementError] = {}
     for name in sorted(groups, key=lambda group: group != REAL):  # a model that does not run at all is told at once
         try:
             found[name] = runtime.run(model, target, groups[name])
-        except MeasurementFailure as error:
+        except MeasurementError as error:
             if name == REAL:
                 raise
             found[name] = error
     return found
 
 
-def refusal(error: MeasurementFailure) -> str:
+def refusal(error: MeasurementError) -> str:
     """What ONNX Runtime says at the end of a long line."""
     return (error.why or error.what).rpartition("Status Message: ")[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onnx_ops.domain.evidence import BatchInvariance
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import rows
 from onnx_ops.measure.reference import ReferenceGroup
 from onnx_ops.onnx_graph.inspect import info
@@ -31,7 +31,7 @@ def measure_invariance(
     single_rows = (rows(samples, index, index + 1) for index in range(count))
     try:
         together, *alone = runtime.run(model, target, (rows(samples, 0, count), *single_rows))
-    except MeasurementFailure:
+    except MeasurementError:
         return ()
     real = next((group for group in reference if group.name == REAL), None)
     noise = noises(real.single, real.double) if real else {}

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import PairedRatios, Throughput, throughput_figure
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.timing import Figure, Race, Raw, figure_of, look_by_look, rows_of
 from onnx_ops.ports import LoadSamples, LoadSchedule, Runtime, Tensors
 
@@ -40,7 +40,7 @@ def throughput_alone(
     """Requests per second of fresh sessions of one model.
 
     Raises:
-        MeasurementFailure: the model does not run there.
+        MeasurementError: the model does not run there.
     """
     schedule = replace(_schedule(runtime, model, target, feed, concurrency), seed=seed)
     samples = runtime.under_load((model, model), target, feed, schedule)
@@ -58,7 +58,7 @@ def throughput_against(race: Race, concurrency: int) -> tuple[PairedRatios, Raw]
     """Windows of the baseline, of the baseline again and of the candidate in turns, look by look.
 
     Raises:
-        MeasurementFailure: one of the models does not run there.
+        MeasurementError: one of the models does not run there.
     """
     schedule = _schedule(race.runtime, race.baseline, race.target, race.feed, concurrency)
 
@@ -99,5 +99,5 @@ def _joined(samples: Sequence[LoadSamples]) -> Floats:
 def _positive(samples: Sequence[LoadSamples]) -> Floats:
     nanoseconds = _joined(samples)
     if not (nanoseconds > 0).all():
-        raise MeasurementFailure("a window of requests took no measurable time")
+        raise MeasurementError("a window of requests took no measurable time")
     return nanoseconds

@@ -15,7 +15,7 @@ import numpy as np
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison
 from onnx_ops.domain.metric import MetricDefinition
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 from onnx_ops.measure.files import unpack
 from onnx_ops.ports import Dataset, Store
 from onnx_ops.statistics.grouping import design_effect
@@ -75,7 +75,7 @@ def _kept(store: Store, raw: Digest | None) -> Mapping[str, Array]:
         return {}
     try:
         return unpack(store, raw)
-    except StateCorrupt:  # it was recorded by a run with another store
+    except CorruptStateError:  # it was recorded by a run with another store
         return {}
 
 

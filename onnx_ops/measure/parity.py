@@ -8,7 +8,7 @@ from pathlib import Path
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.group_answers import answers_of, refusal
 from onnx_ops.measure.reference import ReferenceGroup
 from onnx_ops.ports import Runtime, Tensors
@@ -29,13 +29,13 @@ def measure_parity(
     """One measurement per group and output; a group that the model refuses and its source answers is a mismatch.
 
     Raises:
-        MeasurementFailure: the runtime could not run the model.
+        MeasurementError: the runtime could not run the model.
     """
     answers = answers_of(runtime, target, model, {group.name: (group.inputs,) for group in groups})
     found: list[ParityMeasurement] = []
     for group in groups:
         answer = answers[group.name]
-        if isinstance(answer, MeasurementFailure):
+        if isinstance(answer, MeasurementError):
             measured = [mismatched("*", group.name, f"the export refuses these inputs: {refusal(answer)}")]
         else:
             (outputs,) = answer

@@ -12,7 +12,7 @@ from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
 from onnx_ops.domain.metric import MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, OnnxOpsError, UserError
+from onnx_ops.errors import MeasurementError, OnnxOpsError, UserError
 from onnx_ops.measure.answers import read_answers
 from onnx_ops.measure.labels import (
     classes_of,
@@ -78,7 +78,7 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
     What cannot be read, or is not defined on these rows, is told in an entry of its own.
 
     Raises:
-        MeasurementFailure: the candidate or the export does not run. A champion that does not take these rows is told.
+        MeasurementError: the candidate or the export does not run. A champion that does not take these rows is told.
     """
     asked = [d for d in definitions if scorer.dataset.label is not None or d.label_free]
     if not asked:
@@ -146,7 +146,7 @@ def read_model(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> 
     """What one of the models says in the terms of each metric.
 
     Raises:
-        MeasurementFailure: the candidate or the export does not run.
+        MeasurementError: the candidate or the export does not run.
     """
 
     def read_all(outputs: Tensors) -> dict[str, Reading | OnnxOpsError]:
@@ -154,8 +154,8 @@ def read_model(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> 
 
     try:
         parts = read_answers(scorer.runtime, scorer.models[name], scorer.target, scorer.dataset.inputs, read_all)
-    except (MeasurementFailure, UserError) as error:
-        if name in (CANDIDATE, EXPORT) and isinstance(error, MeasurementFailure):
+    except (MeasurementError, UserError) as error:
+        if name in (CANDIDATE, EXPORT) and isinstance(error, MeasurementError):
             raise
         return {definition.label: error for definition in asked}
     return {definition.label: _joined([part[definition.label] for part in parts]) for definition in asked}

@@ -14,7 +14,7 @@ from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.recipes import Arithmetic, searched
 from onnx_ops.domain.search import SEARCH_FILE, Budget, Entry, Recipe, Role, SearchRecord, Trial
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StageFailure
+from onnx_ops.errors import StageError
 from onnx_ops.measure.files import MODEL, checkout, get_dataset, put_document, put_folder
 from onnx_ops.measure.trying import Ground, Workshop
 from onnx_ops.measure.user_code import importable, load_function
@@ -80,7 +80,7 @@ def search(ground: Ground, journal: Journal, tell: Tell) -> Found:
     A journal whose search had ended is that of a result that somebody wants anew.
 
     Raises:
-        StageFailure: a library gives another file for the same recipe.
+        StageError: a library gives another file for the same recipe.
     """
     ground.folder.mkdir()
     recipes = _recipes(ground)
@@ -165,7 +165,7 @@ def _made(workshop: Workshop, trial: Trial, name: str) -> Path:
     """The model of a trial, built again: what was measured is what is given on."""
     path, _ = workshop.make(trial)
     if digest_file(path) != trial.model:
-        raise StageFailure(
+        raise StageError(
             "the same recipe gave another file than before",
             where=f"search {name}, {trial.recipe}",
             remedy="Search anew: `--fresh search`.",

@@ -11,7 +11,7 @@ from onnx_ops.domain.evidence import LatencyComparison, LatencySamples, PairedRa
 from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.load import throughput_against, throughput_alone
 from onnx_ops.measure.starts import starts_against, starts_alone
 from onnx_ops.measure.timing import Race, Raw, time_against, time_alone
@@ -65,7 +65,7 @@ def measure_speed(contest: Contest, asked: Asked) -> Speed:
     not be measured against it is left out, and its gate says so.
 
     Raises:
-        MeasurementFailure: the variant does not run there.
+        MeasurementError: the variant does not run there.
     """
     feed, seed, place = contest.feed, contest.seed, (contest.runtime, contest.candidate, contest.target)
     latency, raw = time_alone(*place, feed)
@@ -82,7 +82,7 @@ def measure_speed(contest: Contest, asked: Asked) -> Speed:
     comparisons: list[LatencyComparison] = []
     ratios: list[PairedRatios] = []
     for against in contest.rivals:
-        with contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementFailure):
+        with contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError):
             comparison, raw = time_against(contest.race(against, _limits(against, asked.tolerances)))
             comparisons.append(comparison)
             samples |= raw
@@ -104,7 +104,7 @@ def compare_more(race: Race, asked: Asked) -> tuple[tuple[PairedRatios, ...], Ra
     """What was asked for beside latency, of candidate and baseline in turns.
 
     Raises:
-        MeasurementFailure: one of the models does not run there.
+        MeasurementError: one of the models does not run there.
     """
     ratios: list[PairedRatios] = []
     samples: dict[str, Array] = {}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import PairedRatios, Starts
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.timing import Figure, Race, Raw, figure_of, look_by_look, rows_of
 from onnx_ops.ports import Runtime, StartSamples, StartSchedule, Tensors
 
@@ -26,7 +26,7 @@ def starts_alone(runtime: Runtime, model: Path, target: Target, feed: Tensors, s
     """Fresh processes of one model.
 
     Raises:
-        MeasurementFailure: a process crashed, or could not run the model.
+        MeasurementError: a process crashed, or could not run the model.
     """
     schedule = StartSchedule(heats=HEATS_ALONE, requests=REQUESTS, seed=seed)
     samples = runtime.starts((model, model), target, feed, schedule)
@@ -47,7 +47,7 @@ def starts_against(race: Race) -> tuple[tuple[PairedRatios, ...], Raw]:
     Memory has no entry where the system does not tell it.
 
     Raises:
-        MeasurementFailure: a process crashed, or could not run its model.
+        MeasurementError: a process crashed, or could not run its model.
     """
 
     def measure(heats: int, seed: int) -> StartSamples:
@@ -73,7 +73,7 @@ def _joined(samples: Sequence[StartSamples], figure: str) -> Counts:
     names = {"load": "load_ns", "first": "first_ns", "peak": "peak_bytes"}
     values = np.concatenate([getattr(s, names[figure]) for s in samples]).astype(np.int64)
     if figure != "peak" and not (values > 0).all():
-        raise MeasurementFailure(f"{figure} of a fresh process took no measurable time")
+        raise MeasurementError(f"{figure} of a fresh process took no measurable time")
     return values
 
 

@@ -92,7 +92,7 @@ def time_alone(
     """Single runs of one session.
 
     Raises:
-        MeasurementFailure: the model does not run there.
+        MeasurementError: the model does not run there.
     """
     samples = runtime.sample(model, target, feed, runs=runs, warmup=WARMUP_ALONE)
     lost = samples.preempted.astype(bool)
@@ -111,7 +111,7 @@ def time_against(race: Race) -> tuple[LatencyComparison, Raw]:
     """Fresh sessions of the baseline, of the baseline again and of the candidate, in turns, look by look.
 
     Raises:
-        MeasurementFailure: one of the models does not run there.
+        MeasurementError: one of the models does not run there.
     """
 
     alone = race.runtime.sample(race.baseline, race.target, race.feed, runs=5, warmup=1)

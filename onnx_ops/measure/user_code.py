@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.config.text import shown_path
-from onnx_ops.errors import NotFound, OnnxOpsError, StageFailure, UserError, quoted
+from onnx_ops.errors import NotFoundError, OnnxOpsError, StageError, UserError, quoted
 from onnx_ops.plugins import imported, missing_package
 
 
@@ -35,8 +35,8 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     """The function that `package.module:function` names; its module runs when it is imported.
 
     Raises:
-        MissingPackage: a package that it imports is not installed.
-        NotFound: the module cannot be imported, or has no such function.
+        MissingPackageError: a package that it imports is not installed.
+        NotFoundError: the module cannot be imported, or has no such function.
         UserError: its module raises an error of its own.
     """
     module_name, _, function_name = reference.partition(":")
@@ -49,7 +49,7 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
         raise _failed(f"{module_name} cannot be imported", error) from error
     found: Callable[..., Any] | None = getattr(module, function_name, None)
     if found is None:
-        raise NotFound(f"{module_name} has no {function_name}", where=where)
+        raise NotFoundError(f"{module_name} has no {function_name}", where=where)
     return found
 
 
@@ -58,7 +58,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
 
     Raises:
         UserError: the function cannot be called like that, or raises an error.
-        EnvironmentFailure: it raises an error of the machine or of a service, as OSError.
+        InfrastructureError: it raises an error of the machine or of a service, as OSError.
     """
     function = load_function(reference, "train.run")
     try:
@@ -87,7 +87,7 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
     else:
         own = [frame for frame in frames if _is_own(frame.filename)] or frames[-1:]
         place = f"{shown_path(Path(own[-1].filename))}:{own[-1].lineno}"
-    kind = StageFailure if isinstance(error, OSError) else UserError
+    kind = StageError if isinstance(error, OSError) else UserError
     why = f"{type(error).__name__}: {quoted(error)}"
     return kind(what, where=place, why=why, remedy="Mend the code there, or the data that it gets, and run again.")
 

@@ -33,7 +33,7 @@ def measure_weights(
         samples: real rows by ONNX name, for them.
 
     Raises:
-        MeasurementFailure: a quantized weight cannot be compared, or the export does not run.
+        MeasurementError: a quantized weight cannot be compared, or the export does not run.
     """
     pairs = (*quantized_weights(source, derived), *kept_weights(source, derived))
     steps = [weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]

@@ -47,7 +47,7 @@ def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     Scales that are computed (dynamic quantization) or differ by channel are left out.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     model = as_pairs(read_model(path), path.name)
     stored = constants(model)
@@ -80,7 +80,7 @@ def cut_off(path: Path) -> dict[str, str]:
     """What a ReLU or Clip makes of values that nothing else uses: a range can stand for those operators.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     graph = read_structure(path).graph
     users: dict[str, list[onnx.NodeProto]] = {}
@@ -99,7 +99,7 @@ def bounded_values(path: Path) -> frozenset[str]:
     """Values of functions with a range of their own, which quantizers take whatever the rows are.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
 

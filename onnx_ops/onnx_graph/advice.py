@@ -55,7 +55,7 @@ def advise(
         coverage: what runs in int8, with its reasons; None for a float variant.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the files.
+        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}

@@ -21,7 +21,7 @@ def read_types(model: Path) -> dict[str, int]:
     """The element types of inputs and outputs, by name; float32 for bfloat16, which NumPy lacks.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     ends = _ends(read_structure(model))
     types = {value.name: value.type.tensor_type.elem_type for value in ends}
@@ -37,7 +37,7 @@ def write_with_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
         What is cast, in words; empty, and nothing is written, where no float input differs.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     structure = read_structure(model)
     types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}

@@ -107,7 +107,7 @@ def brought_problems(place: Path, section: Export, targets: Iterable[Target]) ->
     """Why the file cannot be brought, or what a target refuses of it.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     path = model_file(place)
     found = info(path)

@@ -45,8 +45,8 @@ def full_check(path: Path) -> None:
 
     Raises:
         UserError: the file breaks a rule of ONNX.
-        Refused: it names external data outside its folder.
-        NotFound: a file is missing.
+        RefusedError: it names external data outside its folder.
+        NotFoundError: a file is missing.
     """
     import onnx
 
@@ -105,7 +105,7 @@ def refusal(path: Path, target: Target) -> str:
     """Why a target cannot run a file, as far as the file tells; empty if nothing speaks against it.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     return ceiling(info(path), target) or lacking(foreign(read_structure(path)), target)
 

@@ -66,7 +66,7 @@ def cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -
         dims: sizes of other free dimensions by name.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     from onnx import inliner, shape_inference
 

@@ -78,7 +78,7 @@ def int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -
         excluded: names of nodes that were to stay in float.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the files.
+        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     names = _names(read_structure(source))
     model = read_structure(rewritten)

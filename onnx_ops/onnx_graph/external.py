@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from onnx_ops.errors import NotFound, Refused
+from onnx_ops.errors import NotFoundError, RefusedError
 
 if TYPE_CHECKING:
     import onnx
@@ -42,10 +42,10 @@ def checked_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
     """The files that hold the tensors, in order of appearance.
 
     Raises:
-        Refused: a name is absolute, climbs out of the folder or is a link that leads out of it; a place is not told,
-            told twice, negative, beyond the file's end, or of another size than its tensor; two places overlap
+        RefusedError: a name is absolute, climbs out of the folder or links out of it; a place is missing,
+            given twice, negative, beyond the file's end, or of another size than its tensor; two places overlap
             without being the same.
-        NotFound: a file is missing.
+        NotFoundError: a file is missing.
     """
     found: dict[Path, None] = {}
     places: list[Place] = []
@@ -79,9 +79,11 @@ def _entries(tensor: onnx.TensorProto) -> dict[str, str]:
     keys = [entry.key for entry in tensor.external_data]
     if len(set(keys)) != len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise Refused(f"it tells the {twice!r} of its external data twice", where=_of(tensor.name), remedy=_AGAIN)
+        raise RefusedError(f"it tells the {twice!r} of its external data twice", where=_of(tensor.name), remedy=_AGAIN)
     if "location" not in keys:
-        raise Refused("it has external data and does not tell in which file", where=_of(tensor.name), remedy=_AGAIN)
+        raise RefusedError(
+            "it has external data and does not tell in which file", where=_of(tensor.name), remedy=_AGAIN
+        )
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
@@ -91,11 +93,11 @@ def _place(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Pla
     start, told = _number(entries, "offset", where), _number(entries, "length", where)
     size, wanted = os.path.getsize(path), _bytes_of(tensor)
     if told is not None and wanted is not None and told != wanted:
-        raise Refused(f"its external data has {told} bytes, its shape needs {wanted}", where=where, remedy=_AGAIN)
+        raise RefusedError(f"its external data has {told} bytes, its shape needs {wanted}", where=where, remedy=_AGAIN)
     begin = start or 0
     length = told if told is not None else wanted if wanted is not None else max(0, size - begin)
     if begin + length > size:
-        raise Refused(
+        raise RefusedError(
             f"its external data lies beyond the end of {entries['location']!r}",
             where=where,
             why=f"it should stand at bytes {begin} to {begin + length}, the file has {size}",
@@ -110,14 +112,14 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
     text = entries[key]
     if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= _LARGEST):
         what = f"the {key} of its external data is no number of bytes: {text[:40]!r}"
-        raise Refused(what, where=where, remedy=_AGAIN)
+        raise RefusedError(what, where=where, remedy=_AGAIN)
     return int(text)
 
 
 def _bytes_of(tensor: onnx.TensorProto) -> int | None:
     """What its shape and type take; None for a type without a fixed size."""
     if any(size < 0 for size in tensor.dims):
-        raise Refused(f"its shape is negative: {list(tensor.dims)}", where=_of(tensor.name))
+        raise RefusedError(f"its shape is negative: {list(tensor.dims)}", where=_of(tensor.name))
     bits = bits_of(tensor.data_type)
     return None if bits is None else -(-math.prod(tensor.dims) * bits // 8)
 
@@ -127,7 +129,7 @@ def _check_apart(places: list[Place]) -> None:
     last: Place | None = None
     for place in sorted(p for p in places if p.end > p.start):
         if last and last.file == place.file and place.start < last.end and (last.start, last.end) != _span(place):
-            raise Refused(
+            raise RefusedError(
                 f"its external data overlaps that of tensor {last.tensor}", where=_of(place.tensor), remedy=_AGAIN
             )
         last = place
@@ -142,10 +144,10 @@ def _inside_of(folder: Path, name: str, tensor: str) -> Path:
     unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
     path = folder / name
     if unsafe or not _inside(path, folder):
-        raise Refused(f"its external data {name!r} lies outside its folder", where=_of(tensor), remedy=_AGAIN)
+        raise RefusedError(f"its external data {name!r} lies outside its folder", where=_of(tensor), remedy=_AGAIN)
     if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
         remedy = f"Put {name} there: it holds the model's weights, and belongs with the file."
-        raise NotFound(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
+        raise NotFoundError(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
     return path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
-from onnx_ops.errors import NotFound, Refused, TooLarge, UserError, quoted
+from onnx_ops.errors import NotFoundError, RefusedError, TooLargeError, UserError, quoted
 from onnx_ops.onnx_graph.external import checked_files, locations, tell_lengths
 from onnx_ops.onnx_graph.ort_file import is_ort, read_ort
 
@@ -40,14 +40,14 @@ def read_structure(path: Path) -> onnx.ModelProto:
     """The model without its external weights, whose places have been checked.
 
     Raises:
-        NotFound: there is no such file, or its weights are missing.
+        NotFoundError: there is no such file, or its weights are missing.
         UserError: it is not ONNX, or too large to be.
-        Refused: its external data lies where it must not, see `external.checked_files`.
+        RefusedError: its external data lies where it must not, see `external.checked_files`.
     """
     model = parse(path)
     real = path.resolve()
     if any(file.resolve() == real for file in external_files(model, path.parent)):
-        raise Refused("its external data is said to lie in the model file itself", where=str(path), remedy=_BESIDE)
+        raise RefusedError("its external data is said to lie in the model file itself", where=str(path), remedy=_BESIDE)
     return model
 
 
@@ -65,7 +65,7 @@ def model_file(path: Path) -> Path:
     """The file itself, or the one `.onnx` file of a folder.
 
     Raises:
-        NotFound: there is none, or more than one.
+        NotFoundError: there is none, or more than one.
     """
     if path.is_file():
         return path
@@ -75,7 +75,7 @@ def model_file(path: Path) -> Path:
         beside = [file.stem for file in path.parent.glob("*.onnx")]
         close = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.7)
         remedy = f"Did you mean '{close[0]}.onnx'?" if close else "Name an .onnx file, or a folder with exactly one."
-        raise NotFound(what, where=str(path), remedy=remedy)
+        raise NotFoundError(what, where=str(path), remedy=remedy)
     return found[0]
 
 
@@ -83,7 +83,7 @@ def external_names(path: Path) -> tuple[str, ...]:
     """Names of the files that a model's weights are said to lie in; they need not be there.
 
     Raises:
-        NotFound, UserError: as for `parse`.
+        NotFoundError, UserError: as for `parse`.
     """
     return locations(tensors(parse(path)))
 
@@ -92,11 +92,11 @@ def model_digest(path: Path) -> Digest:
     """Digest of a model and of the files of its weights, whatever they are called elsewhere.
 
     Raises:
-        NotFound, UserError: as for `parse`; a file of its weights is not there.
+        NotFoundError, UserError: as for `parse`; a file of its weights is not there.
     """
     weights = [path.parent / name for name in sorted(external_names(path))]
     if missing := [file.name for file in weights if not file.is_file()]:
-        raise NotFound(f"the weights' file {missing[0]} is not there", where=str(path))
+        raise NotFoundError(f"the weights' file {missing[0]} is not there", where=str(path))
     return digest_json([digest_file(path), [digest_file(file) for file in weights]])
 
 
@@ -104,16 +104,16 @@ def parse(path: Path) -> onnx.ModelProto:
     """What stands in the file itself; of one in ORT format its structure.
 
     Raises:
-        NotFound: there is no such file.
+        NotFoundError: there is no such file.
         UserError: it is not ONNX, or too large to be.
     """
     import onnx
     from google.protobuf.message import DecodeError
 
     if not path.is_file():
-        raise NotFound("no such file", where=str(path))
+        raise NotFoundError("no such file", where=str(path))
     if path.stat().st_size > PROTOBUF_LIMIT:
-        raise TooLarge("not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE)
+        raise TooLargeError("not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE)
     if is_ort(path):
         return read_ort(path)
     try:
@@ -155,7 +155,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         load_external_data_for_model(model, str(path.parent))
     except (ValidationError, ValueError) as error:  # it takes no links, not even hard ones
         why = quoted(error)
-        raise Refused("its external data is not read", where=str(path), why=why, remedy=_PLAIN) from error
+        raise RefusedError("its external data is not read", where=str(path), why=why, remedy=_PLAIN) from error
     return model
 
 

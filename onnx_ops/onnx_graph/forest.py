@@ -45,7 +45,7 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
 
     Raises:
         UserError: an ensemble is not well-formed, or a split asks another question than whether a feature is small.
-        NotFound, Refused: as for reading the file.
+        NotFoundError, RefusedError: as for reading the file.
     """
     found = [
         tree for node in read_model(path).graph.node if node.op_type in ENSEMBLES for tree in _ensemble(node, path.name)

@@ -63,7 +63,7 @@ def input_bounds(path: Path) -> dict[str, InputBounds]:
     """What the graph tells of each input. An input that is computed with before it becomes an index is none.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     model = read_structure(path)
     stored = constants(model)

@@ -17,9 +17,9 @@ def info(path: Path) -> ModelInfo:
     """Versions, inputs, outputs and size, without loading weights.
 
     Raises:
-        NotFound: there is no such file.
+        NotFoundError: there is no such file.
         UserError: it is not ONNX.
-        Refused: it names external data outside its folder.
+        RefusedError: it names external data outside its folder.
     """
     model = read_structure(path)
     constants = {tensor.name for tensor in model.graph.initializer}

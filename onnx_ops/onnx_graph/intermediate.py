@@ -36,7 +36,7 @@ def computed_values(path: Path) -> tuple[ComputedValue, ...]:
     """The values that nodes of the main graph compute, in the order of the graph, which is topological.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     return tuple(
         ComputedValue(
@@ -63,7 +63,7 @@ def expose(path: Path, names: Sequence[str], copy: Path) -> None:
 
     Raises:
         ValueError: the copy stands elsewhere, there are too many names, or the graph computes no such value.
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     if copy.parent != path.parent or copy == path:
         raise ValueError("the copy must be another file of the same folder")

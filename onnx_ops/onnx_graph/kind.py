@@ -53,7 +53,7 @@ def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
     """Read off both files what the candidate is.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the files.
+        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     before, after = read_structure(baseline), read_structure(candidate)
     kinds = _read_kind(before), _read_kind(after)

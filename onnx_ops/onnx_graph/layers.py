@@ -29,7 +29,7 @@ def show_layer_errors(source: Path, weights: Sequence[QuantizedWeight], copy: Pa
         The two sums of each layer, by the weight's name; nothing for a weight of another operator.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     from onnx import helper, numpy_helper
 

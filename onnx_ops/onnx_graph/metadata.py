@@ -20,7 +20,7 @@ def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
     """Add properties to a model file, in place; the same properties give the same bytes. External weights stay put.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     model = read_structure(path)
     merged = {prop.key: prop.value for prop in model.metadata_props} | dict(properties)
@@ -44,7 +44,7 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
         values: `author`, `license`, `version` (a whole number, as ONNX has it), `description`, or a key of metadata.
 
     Raises:
-        NotFound, Refused: as for reading the file.
+        NotFoundError, RefusedError: as for reading the file.
         UserError: it is not ONNX, or the version is no number.
     """
     model = read_structure(path)

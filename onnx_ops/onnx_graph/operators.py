@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onnx_ops.domain.artifact import CUSTOM_OPS, digest_file, hex_of
 from onnx_ops.domain.target import CustomOps
-from onnx_ops.errors import DigestMismatch, NotFound, Refused
+from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError
 from onnx_ops.onnx_graph.files import nodes, read_structure
 
 
@@ -16,15 +16,15 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
     """Whether libraries are those that a target names: loading one runs its code.
 
     Raises:
-        NotFound: there is no such file.
-        DigestMismatch: it is another one.
+        NotFoundError: there is no such file.
+        DigestMismatchError: it is another one.
     """
     for library in libraries:
         path = Path(library.path)
         if not path.is_file():
-            raise NotFound("no such library of custom operators", where=f"{where}: {path}")
+            raise NotFoundError("no such library of custom operators", where=f"{where}: {path}")
         if (found := digest_file(path)) != library.digest:
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"the library of custom operators is not the one of {where}; it was not loaded",
                 where=str(path),
                 why=f"its digest is {found}, the target says {library.digest}",
@@ -38,12 +38,12 @@ def carry_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]])
     Functions of the model count too: where a library registers one's name, sessions take the kernel.
 
     Raises:
-        Refused: something of the model lies where only libraries may, which servers will load.
-        NotFound, DigestMismatch: a library is missing, or is another one.
+        RefusedError: something of the model lies where only libraries may, which servers will load.
+        NotFoundError, DigestMismatchError: a library is missing, or is another one.
     """
     folder = model.parent / CUSTOM_OPS
     if folder.exists():
-        raise Refused(
+        raise RefusedError(
             f"a file of the model lies in {CUSTOM_OPS}/, whose files are loaded as programs",
             where=model.name,
             remedy="Export the model with its weights beside it.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import constants
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def as_pairs(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
         where: the file, for messages.
 
     Raises:
-        MeasurementFailure: an integer operator is of a kind that is not known here.
+        MeasurementError: an integer operator is of a kind that is not known here.
     """
     import onnx
 
@@ -118,7 +118,7 @@ def as_pairs(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
         return model
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < _AXIS_OPSET:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"integer operators of opset {opset} cannot be read",
             where=where,
             remedy=f"Export at {_AXIS_OPSET} or later.",
@@ -145,7 +145,7 @@ def _rewrite(work: _Rewriting, node: onnx.NodeProto, where: str) -> None:
     elif node.op_type in _LAYOUTS:
         _operator(work, node, _LAYOUTS[node.op_type])
     elif _is_integer(node):
-        raise MeasurementFailure(f"integer operator {node.op_type} cannot be read", where=where)
+        raise MeasurementError(f"integer operator {node.op_type} cannot be read", where=where)
     elif node.input and node.input[0] in work.scales and node.op_type not in _OPAQUE:
         _move(work, node)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnx_ops.errors import StageFailure
+from onnx_ops.errors import StageError
 from onnx_ops.onnx_graph.files import parse
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def as_python(path: Path, source: Path) -> tuple[Path, ...]:
     what it built was held against the original, before this returns.
 
     Raises:
-        NotFound, UserError: as for reading the model.
-        StageFailure: what the source builds is another model.
+        NotFoundError, UserError: as for reading the model.
+        StageError: what the source builds is another model.
     """
     model, writer = parse(path), _Writer()
     body = writer.render(model, 4)
@@ -97,7 +97,7 @@ def as_python(path: Path, source: Path) -> tuple[Path, ...]:
     if writer.weights:
         place.write_bytes(writer.weights)
     if _built(source) != model.SerializeToString(deterministic=True):
-        raise StageFailure("the source that was written builds another model", where=str(source))
+        raise StageError("the source that was written builds another model", where=str(source))
     return (source, place) if writer.weights else (source,)
 
 

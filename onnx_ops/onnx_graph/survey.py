@@ -59,9 +59,9 @@ def survey(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None)
         dims: sizes of other free dimensions by name, for its cost.
 
     Raises:
-        NotFound: there is no such file.
+        NotFoundError: there is no such file.
         UserError: it is not ONNX.
-        Refused: it names external data outside its folder.
+        RefusedError: it names external data outside its folder.
     """
     model = read_structure(path)
     operators = Counter(_operator(node) for node in nodes(model))

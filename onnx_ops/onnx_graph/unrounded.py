@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.activations import cut_off, levels_of
 from onnx_ops.onnx_graph.files import constants, graphs, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.narrow import blocks
@@ -39,7 +39,7 @@ def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: P
     """Write the float original with the values that quantized weights stand for.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     from onnx import numpy_helper
 
@@ -59,7 +59,7 @@ def write_with_halves(source: Path, path: Path) -> None:
     """Write the float original with every float32 constant rounded to float16.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the file.
+        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     from onnx import numpy_helper
 
@@ -81,15 +81,15 @@ def write_unrounded(source: Path, derived: Path, path: Path) -> None:
         path: the result.
 
     Raises:
-        MeasurementFailure: an operator hides its rounding in a way that is not known here.
-        NotFound, UserError, Refused: as for reading the files.
+        MeasurementError: an operator hides its rounding in a way that is not known here.
+        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     import onnx
 
     model = onnx.ModelProto()
     model.CopyFrom(as_pairs(read_model(derived), derived.name))
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
-        raise MeasurementFailure(f"the rounding of {hidden[0]} cannot be taken off", where=derived.name)
+        raise MeasurementError(f"the rounding of {hidden[0]} cannot be taken off", where=derived.name)
     tensors = constants(model)
     folded = _folded(source, model, tensors)
     rewritten: list[onnx.NodeProto] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import constants, read_model
 from onnx_ops.onnx_graph.narrow import Narrow, blocks, halves
 from onnx_ops.onnx_graph.qoperator import SUFFIX, as_pairs
@@ -67,15 +67,15 @@ def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...
     (MatMulNBits).
 
     Raises:
-        MeasurementFailure: a quantized weight has no original of its name and shape, or is stored in another way.
-        NotFound, UserError, Refused: as for reading the files.
+        MeasurementError: a quantized weight has no original of its name and shape, or is stored in another way.
+        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     before, after = read_model(source), as_pairs(read_model(derived), derived.name)
     originals, tensors = constants(before), constants(after)
     turned = _turned(before)
     found = {stored.weight: stored for stored in _stored(after, tensors)}
     if unread := sorted(name for name in tensors if name.endswith(SUFFIX) and name not in found):
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"quantized weight {unread[0]} is stored in a way that cannot be compared", where=derived.name
         )
     pairs = [_pair(found[name], originals, tensors, turned, derived.name) for name in found if tensors[name].dims]
@@ -90,7 +90,7 @@ def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
     Here a dropped bias of a dynamically quantized model shows itself.
 
     Raises:
-        NotFound, UserError, Refused: as for reading the files.
+        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     before, after = read_model(source), read_model(derived)
     return tuple(_kept(after, constants(before), constants(after), _turned(before)))
@@ -141,7 +141,7 @@ def _pair(
     name = stored.weight.removesuffix(SUFFIX)
     origin = _origin(name, originals)
     if origin not in originals or stored.scale not in tensors:
-        raise MeasurementFailure(f"quantized weight {name} has no original or no scale to compare with", where=where)
+        raise MeasurementError(f"quantized weight {name} has no original or no scale to compare with", where=where)
     original = numpy_helper.to_array(originals[origin]).astype(np.float64)
     transposed = stored.transposable and origin in turned
     if transposed:
@@ -149,7 +149,7 @@ def _pair(
     integers = numpy_helper.to_array(tensors[stored.weight])
     levels = integers.astype(np.float64)
     if original.squeeze().shape != levels.squeeze().shape:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"quantized weight {name} has shape {levels.shape}, its original {original.shape}", where=where
         )
     scale = _along(numpy_helper.to_array(tensors[stored.scale]).astype(np.float64), levels.ndim, stored.axis)
@@ -194,12 +194,12 @@ def _narrow_pair(
     from onnx import numpy_helper
 
     if one.name not in originals:
-        raise MeasurementFailure(f"narrowed weight {one.name} has no original to compare with", where=where)
+        raise MeasurementError(f"narrowed weight {one.name} has no original to compare with", where=where)
     original = numpy_helper.to_array(originals[one.name]).astype(np.float64)
     if one.transposable and one.name in turned:
         original = original.T
     if original.size != one.values.size:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"narrowed weight {one.name} has shape {one.values.shape}, its original {original.shape}", where=where
         )
     original = original.reshape(one.values.shape)

@@ -18,7 +18,7 @@ from prefect.blocks.fields import SecretDict
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
 from onnx_ops.domain.pipeline import NAME_PATTERN
-from onnx_ops.errors import ServiceUnavailable, SpecError, UserError
+from onnx_ops.errors import ConfigError, ServiceUnavailableError, UserError
 from onnx_ops.scratch import Scratch
 
 _LOGO = HttpUrl(
@@ -213,7 +213,7 @@ def _check(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         try:
             files.load(name)
-        except SpecError as error:
+        except ConfigError as error:
             told = "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
             raise ValueError(f"{name}: {told}") from error
         except UserError as error:
@@ -225,7 +225,7 @@ def load_block(place: str) -> Block:
 
     Raises:
         UserError: there is none.
-        ServiceUnavailable: Prefect's server does not answer.
+        ServiceUnavailableError: Prefect's server does not answer.
     """
     where = f"prefect block {place}"
     try:
@@ -234,7 +234,7 @@ def load_block(place: str) -> Block:
         remedy = "See `prefect block ls`; a block of another package needs that package here."
         raise UserError("there is no such block", where=where, remedy=remedy) from error
     except Exception as error:  # of whatever kind Prefect's client raises; it may hold a secret
-        raise ServiceUnavailable("cannot be read", where=where, why=type(error).__name__) from None
+        raise ServiceUnavailableError("cannot be read", where=where, why=type(error).__name__) from None
     return cast("Block", found)
 
 

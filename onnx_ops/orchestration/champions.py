@@ -32,7 +32,7 @@ def look_after(ports: Ports, perform: Perform, names: Sequence[str], *, by: str)
 
     Raises:
         UserError: a name has no champion.
-        ServiceUnavailable: the registry does not answer.
+        ServiceUnavailableError: the registry does not answer.
     """
     found: list[Drift] = []
     for reign in reigns(ports, names):

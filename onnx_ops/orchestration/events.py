@@ -15,7 +15,7 @@ from onnx_ops.domain.event import GATE_FAILED, PREFIX, REGISTERED, Event, event_
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
 from onnx_ops.ports import Ports
 
@@ -129,7 +129,7 @@ def post(events: Sequence[Event]) -> None:
     of the process for it; a ledger must not note as told what nobody took.
 
     Raises:
-        ServiceUnavailable: the server does not answer, or does not take them.
+        ServiceUnavailableError: the server does not answer, or does not take them.
         UserError: no server is set.
     """
     import httpx
@@ -145,7 +145,9 @@ def post(events: Sequence[Event]) -> None:
         ):
             client.request("POST", "/events", json=documents)
     except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: it is of another version
-        raise ServiceUnavailable("Prefect's server takes no events", where=where, why=type(error).__name__) from None
+        raise ServiceUnavailableError(
+            "Prefect's server takes no events", where=where, why=type(error).__name__
+        ) from None
 
 
 def _server() -> str:

@@ -13,7 +13,7 @@ from prefect.states import Completed, Failed
 from onnx_ops.domain.artifact import Manifest, short
 from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.domain.pipeline import Stage, StageOutcome, StageStatus
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.orchestration.tasks import failed, run_as_task
 from onnx_ops.ports import Work
 
@@ -39,7 +39,7 @@ class PrefectExecutor:
             stage,
             attempt.run,
             retries=stage.retries,
-            retry_if=lambda: isinstance(attempt.error, EnvironmentFailure),
+            retry_if=lambda: isinstance(attempt.error, InfrastructureError),
         )
         if attempt.manifest is None:
             raise attempt.error or AssertionError(f"{stage.id} ended without a result and without an error")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.notification import Notification
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
 
 
@@ -37,7 +37,7 @@ class PrefectNotifier:
         try:
             block.notify(body="\n".join(notification.lines), subject=notification.title)
         except Exception as error:  # blocks are other people's code; the reason may hold the block's secret
-            raise ServiceUnavailable("could not notify", where=self._where, why=type(error).__name__) from None
+            raise ServiceUnavailableError("could not notify", where=self._where, why=type(error).__name__) from None
 
     def check(self) -> str:
         self._block()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import MeasurementFailure, ServiceUnavailable, UserError
+from onnx_ops.errors import MeasurementError, ServiceUnavailableError, UserError
 
 if TYPE_CHECKING:
     from prefect import State
@@ -47,7 +47,7 @@ class PrefectPools:
                     return self._once(client, deployment, pool, title, request, timeout)
                 except _WorkerDied as death:
                     deaths.append(str(death))
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"{self.tries} workers of pool {pool} died over it, one after the other",
             where=title,
             why=deaths[-1],
@@ -114,7 +114,7 @@ def _client() -> Iterator[SyncPrefectClient]:
         with get_client(sync_client=True) as client:
             yield client
     except httpx.TransportError as error:
-        raise ServiceUnavailable(
+        raise ServiceUnavailableError(
             "Prefect's server does not answer", where=str(PREFECT_API_URL.value()), why=type(error).__name__
         ) from error
 
@@ -156,16 +156,16 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
             client.set_flow_run_state(run, Cancelling(message="nobody waits for it any more"), force=True)
 
 
-def _too_long(title: str, timeout: float) -> MeasurementFailure:
-    return MeasurementFailure(
+def _too_long(title: str, timeout: float) -> MeasurementError:
+    return MeasurementError(
         f"it ran longer than its time-out of {timeout:g} s and was stopped",
         where=title,
         remedy="Raise `timeout` in the pipeline file if the work is really that long.",
     )
 
 
-def _nobody(pool: str, title: str, patience: float) -> MeasurementFailure:
-    return MeasurementFailure(
+def _nobody(pool: str, title: str, patience: float) -> MeasurementError:
+    return MeasurementError(
         f"no worker of pool {pool} took it within {patience:g} s",
         where=title,
         remedy=f"Start one on the machine: prefect worker start --pool {pool}",

@@ -12,7 +12,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
 from onnx_ops.domain.rollout import ActionKind
-from onnx_ops.errors import Conflict, OnnxOpsError, UserError
+from onnx_ops.errors import ConflictError, OnnxOpsError, UserError
 from onnx_ops.orchestration.tasks import failed, run_as_task
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
@@ -38,7 +38,7 @@ def drive(ports: Ports, endpoint: str, *, by: str, limit: str, every: str) -> St
         every: duration between two looks, as `10 s`.
 
     Raises:
-        NotFound: no such endpoint.
+        NotFoundError: no such endpoint.
         UserError: a duration is none.
     """
     Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFound for an unknown name)
@@ -89,7 +89,7 @@ def _look(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], OnnxO
     reports: list[StepReport] = []
     try:
         settle(ports, endpoint, actor=by, told=lambda report: _tell(report, reports))
-    except Conflict:  # somebody else acted; the next look sees it
+    except ConflictError:  # somebody else acted; the next look sees it
         reports.append(StepReport(endpoint=endpoint, did="", why="somebody else acted meanwhile", settled=False))
     except OnnxOpsError as error:
         return reports, error

@@ -38,7 +38,7 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
 
     Raises:
         UserError: a block is not there, is none of ours, or contradicts another.
-        ServiceUnavailable: Prefect's server does not answer.
+        ServiceUnavailableError: Prefect's server does not answer.
     """
     settings = CollectionSettings()
     named = tuple(blocks) or tuple(part for part in map(str.strip, settings.blocks.split(",")) if part)
@@ -70,7 +70,7 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
 
     Raises:
         UserError: a block is not there, is none of ours, or contradicts another.
-        ServiceUnavailable: Prefect's server does not answer.
+        ServiceUnavailableError: Prefect's server does not answer.
     """
     found: dict[str, str] = {}
     said_by: dict[str, str] = {}

@@ -20,7 +20,7 @@ from pathlib import Path
 from onnx_ops import plugins
 from onnx_ops.config.functions import parse_python
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 _OURS = __name__.partition(".")[0]
 
@@ -64,7 +64,7 @@ def user_code(references: Iterable[str], root: Path, depends: tuple[str, ...] = 
     it lies: the revisions of its stages. The standard library is left to the version of Python.
 
     Raises:
-        NotFound: a module, or a file in `depends`, does not exist.
+        NotFoundError: a module, or a file in `depends`, does not exist.
         UserError: a file is not Python.
     """
     files: dict[str, Digest] = {}
@@ -72,7 +72,7 @@ def user_code(references: Iterable[str], root: Path, depends: tuple[str, ...] = 
     for reference in references:
         module = reference.partition(":")[0]
         if _source(module, root) is None and not installed_with(module.partition(".")[0]):
-            raise NotFound(
+            raise NotFoundError(
                 f"module {module} is not in the project",
                 where=str(root),
                 remedy="Put it below the project's root, or install it.",
@@ -82,7 +82,9 @@ def user_code(references: Iterable[str], root: Path, depends: tuple[str, ...] = 
     for name in depends:
         file = root / name
         if not file.is_file():
-            raise NotFound(f"no file {name}", where="train.depends", remedy="Paths are relative to the project's root.")
+            raise NotFoundError(
+                f"no file {name}", where="train.depends", remedy="Paths are relative to the project's root."
+            )
         files[name] = digest_file(file)
     return UserCode(files=files, packages=packages)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, StorageFailure, storage_errors
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, StorageError, storage_errors
 from onnx_ops.pipeline.crew import Crew
 from onnx_ops.ports import Clock, Executor, Observer, Work
 
@@ -84,7 +84,7 @@ class InlineExecutor:
         for attempt in range(stage.retries + 1):
             try:
                 return work()
-            except EnvironmentFailure:
+            except InfrastructureError:
                 if attempt == stage.retries:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -118,7 +118,7 @@ def run(
         jobs: stages that run side by side at most. One: all of them in the caller's thread, in the plan's order.
 
     Raises:
-        StorageFailure: the disk is full, or a file or folder cannot be used; what was finished is kept.
+        StorageError: the disk is full, or a file or folder cannot be used; what was finished is kept.
     """
     observer.planned(plan)
     outcomes: dict[str, StageOutcome] = {}
@@ -188,7 +188,7 @@ def _look(
     """What can be had without work, or None; what is known but cannot be read is a failure."""
     try:
         return _ready(stage, outcomes, handler, fresh), None
-    except StorageFailure:
+    except StorageError:
         raise
     except OnnxOpsError as unreadable:
         return StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(unreadable)), unreadable
@@ -239,7 +239,7 @@ def _execute(
     try:
         with storage_errors(stage.id):
             manifest = executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)
-    except StorageFailure:
+    except StorageError:
         raise
     except OnnxOpsError as error:
         seconds = clock.monotonic() - begun

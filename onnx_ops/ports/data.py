@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import DataSection
-from onnx_ops.errors import MissingPackage, UserError
+from onnx_ops.errors import MissingPackageError, UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +44,7 @@ class Dataset:
         """The inputs as a pandas DataFrame, one column for each, in their order.
 
         Raises:
-            MissingPackage: pandas is not installed.
+            MissingPackageError: pandas is not installed.
             UserError: an input has more than one value a row.
         """
         return frame_of(self.inputs)
@@ -64,7 +64,7 @@ def frame_of(inputs: Tensors) -> Any:
     try:
         pandas: Any = importlib.import_module("pandas")
     except ImportError as error:
-        raise MissingPackage(
+        raise MissingPackageError(
             "pandas is not installed", where="data", remedy="Install it with: pip install 'onnx-ops[tables]'"
         ) from error
     for name, array in inputs.items():
@@ -84,7 +84,7 @@ class DataSource(Protocol):
         """What changes when the data changes, found without loading it or importing a heavy package.
 
         Raises:
-            NotFound: the data does not exist.
+            NotFoundError: the data does not exist.
         """
         ...
 
@@ -92,7 +92,7 @@ class DataSource(Protocol):
         """All arrays of the set, by their own names.
 
         Raises:
-            NotFound: the data does not exist.
+            NotFoundError: the data does not exist.
             UserError: it is not what it should be.
         """
         ...
@@ -148,8 +148,8 @@ class ModelSource(Protocol):
         """What changes when the model changes, found without fetching it.
 
         Raises:
-            NotFound: there is no such model.
-            ServiceUnavailable: its place does not answer.
+            NotFoundError: there is no such model.
+            ServiceUnavailableError: its place does not answer.
         """
         ...
 

@@ -47,7 +47,7 @@ class Exporter(Protocol):
 
         Raises:
             UserError: the model or an option does not fit this exporter.
-            StageFailure: the converter failed.
+            StageError: the converter failed.
         """
         ...
 
@@ -69,7 +69,7 @@ class TrainingExporter(Exporter, Protocol):
         """Call the training function `package.module:function` and save its model into an empty folder.
 
         Raises:
-            StageFailure: it failed, or its process crashed.
+            StageError: it failed, or its process crashed.
         """
         ...
 
@@ -81,8 +81,8 @@ class Exporters(Protocol):
         """The exporter, in the environment asked for, else in its own default or here.
 
         Raises:
-            NotFound: there is no such exporter.
-            MissingPackage: a package that it needs is not installed.
+            NotFoundError: there is no such exporter.
+            MissingPackageError: a package that it needs is not installed.
         """
         ...
 
@@ -102,7 +102,7 @@ class TracingExporter(Exporter, Protocol):
         """The source's intermediate values under the names they have in the export; writes no file.
 
         Raises:
-            UserError, StageFailure: as for `export`.
+            UserError, StageError: as for `export`.
         """
         ...
 

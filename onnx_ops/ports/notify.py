@@ -17,8 +17,8 @@ class Notifier(Protocol):
         """Returns once the service has taken it; within seconds, or not at all. Sending it twice does no harm.
 
         Raises:
-            ServiceUnavailable: the service does not answer, or wants to be left alone for now; try again.
-            Refused: it does not let us, or where it is asks for what may not be sent there.
+            ServiceUnavailableError: the service does not answer, or wants to be left alone for now; try again.
+            RefusedError: it does not let us, or where it is asks for what may not be sent there.
             UserError: a setting or a secret is missing or wrong.
         """
         ...
@@ -27,7 +27,7 @@ class Notifier(Protocol):
         """Where it would send to, without secrets. Nothing is sent.
 
         Raises:
-            Refused: others may read the secret.
+            RefusedError: others may read the secret.
             UserError: a setting or a secret is missing or wrong.
         """
         ...

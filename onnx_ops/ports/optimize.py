@@ -42,7 +42,7 @@ class Optimizer(Protocol):
 
         Raises:
             UserError: an option does not fit, or an excluded node took no effect.
-            StageFailure: the library failed.
+            StageError: the library failed.
         """
         ...
 
@@ -59,7 +59,7 @@ class ConfiguredOptimizer(Optimizer, Protocol):
         """The section with the content of such files in place of their names: it becomes part of the stage's key.
 
         Raises:
-            NotFound, UserError: a file is not there, or an option does not fit.
+            NotFoundError, UserError: a file is not there, or an option does not fit.
         """
         ...
 
@@ -75,6 +75,6 @@ class Optimizers(Protocol):
         """The optimizer, in the environment asked for, else in its own default or here.
 
         Raises:
-            NotFound: there is no such optimizer.
+            NotFoundError: there is no such optimizer.
         """
         ...

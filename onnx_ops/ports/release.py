@@ -23,12 +23,12 @@ class Registry(Protocol):
         """One version per variant; returns version by variant. Publishing the same release again adds nothing.
 
         Raises:
-            ServiceUnavailable: the registry does not answer.
+            ServiceUnavailableError: the registry does not answer.
         """
         ...
 
     def version(self, model: str, version: str) -> VersionRecord:
-        """Raises NotFound or ServiceUnavailable."""
+        """Raises NotFoundError or ServiceUnavailableError."""
         ...
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
@@ -39,7 +39,7 @@ class Registry(Protocol):
         """Delete a version and what was stored for it alone. Deleting one that is not there is no error.
 
         Raises:
-            Refused: an alias points at it.
+            RefusedError: an alias points at it.
         """
         ...
 
@@ -51,7 +51,7 @@ class Registry(Protocol):
         """Version by alias of every model, by model. Asked in pages of models, however many versions there are.
 
         Raises:
-            ServiceUnavailable: the registry does not answer.
+            ServiceUnavailableError: the registry does not answer.
         """
         ...
 
@@ -67,7 +67,7 @@ class Registry(Protocol):
         """Download the version's model files into an empty folder and return the digests of what came.
 
         Raises:
-            ServiceUnavailable: the registry does not answer.
+            ServiceUnavailableError: the registry does not answer.
         """
         ...
 
@@ -75,7 +75,7 @@ class Registry(Protocol):
         """An evidence document of the version, by the path it was published under.
 
         Raises:
-            NotFound: the version has no such document.
+            NotFoundError: the version has no such document.
         """
         ...
 
@@ -91,8 +91,8 @@ class Registry(Protocol):
         """Address at which a person reads that evidence document of the version; empty if there are no such pages.
 
         Raises:
-            NotFound: there is no such version.
-            ServiceUnavailable: the registry does not answer.
+            NotFoundError: there is no such version.
+            ServiceUnavailableError: the registry does not answer.
         """
         ...
 
@@ -106,7 +106,7 @@ class Ledger(Protocol):
         """The fold of all entries. It takes a handful of reads, however many entries there are.
 
         Raises:
-            StateCorrupt: an entry that it needs cannot be read.
+            CorruptStateError: an entry that it needs cannot be read.
         """
         ...
 
@@ -114,7 +114,7 @@ class Ledger(Protocol):
         """The entries after a sequence, in order; all of them by default.
 
         Raises:
-            StateCorrupt: an entry cannot be read.
+            CorruptStateError: an entry cannot be read.
         """
         ...
 
@@ -126,7 +126,7 @@ class Ledger(Protocol):
         """Durably write the entry if its sequence is free.
 
         Raises:
-            Overtaken: somebody else wrote that sequence first.
+            LedgerConflictError: somebody else wrote that sequence first.
         """
         ...
 
@@ -172,9 +172,9 @@ class EndpointProvider(Protocol):
         """Make it so, by the endpoint's settings. Applying the same state twice changes nothing. No request is dropped.
 
         Raises:
-            Conflict: a later generation was applied already.
-            RolledBackByAlarm: alarms guard the endpoint, and one took this state back.
-            ServiceUnavailable: the endpoint could not be reached or started.
+            ConflictError: a later generation was applied already.
+            AlarmRollbackError: alarms guard the endpoint, and one took this state back.
+            ServiceUnavailableError: the endpoint could not be reached or started.
         """
         ...
 
@@ -186,9 +186,9 @@ class EndpointProvider(Protocol):
         stays. An endpoint that does not run, or does not answer, is started with nothing but this state.
 
         Raises:
-            NotFound, DigestMismatch: the deployment's files are needed, and lost or damaged.
-            Conflict: a later generation was applied already.
-            ServiceUnavailable: the endpoint could not be reached or started.
+            NotFoundError, DigestMismatchError: the deployment's files are needed, and lost or damaged.
+            ConflictError: a later generation was applied already.
+            ServiceUnavailableError: the endpoint could not be reached or started.
         """
         ...
 
@@ -205,7 +205,7 @@ class EndpointProvider(Protocol):
         whose manifest is `needed`.
 
         Raises:
-            ServiceUnavailable: the provider does not answer.
+            ServiceUnavailableError: the provider does not answer.
         """
         ...
 
@@ -213,8 +213,8 @@ class EndpointProvider(Protocol):
         """Remove a leftover. No error if it is gone.
 
         Raises:
-            Conflict: it is in use by now.
-            ServiceUnavailable: it could not be removed.
+            ConflictError: it is in use by now.
+            ServiceUnavailableError: it could not be removed.
         """
         ...
 
@@ -222,7 +222,7 @@ class EndpointProvider(Protocol):
         """End the endpoint and let go of what it served. Removing one that does not exist is no error.
 
         Raises:
-            ServiceUnavailable: it could not be ended.
+            ServiceUnavailableError: it could not be ended.
         """
         ...
 
@@ -275,7 +275,7 @@ class MetricsSource(Protocol):
         It covers what the source still knows, at best the last day. None if it has no histogram.
 
         Raises:
-            ServiceUnavailable: the source does not answer.
+            ServiceUnavailableError: the source does not answer.
         """
         ...
 
@@ -286,7 +286,7 @@ class MetricsSource(Protocol):
         origin. What it cannot tell is None.
 
         Raises:
-            ServiceUnavailable: the source does not answer; a driver then waits.
+            ServiceUnavailableError: the source does not answer; a driver then waits.
         """
         ...
 
@@ -302,8 +302,8 @@ class ModelFiles(Protocol):
         """Verify every file against the manifest and keep the folder; returns its location.
 
         Raises:
-            DigestMismatch: a file is not what the manifest says.
-            Refused: the model takes weights from where it must not.
+            DigestMismatchError: a file is not what the manifest says.
+            RefusedError: the model takes weights from where it must not.
         """
         ...
 

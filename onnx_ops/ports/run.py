@@ -71,8 +71,8 @@ class Pools(Protocol):
 
         Raises:
             UserError: there is no such pool.
-            ServiceUnavailable: whoever hands out the work does not answer.
-            MeasurementFailure: no worker took it, or workers died, or it took longer than `timeout`.
+            ServiceUnavailableError: whoever hands out the work does not answer.
+            MeasurementError: no worker took it, or workers died, or it took longer than `timeout`.
         """
         ...
 

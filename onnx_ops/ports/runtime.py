@@ -105,7 +105,7 @@ class StartSamples:
 class Runtime(Protocol):
     """Runs ONNX files on one kind of target.
 
-    Where it does so in another process, every method raises StageFailure if that ended, or did not answer in time: that
+    Where it does so in another process, every method raises StageError if that ended, or did not answer in time: that
     says nothing about the model.
     """
 
@@ -117,7 +117,7 @@ class Runtime(Protocol):
         """Which providers and how many nodes each really took.
 
         Raises:
-            MeasurementFailure: a provider is missing, or the runtime refuses the model.
+            MeasurementError: a provider is missing, or the runtime refuses the model.
         """
         ...
 
@@ -125,7 +125,7 @@ class Runtime(Protocol):
         """Outputs for each batch, from one session.
 
         Raises:
-            MeasurementFailure: the session could not be built or a run failed.
+            MeasurementError: the session could not be built or a run failed.
         """
         ...
 
@@ -145,7 +145,7 @@ class Runtime(Protocol):
         """Load models in fresh processes, in turns, and have each answer requests.
 
         Raises:
-            MeasurementFailure: a process crashed, or could not run its model.
+            MeasurementError: a process crashed, or could not run its model.
         """
         ...
 
@@ -171,7 +171,7 @@ class RewritingRuntime(Runtime, Protocol):
         """Write the graph after the runtime's own optimizations on the target to `copy`.
 
         Raises:
-            MeasurementFailure: the session could not be built, or its graph cannot be written.
+            MeasurementError: the session could not be built, or its graph cannot be written.
         """
         ...
 
@@ -184,6 +184,6 @@ class PackagingRuntime(Runtime, Protocol):
         """Write what such a target gets of a model into `folder`: `model.ort`, and what is known of it.
 
         Raises:
-            MeasurementFailure: it cannot be made.
+            MeasurementError: it cannot be made.
         """
         ...

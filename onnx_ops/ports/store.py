@@ -20,12 +20,12 @@ class Store(Protocol):
         """A read-only local file with exactly that content, verified now.
 
         Raises:
-            StateCorrupt: the content is missing or is not what its name says.
+            CorruptStateError: the content is missing or is not what its name says.
         """
         ...
 
     def read(self, digest: Digest) -> bytes:
-        """Raises StateCorrupt as `path` does."""
+        """Raises CorruptStateError as `path` does."""
         ...
 
     def record(self, key: Digest, manifest: Manifest) -> None:
@@ -66,7 +66,7 @@ class Verifier(Protocol):
     """Knows the public keys that are trusted."""
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
-        """Raises SignatureInvalid if the key is not trusted or the signature does not fit."""
+        """Raises InvalidSignatureError if the key is not trusted or the signature does not fit."""
         ...
 
 

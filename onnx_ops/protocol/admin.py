@@ -10,7 +10,7 @@ from typing import TypeVar
 from onnx_ops import codec
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, StateCorrupt, from_document
+from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError, from_document
 from onnx_ops.protocol.options import ServerOptions
 
 T = TypeVar("T")
@@ -111,10 +111,10 @@ def read_message(data: bytes, kind: type[T], *, where: str = "") -> T:
     """A message, or the record of a server, from its JSON text.
 
     Raises:
-        StateCorrupt: it is not one.
+        CorruptStateError: it is not one.
     """
     if not data.lstrip().startswith(b"{"):
-        raise StateCorrupt(f"not a {kind.__name__}", where=where, why="it is not a JSON object")
+        raise CorruptStateError(f"not a {kind.__name__}", where=where, why="it is not a JSON object")
     return codec.loads(data, kind, where=where)
 
 
@@ -130,5 +130,5 @@ def error_from_bytes(data: bytes) -> OnnxOpsError:
         document = None
     if not isinstance(document, dict) or "what" not in document:
         text = data[:200].decode("utf-8", "replace")
-        return ServiceUnavailable("the endpoint server gave an answer that is not its own", why=text)
+        return ServiceUnavailableError("the endpoint server gave an answer that is not its own", why=text)
     return from_document(document)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onnx_ops.errors import Refused, SignatureInvalid, UserError
+from onnx_ops.errors import InvalidSignatureError, RefusedError, UserError
 
 ID, TIMESTAMP, SIGNATURE = "x-mlflow-delivery-id", "x-mlflow-timestamp", "x-mlflow-signature"
 EVENTS = ("model_version_alias.created", "model_version_alias.deleted")
@@ -55,8 +55,8 @@ def open_delivery(headers: Mapping[str, str], body: bytes, *, secret: str, now: 
         now: seconds since the epoch.
 
     Raises:
-        SignatureInvalid: it was not signed with the secret.
-        Refused: it is too old, or from the future.
+        InvalidSignatureError: it was not signed with the secret.
+        RefusedError: it is too old, or from the future.
         UserError: it is signed, but names no model.
     """
     delivery, timestamp = headers.get(ID, ""), headers.get(TIMESTAMP, "")
@@ -64,9 +64,9 @@ def open_delivery(headers: Mapping[str, str], body: bytes, *, secret: str, now: 
     expected = sign(secret, delivery, timestamp, body).encode()
     # Every delivery is compared, so that the time to answer tells nothing about which part was wrong.
     if not hmac.compare_digest(given, expected) or not 0 < len(delivery) <= _MAX_ID:
-        raise SignatureInvalid("the delivery is not signed with this receiver's secret")
+        raise InvalidSignatureError("the delivery is not signed with this receiver's secret")
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > TOLERANCE:
-        raise Refused(
+        raise RefusedError(
             f"the delivery is more than {TOLERANCE:.0f} s old, or from the future", remedy="Check the clocks."
         )
     return Delivery(id=delivery, model=_model(body))

@@ -9,7 +9,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import canonical_json, digest_bytes, digest_json, short
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 
 FORMAT = "onnx-ops/table"
 VERSION = 2
@@ -61,19 +61,19 @@ def decode(data: bytes, *, where: str = "") -> Table:
     """The table that `encode` wrote.
 
     Raises:
-        StateCorrupt: it is torn, altered, of another format, or of a version that this program does not know.
+        CorruptStateError: it is torn, altered, of another format, or of a version that this program does not know.
     """
     try:
         document: Any = json.loads(data)
     except ValueError as error:
-        raise StateCorrupt("the table is torn", where=where, why=str(error)) from error
+        raise CorruptStateError("the table is torn", where=where, why=str(error)) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise StateCorrupt("not a table of an endpoint", where=where)
+        raise CorruptStateError("not a table of an endpoint", where=where)
     if document.get("version") not in _READABLE:
-        raise StateCorrupt(f"table version {document.get('version')!r} is not known here", where=where)
+        raise CorruptStateError(f"table version {document.get('version')!r} is not known here", where=where)
     content = document.get("table")
     if not isinstance(content, dict) or not _matches(content, document.get("checksum")):
-        raise StateCorrupt("the table does not match its checksum", where=where)
+        raise CorruptStateError("the table does not match its checksum", where=where)
     return codec.from_json(content, Table, where=where)
 
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 from onnx_ops.protocol.table import Table, decode, encode
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class TableFile:
         for path in (self._current, self._previous):
             try:
                 table = self._load(path)
-            except StateCorrupt as error:
+            except CorruptStateError as error:
                 _log.warning("table refused: %s", error)
                 continue
             if table is not None:
@@ -70,7 +70,7 @@ class TableFile:
     def _keep_current(self) -> None:
         try:
             good = self._load(self._current)
-        except StateCorrupt:
+        except CorruptStateError:
             return
         if good is not None:
             write_durably(self._previous, encode(good))

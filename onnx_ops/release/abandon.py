@@ -7,7 +7,7 @@ from functools import partial
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Abandoned, ReleaseState
-from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal, bound_endpoints, looking_again, readable
 
@@ -22,7 +22,7 @@ def refuse_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig
         abandon: why endpoints may be left behind.
 
     Raises:
-        Refused: an endpoint would be left behind, and nobody says that it may.
+        RefusedError: an endpoint would be left behind, and nobody says that it may.
         UserError: an endpoint that exists cannot be changed as the file says.
     """
     orphans = [state.config for state in dropped(ports, pipeline, configs) if state.config is not None]
@@ -55,10 +55,10 @@ def moved_from(ports: Ports, state: ReleaseState, config: EndpointConfig) -> End
     return None
 
 
-def refusal(ports: Ports, orphans: Sequence[EndpointConfig]) -> Refused:
+def refusal(ports: Ports, orphans: Sequence[EndpointConfig]) -> RefusedError:
     """Says what would stay behind, as it is seen now."""
     names = [config.endpoint for config in orphans]
-    return Refused(
+    return RefusedError(
         f"{', '.join(names)} would be left behind, and nobody would manage or delete it",
         where=f"pipeline {orphans[0].pipeline}",
         why="; ".join(_seen(ports, config) for config in orphans),
@@ -86,7 +86,7 @@ def leave(journal: Journal, *, reason: str) -> None:
     """Unbind an endpoint and record why; nothing is done to it.
 
     Raises:
-        Conflict: somebody is changing it right now.
+        ConflictError: somebody is changing it right now.
     """
     journal.refuse_while_changed()
     config = journal.config

@@ -10,7 +10,7 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision
 from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import DigestMismatch, Refused
+from onnx_ops.errors import DigestMismatchError, RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.decided import passing_decision
 from onnx_ops.scratch import Scratch
@@ -27,11 +27,11 @@ def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Dig
         target_digest: the target's definition now; None skips the comparison where it is not known.
 
     Raises:
-        Refused: with the reason.
+        RefusedError: with the reason.
     """
     signed = passing_decision(record, target, ports.verifier())
     if target_digest is not None and signed.record.target_digest != target_digest:
-        raise Refused(
+        raise RefusedError(
             f"target {target} was defined otherwise when this version was judged",
             where=f"{record.model}/{record.version}",
             remedy="Run the pipeline again, so that the evidence is about the target as it is now.",
@@ -47,8 +47,8 @@ def materialise(ports: Ports, record: VersionRecord, authority: SignedDecision |
         authority: what lets it serve.
 
     Raises:
-        DigestMismatch: what the registry holds is not what was registered.
-        ServiceUnavailable: the registry does not answer.
+        DigestMismatchError: what the registry holds is not what was registered.
+        ServiceUnavailableError: the registry does not answer.
     """
     location = ports.files.location(record.manifest) or _download(ports, record)
     about = authority.record
@@ -73,8 +73,8 @@ def fetch(ports: Ports, deployment: Deployment) -> None:
     """Bring the files of a deployment back where an endpoint loads them, if they are lost or damaged.
 
     Raises:
-        DigestMismatch: what the registry holds is not what was deployed.
-        NotFound, ServiceUnavailable: the registry does not have it, or does not answer.
+        DigestMismatchError: what the registry holds is not what was deployed.
+        NotFoundError, ServiceUnavailableError: the registry does not have it, or does not answer.
     """
     if ports.files.location(deployment.manifest) is None:
         record = ports.registry().version(deployment.model, deployment.version)
@@ -86,7 +86,7 @@ def _download(ports: Ports, record: VersionRecord) -> str:
     with Scratch() as folder:
         manifest = ports.registry().fetch(record, folder)
         if manifest.digest() != record.manifest:
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"the registry holds {short(manifest.digest())}, but {short(record.manifest)} was registered",
                 where=f"{record.model}/{record.version}",
                 remedy="Its artifact was changed after it was judged; run the pipeline again.",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Stored
 from onnx_ops.domain.rollout import DAY
-from onnx_ops.errors import NotFound, StateCorrupt
+from onnx_ops.errors import CorruptStateError, NotFoundError
 from onnx_ops.ports import Ports
 
 YOUNGEST_S = DAY
@@ -27,8 +27,8 @@ def unneeded(ports: Ports, *, older_than_s: float) -> tuple[Stored, ...]:
     """What is in the store, older than that (and than a day), and needed by nothing. Nothing is changed.
 
     Raises:
-        ServiceUnavailable: store, ledger or registry do not answer.
-        StateCorrupt: a ledger is damaged: what it needs is not known.
+        ServiceUnavailableError: store, ledger or registry do not answer.
+        CorruptStateError: a ledger is damaged: what it needs is not known.
     """
     before = ports.clock.now() - max(older_than_s, YOUNGEST_S)
     # Before the results are read: what is recorded meanwhile cannot rest on old content that nobody has put again.
@@ -40,7 +40,7 @@ def unneeded(ports: Ports, *, older_than_s: float) -> tuple[Stored, ...]:
             return ()
         try:
             return digests_in(ports.store.read(digest))
-        except StateCorrupt:
+        except CorruptStateError:
             return ()
 
     needed = reachable(_roots(ports), names)
@@ -82,7 +82,7 @@ def _roots(ports: Ports) -> set[Digest]:
         for version in set(aliases.values()):
             try:
                 decisions = registry.version(model, version).decisions
-            except NotFound:  # something else than onnx-ops registered it
+            except NotFoundError:  # something else than onnx-ops registered it
                 continue
             for signed in decisions.values():
                 roots |= digests_in(codec.dumps(signed))

@@ -16,7 +16,7 @@ from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import Refused, SignatureInvalid, StateCorrupt
+from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedError
 from onnx_ops.ports import Verifier
 
 _ROLLED_BACK = "onnxops.rolled-back."
@@ -38,8 +38,8 @@ def passing_decision(
             decides, and of several with the same sequence the worst. None of them can stand in for the version's own.
 
     Raises:
-        Refused: there is none, or it is not a pass.
-        SignatureInvalid: it is forged, signed by a key that is not trusted, or about something else.
+        RefusedError: there is none, or it is not a pass.
+        InvalidSignatureError: it is forged, signed by a key that is not trusted, or about something else.
     """
     own = _own_decision(record, target, verifier)
     counted = [own, *(other for other in others if counts(other, record, target, verifier))]
@@ -48,7 +48,7 @@ def passing_decision(
     if decided.verdict is not Verdict.PASS:
         worst = ", ".join(f"{gate} {v.value}" for gate, v in decided.verdicts.items() if v is not Verdict.PASS)
         where = f"{record.model}/{record.version}"
-        raise Refused(
+        raise RefusedError(
             f"its gates on {target} ended {decided.verdict.value}",
             where=where,
             why=worst,
@@ -61,7 +61,7 @@ def counts(signed: SignedDecision, record: VersionRecord, target: str, verifier:
     """Whether the decision is validly signed and about exactly this content and target."""
     try:
         about = verified(signed.envelope, DecisionRecord, verifier)
-    except SignatureInvalid:
+    except InvalidSignatureError:
         return False
     return is_about(about, record, target)
 
@@ -76,7 +76,7 @@ def standing_override(record: VersionRecord, target: str, verifier: Verifier) ->
     try:
         signed = read(text.encode(), OverrideRecord, where=record_tag(target))
         about = verified(signed.envelope, OverrideRecord, verifier)
-    except (StateCorrupt, SignatureInvalid, UnicodeEncodeError, RecursionError):
+    except (CorruptStateError, InvalidSignatureError, UnicodeEncodeError, RecursionError):
         return None
     same = is_about(about, record, target) and record.tags.get(reason_tag(target)) == about.reason
     return signed if same else None
@@ -90,7 +90,7 @@ def taken_override(
         return None
     try:
         about = verified(given.signed, OverrideRecord, verifier)
-    except SignatureInvalid:
+    except InvalidSignatureError:
         return None
     return Attested(record=about, envelope=given.signed) if is_about(about, what, target) else None
 
@@ -198,14 +198,14 @@ def _own_decision(record: VersionRecord, target: str, verifier: Verifier) -> Sig
     where = f"{record.model}/{record.version}"
     own = record.decisions.get(target)
     if own is None:
-        raise Refused(
+        raise RefusedError(
             f"no signed decision for target {target}",
             where=where,
             remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
         )
     about = verified(own.envelope, DecisionRecord, verifier, where=where)
     if not is_about(about, record, target):
-        raise SignatureInvalid(
+        raise InvalidSignatureError(
             "the signed decision is about another model, version or target",
             where=where,
             why=f"it names {about.model}, {about.variant}, {short(about.manifest)}, {about.target}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from onnx_ops.domain.ledger import Deleted
-from onnx_ops.errors import OnnxOpsError, Overtaken, StillOwed
+from onnx_ops.errors import LedgerConflictError, OnnxOpsError, StillPendingError
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal, looking_again
 from onnx_ops.release.patience import PATIENCE_S, within
@@ -17,9 +17,9 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
     Its versions, their aliases and what was rolled back here stay as they are.
 
     Raises:
-        NotFound: no such endpoint.
-        Conflict: somebody is changing it right now.
-        StillOwed: it could not be ended yet, and every reconciliation tries again.
+        NotFoundError: no such endpoint.
+        ConflictError: somebody is changing it right now.
+        StillPendingError: it could not be ended yet, and every reconciliation tries again.
     """
     asked = False
 
@@ -35,7 +35,7 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
             asked = True
         try:
             finish_deletion(journal, reason=reason)
-        except Overtaken:
+        except LedgerConflictError:
             raise
         except (OnnxOpsError, OSError) as error:
             raise _still_owed(config.endpoint, str(error)) from error
@@ -46,7 +46,7 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
 def delete_soon(
     ports: Ports, endpoint: str, *, reason: str = "", actor: str = "", patience_s: float = PATIENCE_S
 ) -> None:
-    """`delete`, for which the caller waits `patience_s` seconds at most; then it is `StillOwed`."""
+    """`delete`, for which the caller waits `patience_s` seconds at most; then it is `StillPendingError`."""
     call = partial(delete, ports, endpoint, reason=reason, actor=actor)
     late = f"it did not end within {patience_s:g} s"
     error = within({endpoint: call}, patience_s, lambda _: _still_owed(endpoint, late))[endpoint]
@@ -58,15 +58,15 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
     """End an endpoint that the ledger says is to go.
 
     Raises:
-        ServiceUnavailable: it could not be ended.
+        ServiceUnavailableError: it could not be ended.
     """
     config = journal.config
     journal.ports.provider(config.provider).remove(config)
     journal.append(Deleted(reason=reason, done=True))
 
 
-def _still_owed(endpoint: str, why: str) -> StillOwed:
-    return StillOwed(
+def _still_owed(endpoint: str, why: str) -> StillPendingError:
+    return StillPendingError(
         "accepted, still owed: the endpoint's end",
         where=endpoint,
         why=why,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.rollout import alias
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Ports
 from onnx_ops.release.decided import rests_on
 from onnx_ops.release.journal import Journal, bound_endpoints, stream_of
@@ -28,7 +28,7 @@ def dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
     """Versions under guarded aliases whose decision or override this key signed, of every model in the ledger.
 
     Raises:
-        ServiceUnavailable: the registry does not answer.
+        ServiceUnavailableError: the registry does not answer.
     """
     return tuple(one for model, target in sorted(_promoted(ports)) for one in _of(ports, model, target, key))
 
@@ -50,5 +50,5 @@ def _of(ports: Ports, model: str, target: str, key: Digest) -> Iterator[Dependen
 def _rests(ports: Ports, model: str, version: str, target: str, key: Digest) -> bool:
     try:
         return rests_on(ports.registry().version(model, version), target, key, ports.verifier())
-    except NotFound:  # onnx-ops did not register it, so it has no decision to lose
+    except NotFoundError:  # onnx-ops did not register it, so it has no decision to lose
         return False

@@ -11,7 +11,7 @@ from onnx_ops.domain.ledger import Override, RefusedVersion, ReleaseState
 from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
-from onnx_ops.errors import MissingPackage, NotFound, Refused, ServiceUnavailable
+from onnx_ops.errors import MissingPackageError, NotFoundError, RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Ports
 from onnx_ops.release.approve import approve, materialise
 from onnx_ops.release.decided import (
@@ -53,14 +53,14 @@ def desired(journal: Journal) -> Desired:
         asked = _asked(journal, found)
         wish = Desired(wanted=None) if asked is None else _verified(journal, *asked)
         return replace(wish, champion=found.get(alias("champion", config.target)))
-    except (ServiceUnavailable, MissingPackage) as error:
+    except (ServiceUnavailableError, MissingPackageError) as error:
         return Desired(wanted=state.roles.candidate or state.roles.stable, unreachable=str(error))
 
 
 def refuse_rejected(ports: Ports, state: ReleaseState, record: VersionRecord, target: str) -> None:
-    """Raises Refused if this endpoint rolled the version's release back and nobody overrode that."""
+    """Raises RefusedError if this endpoint rolled the version's release back and nobody overrode that."""
     if (why := why_rejected(state, record, target, ports.verifier())) is not None:
-        raise Refused(
+        raise RefusedError(
             f"endpoint {state.endpoint} rolled this release back, and it does not come back by itself",
             where=f"{record.model}/{record.version}",
             why=why,
@@ -127,7 +127,7 @@ def _verified(journal: Journal, name: str, version: str) -> Desired:
         if why := waits_for(journal, record):
             return Desired(wanted=None, waits=why)
         return Desired(wanted=materialise(ports, record, authority))
-    except (Refused, NotFound) as error:
+    except (RefusedError, NotFoundError) as error:
         champion = alias("champion", config.target)
         restored = state.aliases.get(champion) if name == champion else None
         refused = RefusedVersion(alias=name, version=version, reason=str(error), restored_to=restored)
@@ -138,11 +138,11 @@ def _authority(journal: Journal, record: VersionRecord) -> SignedDecision | Sign
     """What lets the version serve.
 
     Raises:
-        Refused: the version may not serve.
+        RefusedError: the version may not serve.
     """
     try:
         return _approved(journal, record)
-    except Refused:
+    except RefusedError:
         if not _take_override(journal, record):
             raise
         return _approved(journal, record)

@@ -10,7 +10,7 @@ from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, SignedDecision
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import DigestMismatch, NotFound, SignatureInvalid, StateCorrupt
+from onnx_ops.errors import CorruptStateError, DigestMismatchError, InvalidSignatureError, NotFoundError
 from onnx_ops.ports import Ports
 from onnx_ops.statistics.judge import judge
 
@@ -34,15 +34,15 @@ def explain(ports: Ports, model: str, version: str, target: str | None = None) -
     """Judge every target of a version again, or one of them.
 
     Raises:
-        NotFound: no such version, or no decision for the target.
-        DigestMismatch: the stored evidence is not what was signed.
+        NotFoundError: no such version, or no decision for the target.
+        DigestMismatchError: the stored evidence is not what was signed.
     """
     record = ports.registry().version(model, version)
     targets = [target] if target is not None else sorted(record.decisions)
     missing = [name for name in targets if name not in record.decisions]
     if missing or not targets:
         known = ", ".join(sorted(record.decisions)) or "none"
-        raise NotFound(
+        raise NotFoundError(
             f"no decision for target {missing[0] if missing else '(any)'}",
             where=f"{model}/{version}",
             remedy=f"Targets with one: {known}.",
@@ -54,8 +54,8 @@ def explain_release(ports: Ports, model: str, version: str) -> dict[str, tuple[E
     """Every judged variant of the release that a version belongs to, by name; the newest version of each counts.
 
     Raises:
-        NotFound: no such version, or no decision for any.
-        DigestMismatch: the stored evidence is not what was signed.
+        NotFoundError: no such version, or no decision for any.
+        DigestMismatchError: the stored evidence is not what was signed.
     """
     registry = ports.registry()
     release = registry.version(model, version).release
@@ -64,7 +64,7 @@ def explain_release(ports: Ports, model: str, version: str) -> dict[str, tuple[E
         if one.release == release and registry.version(model, one.version).decisions:
             newest[one.variant] = one.version
     if not newest:
-        raise NotFound(
+        raise NotFoundError(
             "no variant of the release has a signed decision",
             where=f"{model}/{version}",
             remedy="Decisions are signed where the settings say `signing = 'auto'` or 'required'.",
@@ -90,18 +90,18 @@ def decided(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence,
     """What a version was decided upon and by which gates, if the decision is validly signed and is about its files.
 
     Raises:
-        NotFound: there is no decision for the target.
-        SignatureInvalid: nobody who is trusted has signed it.
-        DigestMismatch: it is about other files, or the stored evidence is not what was signed.
+        NotFoundError: there is no decision for the target.
+        InvalidSignatureError: nobody who is trusted has signed it.
+        DigestMismatchError: it is about other files, or the stored evidence is not what was signed.
     """
     where = f"{record.model}/{record.version}"
     signed = record.decisions.get(target)
     if signed is None:
         remedy = "It serves by an override, which rests on no measurement; run its pipeline for this target."
-        raise NotFound(f"no decision for target {target}", where=where, remedy=remedy)
+        raise NotFoundError(f"no decision for target {target}", where=where, remedy=remedy)
     verified(signed.envelope, DecisionRecord, ports.verifier(), where=where)
     if signed.record.manifest != record.manifest:
-        raise DigestMismatch(
+        raise DigestMismatchError(
             "the decision is about other files", where=where, remedy="Promote a version that was decided as it is."
         )
     return _basis(ports, record, target)
@@ -119,7 +119,7 @@ def _basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, 
 def _signature(ports: Ports, signed: SignedDecision) -> str:
     try:
         verified(signed.envelope, DecisionRecord, ports.verifier())
-    except SignatureInvalid as error:
+    except InvalidSignatureError as error:
         return f"not valid: {error}"
     return "valid"
 
@@ -128,10 +128,10 @@ def _document(ports: Ports, record: VersionRecord, name: str, digest: Digest) ->
     """From the store of this machine, else from the registry; either way with the digest that was signed."""
     try:
         return ports.store.read(digest)
-    except StateCorrupt:
+    except CorruptStateError:
         data = ports.registry().document(record, name)
     if digest_bytes(data) != digest:
-        raise DigestMismatch(
+        raise DigestMismatchError(
             f"{name} is not what was signed",
             where=f"{record.model}/{record.version}",
             remedy="The evidence was changed after the decision; run the pipeline again.",

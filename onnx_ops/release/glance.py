@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailable
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, ModelFiles, Ports, Registry
 from onnx_ops.release.reconcile import StepReport, settle
 
@@ -51,7 +51,7 @@ class Glance:
         )
 
     def state(self, endpoint: str) -> ReleaseState:
-        """Raises StateCorrupt if the ledger cannot be read."""
+        """Raises CorruptStateError if the ledger cannot be read."""
         return self._ledger.state(endpoint)
 
     def settle(
@@ -77,7 +77,7 @@ class Glance:
 
     def _unless_down(self, registry: Callable[[], Registry]) -> Registry:
         if why := self._seen().down:
-            raise ServiceUnavailable(why)
+            raise ServiceUnavailableError(why)
         return registry()
 
 

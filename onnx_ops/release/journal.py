@@ -11,14 +11,14 @@ from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, gives_all_to
 from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, Renewed, fold, follow
 from onnx_ops.domain.rollout import Action
 from onnx_ops.errors import (
-    Conflict,
-    EnvironmentFailure,
-    NotFound,
+    ConflictError,
+    CorruptStateError,
+    InfrastructureError,
+    LedgerConflictError,
+    NotFoundError,
     OnnxOpsError,
-    Overtaken,
-    Refused,
-    ServiceUnavailable,
-    StateCorrupt,
+    RefusedError,
+    ServiceUnavailableError,
 )
 from onnx_ops.ports import Ports
 from onnx_ops.release.decided import COME_BACK, why_rejected
@@ -42,15 +42,15 @@ class Journal:
 
     @classmethod
     def open(cls, ports: Ports, endpoint: str, *, actor: str = "") -> Journal:
-        """Raises StateCorrupt if the ledger cannot be read."""
+        """Raises CorruptStateError if the ledger cannot be read."""
         return cls(ports, ports.ledger.state(endpoint), actor or ports.host.actor())
 
     @property
     def config(self) -> EndpointConfig:
-        """Raises NotFound if no pipeline has bound this endpoint."""
+        """Raises NotFoundError if no pipeline has bound this endpoint."""
         if self.state.config is None:
             known = ", ".join(bound_endpoints(self.ports)) or "none"
-            raise NotFound(
+            raise NotFoundError(
                 "no endpoint of that name",
                 where=self.state.endpoint,
                 remedy=f"Known endpoints: {known}. An endpoint is bound by the first `onnx-ops run` that deploys it.",
@@ -58,10 +58,10 @@ class Journal:
         return self.state.config
 
     def refuse_while_changed(self) -> None:
-        """Raises Conflict while the lease of a driver that lives is open."""
+        """Raises ConflictError while the lease of a driver that lives is open."""
         if (intent := self.at_work()) is None:
             return
-        raise Conflict(
+        raise ConflictError(
             f"{intent.holder} is changing this endpoint",
             where=self.state.endpoint,
             why=intent.action.why,
@@ -72,7 +72,7 @@ class Journal:
         """Write one entry after the last one known; returns its sequence. `actor` is answerable if it is another.
 
         Raises:
-            Overtaken: somebody else wrote first; nothing was changed.
+            LedgerConflictError: somebody else wrote first; nothing was changed.
         """
         entry = LedgerEntry(
             endpoint=self.state.endpoint,
@@ -103,8 +103,8 @@ class Journal:
             effect: how, given the intent's sequence; by default the provider applies the action's state.
 
         Raises:
-            Overtaken: somebody else acted in between; what they wrote counts.
-            Refused: it brings what nobody has approved; nothing was done.
+            LedgerConflictError: somebody else acted in between; what they wrote counts.
+            RefusedError: it brings what nobody has approved; nothing was done.
             OnnxOpsError: the effect failed; the outcome says so and the roles stay as they were.
         """
         config = self.config
@@ -116,7 +116,7 @@ class Journal:
         with kept(lambda: self.renewed(sequence), self.ports.clock):
             failure = self._attempt(config, action, sequence, effect)
             if (failure is not None or action.gives_back) and not self._shows(config, action, failure):
-                failure = failure or ServiceUnavailable(
+                failure = failure or ServiceUnavailableError(
                     "the endpoint was not observed where it should be yet", where=config.endpoint
                 )
                 self._conclude(Outcome(of=sequence, ok=False, detail=str(failure)))
@@ -135,7 +135,7 @@ class Journal:
         except OnnxOpsError as error:
             return error
         except OSError as error:
-            return EnvironmentFailure(
+            return InfrastructureError(
                 "the endpoint cannot be changed",
                 where=config.endpoint,
                 why=str(error),
@@ -147,13 +147,13 @@ class Journal:
         """Whatever the ledger says: only what a trusted key has signed for this model and target is ever applied.
 
         Raises:
-            Refused: a deployment is not approved, or a candidate was rolled back here and nobody overrode that.
+            RefusedError: a deployment is not approved, or a candidate was rolled back here and nobody overrode that.
         """
         state, config, verifier = self.state, self.config, self.ports.verifier()
         for deployment in action.state.deployments:
             about = authority_of(deployment, verifier)
             if (about.model, about.target) != (config.model, config.target):
-                raise Refused(
+                raise RefusedError(
                     f"it was approved for {about.model} on {about.target}",
                     where=f"{config.endpoint}, which serves {config.model} on {config.target}",
                     why=f"the ledger names {deployment.name}",
@@ -161,11 +161,13 @@ class Journal:
                 )
         for role in (action.roles.stable, action.roles.candidate):
             if role is not None and (why := why_rejected(state, role, config.target, verifier)) is not None:
-                raise Refused(f"{role.name} was rolled back here", where=config.endpoint, why=why, remedy=COME_BACK)
+                raise RefusedError(
+                    f"{role.name} was rolled back here", where=config.endpoint, why=why, remedy=COME_BACK
+                )
 
     def _shows(self, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> bool:
         """Whether the endpoint does what the action asks for. After a conflict that is somebody else's doing."""
-        if isinstance(failure, Conflict):
+        if isinstance(failure, ConflictError):
             return False
         try:
             actual = self.ports.provider(config.provider).observe(config)
@@ -179,7 +181,7 @@ class Journal:
         """Let the lease of the intent in entry `sequence` last from now on; false if it is not the open one any more.
 
         Raises:
-            Overtaken: somebody else wrote just now; call again.
+            LedgerConflictError: somebody else wrote just now; call again.
         """
         endpoint = self.state.endpoint
         there = Journal(self.ports, self.ports.ledger.state(endpoint), self.actor)
@@ -192,12 +194,12 @@ class Journal:
         """Write the outcome, after whatever else was appended meanwhile.
 
         Raises:
-            Overtaken: another intent has overtaken this one, or somebody else has concluded it.
+            LedgerConflictError: another intent has overtaken this one, or somebody else has concluded it.
         """
         while True:
             try:
                 self.append(outcome)
-            except Overtaken:
+            except LedgerConflictError:
                 self.state = self.ports.ledger.state(self.state.endpoint)
                 if self.state.open_intent is None or self.state.generation != outcome.of:
                     raise
@@ -209,12 +211,12 @@ def looking_again(attempt: Callable[[], _Result]) -> _Result:
     """What `attempt` returns, which reads the ledger, decides and writes. Who is overtaken looks and decides again.
 
     Raises:
-        Overtaken: others never let it write.
+        LedgerConflictError: others never let it write.
     """
     for _ in range(LOOKS - 1):
         try:
             return attempt()
-        except Overtaken:
+        except LedgerConflictError:
             continue
     return attempt()
 
@@ -234,15 +236,15 @@ def readable(ports: Ports, endpoint: str) -> ReleaseState:
     and nothing that moves."""
     try:
         return ports.ledger.state(endpoint)
-    except StateCorrupt:
+    except CorruptStateError:
         return fold(endpoint, ports.ledger.sound(endpoint))
 
 
-def damage(ports: Ports, endpoint: str) -> StateCorrupt | None:
+def damage(ports: Ports, endpoint: str) -> CorruptStateError | None:
     """Why the endpoint's state cannot be read."""
     try:
         ports.ledger.state(endpoint)
-    except StateCorrupt as error:
+    except CorruptStateError as error:
         return error
     return None
 

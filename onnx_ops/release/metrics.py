@@ -12,7 +12,7 @@ def owed_metrics(ports: Ports) -> str:
     """Rollbacks and deletions that are owed, in Prometheus' text format: 0 where nothing is.
 
     Raises:
-        ServiceUnavailable: the ledger does not answer.
+        ServiceUnavailableError: the ledger does not answer.
     """
     now = ports.clock.now()
     states = [readable(ports, name) for name in bound_endpoints(ports)]

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from onnx_ops.domain.ledger import Mirrored, Notified, Observed, Outcome, RefusedVersion, ReleaseState, Renewed
 from onnx_ops.domain.rollout import alias
-from onnx_ops.errors import NotFound, Refused
+from onnx_ops.errors import NotFoundError, RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.decided import ToldRollback, rolled_back_tag
 from onnx_ops.release.desired import moved_by_a_person, spent
@@ -32,7 +32,7 @@ def put_back(journal: Journal, refused: RefusedVersion) -> None:
 
 def conclude_refusal(journal: Journal, refused: RefusedVersion) -> None:
     """Say on the version why it was refused, and in the ledger that the alias no longer asks for it."""
-    with contextlib.suppress(NotFound):  # the version may be gone; then there is nothing to say it on
+    with contextlib.suppress(NotFoundError):  # the version may be gone; then there is nothing to say it on
         said = {f"onnxops.rejected.{refused.alias}": refused.reason[:400]}
         journal.ports.registry().annotate(journal.config.model, refused.version, said)
     journal.append(Outcome(of=journal.state.refused_at, ok=True))
@@ -41,7 +41,7 @@ def conclude_refusal(journal: Journal, refused: RefusedVersion) -> None:
 def _restore(journal: Journal, refused: RefusedVersion) -> None:
     model, registry = journal.config.model, journal.ports.registry()
     if refused.restored_to is not None:
-        with contextlib.suppress(NotFound, Refused):  # what stood there before is gone too, or counts no more
+        with contextlib.suppress(NotFoundError, RefusedError):  # what stood there before is gone too, or counts no more
             registry.set_alias(model, refused.alias, refused.restored_to)
             return
     registry.delete_alias(model, refused.alias)
@@ -54,7 +54,7 @@ def write_owed_aliases(journal: Journal) -> str:
     the entry that owes it is left alone: `desired` takes it as a wish.
 
     Raises:
-        ServiceUnavailable, Refused: the registry does not answer, or does not let us; what is owed stays owed.
+        ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; what is owed stays owed.
     """
     state, config = journal.state, journal.config
     owed = dict(state.pending_aliases)
@@ -72,7 +72,7 @@ def write_owed_aliases(journal: Journal) -> str:
         elif found.get(name) != version and not (name == champion and moved_by_a_person(state, name, found.get(name))):
             try:
                 registry.set_alias(config.model, name, version)
-            except NotFound:  # somebody deleted that version: the registry can say no more than it does
+            except NotFoundError:  # somebody deleted that version: the registry can say no more than it does
                 owed[name] = found.get(name)
     note_mirrored(journal, owed)
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())
@@ -86,7 +86,7 @@ def tell_rejected(journal: Journal) -> bool:
     for version in sorted(state.untold):
         why = state.why_rejected(state.known[version])
         text = "" if why is None else ToldRollback(at=now, why=why[:400]).text()
-        with contextlib.suppress(NotFound):
+        with contextlib.suppress(NotFoundError):
             registry.annotate(model, version, {rolled_back_tag(state.endpoint): text})
     return bool(state.untold)
 

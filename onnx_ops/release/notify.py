@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from onnx_ops.domain.ledger import Held, LedgerEntry, Notified
 from onnx_ops.domain.notification import QUIET_S, Notification, news, trial
 from onnx_ops.domain.rollout import Wait, WaitKind, Word
-from onnx_ops.errors import Conflict, OnnxOpsError, StateCorrupt
+from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
 from onnx_ops.ports import Following, Notifier, Ports
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.patience import Patience
@@ -41,7 +41,7 @@ def note_wait(journal: Journal, wait: Wait) -> None:
     What an operator paused himself is news to nobody.
 
     Raises:
-        Conflict: somebody else acted meanwhile.
+        ConflictError: somebody else acted meanwhile.
     """
     state = journal.state
     if wait.kind not in _FOR_A_PERSON or state.roles.candidate is None or state.word is Word.PAUSE:
@@ -57,7 +57,7 @@ def notify_due(ports: Ports, endpoint: str, *, through: Callable[[str], bool] = 
     hindrance to the others.
 
     Raises:
-        StateCorrupt: the ledger cannot be read.
+        CorruptStateError: the ledger cannot be read.
     """
     chosen = {name: notifier for name, notifier in ports.notifiers().items() if through(name)}
     return tuple(_tell(ports, endpoint, name, notifier) for name, notifier in chosen.items())
@@ -141,7 +141,7 @@ class Herald:
     def _tell(self, endpoint: str, ready: set[str]) -> tuple[Told, ...]:
         try:
             return notify_due(self._ports, endpoint, through=ready.__contains__)
-        except StateCorrupt as error:  # a damaged ledger, of which the others' people need not suffer
+        except CorruptStateError as error:  # a damaged ledger, of which the others' people need not suffer
             return (Told(endpoint=endpoint, notifier="", trouble=str(error)),)
 
     def _report(self, told: Told) -> None:
@@ -170,7 +170,7 @@ def _tell(ports: Ports, endpoint: str, name: str, notifier: Notifier) -> Told:
                 return replace(done, sent=tuple(sent))
             sent += done.sent
             _mark(ports, endpoint, name, notice.sequence)
-    except Conflict as error:
+    except ConflictError as error:
         return Told(endpoint=endpoint, notifier=name, sent=tuple(sent), trouble=str(error))
     return Told(endpoint=endpoint, notifier=name, sent=tuple(sent))
 
@@ -187,17 +187,17 @@ def _told_up_to(ports: Ports, endpoint: str, notifier: str, entries: Sequence[Le
 
 
 def _mark(ports: Ports, endpoint: str, notifier: str, sequence: int) -> None:
-    """Raises Conflict if others never let us write."""
+    """Raises ConflictError if others never let us write."""
     for _ in range(ATTEMPTS):
         journal = Journal.open(ports, endpoint)
         if journal.state.notified_at.get(notifier, -1) >= sequence:
             return
         try:
             journal.append(Notified(notifier=notifier, of=sequence))
-        except Conflict:
+        except ConflictError:
             continue
         return
-    raise Conflict("the ledger is written without a pause", where=endpoint)
+    raise ConflictError("the ledger is written without a pause", where=endpoint)
 
 
 def _try(notice: Notification, name: str, notifier: Notifier) -> Told:

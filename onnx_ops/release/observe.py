@@ -8,7 +8,7 @@ from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.domain.ledger import Frozen, Observed
 from onnx_ops.domain.rollout import Action, ActionKind, Wait, next_action
 from onnx_ops.domain.rollout_observed import Observations
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.release.desired import Desired
 from onnx_ops.release.journal import Journal
 
@@ -34,7 +34,7 @@ def look(journal: Journal) -> Look:
     limits = {candidate: state.trial.slower, stable: state.trial.thresholds}
     try:
         reading = journal.ports.metrics(journal.config).read(journal.config, limits)
-    except ServiceUnavailable as error:
+    except ServiceUnavailableError as error:
         return Look(observations=None, blind=str(error))
     return Look(observations=state.trial.after(reading, stable=stable, candidate=candidate))
 
@@ -71,8 +71,8 @@ def write_down(journal: Journal, seen: Look, move: Action | Wait) -> None:
     begins.
 
     Raises:
-        Conflict: somebody else acted meanwhile.
-        ServiceUnavailable: a rollout cannot begin while nobody can tell how fast the stable version is.
+        ConflictError: somebody else acted meanwhile.
+        ServiceUnavailableError: a rollout cannot begin while nobody can tell how fast the stable version is.
     """
     if seen.observations is not None and (reading := seen.observations.reading) is not None:
         last = journal.state.trial.reading if journal.state.trial is not None else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, Leftover
 from onnx_ops.domain.ledger import ReleaseState
-from onnx_ops.errors import Conflict, ServiceUnavailable
+from onnx_ops.errors import ConflictError, ServiceUnavailableError
 from onnx_ops.ports import Ports
 
 
@@ -50,7 +50,7 @@ def survey(ports: Ports, endpoints: Sequence[str]) -> Survey:
     for config in _configs(states, endpoints):
         try:
             left = ports.provider(config.provider).leftovers(config, manifests)
-        except ServiceUnavailable:
+        except ServiceUnavailableError:
             silent.append(config.endpoint)
         else:
             found += [Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one) for one in left]
@@ -61,7 +61,7 @@ def discard(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
     """Remove orphans; returns those that went. One that came into use meanwhile stays.
 
     Raises:
-        ServiceUnavailable: a provider does not answer; what was removed until then stays removed.
+        ServiceUnavailableError: a provider does not answer; what was removed until then stays removed.
     """
     states = [ports.ledger.state(name) for name in {one.endpoint for one in found}]
     configs = {config.endpoint: config for config in _configs(states, [state.endpoint for state in states])}
@@ -69,7 +69,7 @@ def discard(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
     for one in found:
         try:
             ports.provider(one.provider).discard(configs[one.endpoint], one.leftover)
-        except Conflict:
+        except ConflictError:
             continue
         gone.append(one)
     return tuple(gone)

@@ -12,7 +12,7 @@ from onnx_ops.domain.ledger import Configured, Mirrored, Override
 from onnx_ops.domain.override import LONGEST_REASON, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import RolloutPolicy, alias
-from onnx_ops.errors import Refused, UserError
+from onnx_ops.errors import RefusedError, UserError
 from onnx_ops.ports import Ports
 from onnx_ops.release.abandon import leave, moved_from, refusal
 from onnx_ops.release.approve import approve
@@ -57,8 +57,8 @@ def promote(
         expects: endpoints that are about to be bound, so that the champion is left to their reconciler.
 
     Raises:
-        Refused: its decision does not allow it, or it was rolled back; or nobody here can sign an override.
-        NotFound: no such version.
+        RefusedError: its decision does not allow it, or it was rolled back; or nobody here can sign an override.
+        NotFoundError: no such version.
         UserError: an override without a reason.
     """
     record = ports.registry().version(model, version)
@@ -95,8 +95,8 @@ def configure(
 
     Raises:
         UserError: the endpoint serves another model or target, or cannot be changed so while it exists.
-        Refused: it runs elsewhere, and nothing says that it may be left behind.
-        Conflict: somebody changes right now what is to be left behind.
+        RefusedError: it runs elsewhere, and nothing says that it may be left behind.
+        ConflictError: somebody changes right now what is to be left behind.
     """
 
     def bind() -> bool:
@@ -142,7 +142,7 @@ def _override(
 def _signed(ports: Ports, record: VersionRecord, target: str, reason: str, actor: str) -> SignedOverride:
     signer = ports.signer()
     if signer is None:
-        raise Refused(
+        raise RefusedError(
             "nobody here can sign the override",
             where=f"{record.model}/{record.version}",
             why="it counts only with the signature of a trusted key",

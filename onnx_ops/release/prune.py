@@ -10,7 +10,7 @@ from onnx_ops.domain.artifact import Digest, Stored
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.release import ListedVersion
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.collect import collect, unneeded
 from onnx_ops.release.journal import bound_endpoints
@@ -54,8 +54,8 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         older_than_s: age in seconds below which a version or content stays.
 
     Raises:
-        ServiceUnavailable: the registry or the store does not answer.
-        StateCorrupt: a ledger is damaged, so that nobody knows what its endpoint needs.
+        ServiceUnavailableError: the registry or the store does not answer.
+        CorruptStateError: a ledger is damaged, so that nobody knows what its endpoint needs.
     """
     states = [ports.ledger.state(name) for name in bound_endpoints(ports)]
     in_use = [(state, deployment) for state in states for deployment in needed(ports, state)]
@@ -89,7 +89,7 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
     """Remove what the plan says and is still not needed; returns what was removed.
 
     Raises:
-        ServiceUnavailable: the registry does not answer; what was removed until then stays removed.
+        ServiceUnavailableError: the registry does not answer; what was removed until then stays removed.
     """
     removed: dict[str, tuple[ListedVersion, ...]] = {}
     for model, versions in plan.remove.items():
@@ -100,7 +100,7 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
                 continue
             try:
                 ports.registry().delete_version(model, entry.version)
-            except Refused:
+            except RefusedError:
                 continue
             gone.append(entry)
         removed[model] = tuple(gone)

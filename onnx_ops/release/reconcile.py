@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.ledger import RefusedVersion
 from onnx_ops.domain.rollout import Action, ActionKind, take_back
-from onnx_ops.errors import EnvironmentFailure, MissingPackage, OnnxOpsError, Refused, RolledBackByAlarm
+from onnx_ops.errors import AlarmRollbackError, InfrastructureError, MissingPackageError, OnnxOpsError, RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.delete import finish_deletion
 from onnx_ops.release.desired import Desired, desired
@@ -96,7 +96,7 @@ def settle_owed(
         reports, errors = settle_each(ports, endpoints, actor=actor)
         if not errors and not any(readable(ports, name).pending_rollback for name in endpoints):
             return reports, errors
-        if errors and all(isinstance(error, MissingPackage) for error in errors.values()):
+        if errors and all(isinstance(error, MissingPackageError) for error in errors.values()):
             return reports, errors
         if time.monotonic() + pause > deadline:
             return reports, errors
@@ -119,11 +119,11 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     """Do the one thing that is due.
 
     Raises:
-        NotFound: no such endpoint.
-        Overtaken: somebody else acted meanwhile; call again.
-        Conflict: somebody else is changing the endpoint, past the ledger.
-        ServiceUnavailable: the endpoint could not be reached.
-        Refused: the registry does not let us write an alias; an endpoint that died is restored all the same.
+        NotFoundError: no such endpoint.
+        LedgerConflictError: somebody else acted meanwhile; call again.
+        ConflictError: somebody else is changing the endpoint, past the ledger.
+        ServiceUnavailableError: the endpoint could not be reached.
+        RefusedError: the registry does not let us write an alias; an endpoint that died is restored all the same.
     """
     journal = Journal.open(ports, endpoint, actor=actor)
     config = journal.config
@@ -139,7 +139,7 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     try:
         if (report := _told_registry(journal, wish)) is not None:
             return report
-    except (EnvironmentFailure, Refused) as error:
+    except (InfrastructureError, RefusedError) as error:
         unwritten = error
     seen = look(journal)
     action = next_move(journal, wish, ports.provider(config.provider).observe(config), seen)
@@ -162,7 +162,7 @@ def _perform(journal: Journal, action: Action) -> Action:
     roles, config = journal.state.roles, journal.config
     try:
         journal.perform(action)
-    except RolledBackByAlarm as error:
+    except AlarmRollbackError as error:
         back = take_back(roles, action, config.target, why=str(error))
         if back is None:
             raise

@@ -16,13 +16,13 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
 from onnx_ops.domain.ledger import ReleaseState, RollbackRequested, Spoken, Withdrawn
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, abort, rollback
 from onnx_ops.errors import (
-    DigestMismatch,
-    NotFound,
+    DigestMismatchError,
+    LedgerConflictError,
+    NotFoundError,
     OnnxOpsError,
-    Overtaken,
-    Refused,
-    ServiceUnavailable,
-    StillOwed,
+    RefusedError,
+    ServiceUnavailableError,
+    StillPendingError,
     UserError,
 )
 from onnx_ops.ports import Ports
@@ -69,9 +69,9 @@ def roll_back(
     later effects, which carry a lower generation. A request that has taken effect already changes nothing.
 
     Raises:
-        NotFound: no such endpoint, or no version to go back to.
-        Refused: that version was rolled back itself, and `force` does not say that it must be.
-        StillOwed: it was requested, and could not be carried out yet.
+        NotFoundError: no such endpoint, or no version to go back to.
+        RefusedError: that version was rolled back itself, and `force` does not say that it must be.
+        StillPendingError: it was requested, and could not be carried out yet.
         UserError: no rollout is in progress, and `candidate_only` says that only its candidate may be taken back.
     """
     rolled, journal = request_rollback(
@@ -151,7 +151,7 @@ def roll_back_each(
 ) -> tuple[dict[str, Rolled], dict[str, OnnxOpsError]]:
     """`roll_back` of several: what was moved and what was not. One endpoint's trouble does not keep the others back.
 
-    All are requested first, then carried out side by side. What takes longer than `patience_s` seconds is `StillOwed`.
+    All are requested first, then carried out side by side. What takes longer than `patience_s` is `StillPendingError`.
     """
     requested: dict[str, tuple[Rolled, Journal]] = {}
     errors: dict[str, OnnxOpsError] = {}
@@ -184,7 +184,7 @@ def withdraw(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> st
         What was withdrawn, in words.
 
     Raises:
-        NotFound: nothing is owed.
+        NotFoundError: nothing is owed.
         UserError: there is no reason.
     """
     if not reason.strip():
@@ -194,7 +194,7 @@ def withdraw(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> st
         journal = Journal.open(ports, endpoint, actor=actor)
         pending, deleting = journal.state.pending_rollback, journal.state.deleting
         if pending is None and not deleting:
-            raise NotFound(
+            raise NotFoundError(
                 "nothing is owed here", where=journal.config.endpoint, remedy=f"See `onnx-ops history {endpoint}`."
             )
         journal.append(Withdrawn(reason=reason))
@@ -221,7 +221,7 @@ def chosen(
 
     Raises:
         UserError: neither or both are given.
-        NotFound: no endpoint serves that model on that target, or none has its last release any more.
+        NotFoundError: no endpoint serves that model on that target, or none has its last release any more.
     """
     if bool(endpoints) == every or (every and not model) or (not every and (model or target)):
         raise UserError(
@@ -230,7 +230,7 @@ def chosen(
     names = wanted_endpoints(ports, Wanted(model=model, target=target)) if every else endpoints
     if not names:
         of_target = f" on {target}" if target else ""
-        raise NotFound(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
+        raise NotFoundError(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
     return _reached(ports, names, model) if every and to is None else names
 
 
@@ -242,7 +242,7 @@ def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
     # Asked again after the rollback: those that went back from it, so that the answer is that this is done.
     found = found or tuple(name for name, state in states.items() if state.rolled_back and state.arrived == last)
     if not found:
-        raise NotFound(
+        raise NotFoundError(
             f"no endpoint serves the last release of {model} any more",
             remedy="See `onnx-ops history`; to go further back, name a version with --to.",
         )
@@ -277,13 +277,13 @@ def _no_rollout(endpoint: str) -> UserError:
 
 
 def _carried_out(journal: Journal, rolled: Rolled) -> Rolled:
-    """Pay what was requested. Raises StillOwed, with the cause."""
+    """Pay what was requested. Raises StillPendingError, with the cause."""
 
     def attempt() -> None:
         try:
             _wait_for_another(journal)
             pay(journal)
-        except Overtaken:
+        except LedgerConflictError:
             journal.state = journal.ports.ledger.state(rolled.endpoint)
             raise
 
@@ -299,18 +299,18 @@ def _wait_for_another(journal: Journal) -> None:
     endpoint moves would else all begin anew, and none would ever end.
 
     Raises:
-        ServiceUnavailable: it takes long.
+        ServiceUnavailableError: it takes long.
     """
     deadline = time.monotonic() + PATIENCE_S
     while (intent := journal.at_work()) is not None:
         if time.monotonic() > deadline:
-            raise ServiceUnavailable(f"{intent.holder} is at work on it", where=journal.state.endpoint)
+            raise ServiceUnavailableError(f"{intent.holder} is at work on it", where=journal.state.endpoint)
         time.sleep(_PAUSE_S)
         journal.state = journal.ports.ledger.state(journal.state.endpoint)
 
 
-def _still_owed(rolled: Rolled, why: str) -> StillOwed:
-    return StillOwed(
+def _still_owed(rolled: Rolled, why: str) -> StillPendingError:
+    return StillPendingError(
         f"accepted, still owed: all traffic to {rolled.moved_to}",
         where=rolled.endpoint,
         why=why,
@@ -324,7 +324,7 @@ def _give_back(ports: Ports, config: EndpointConfig, action: Action, generation:
     state, provider = numbered(action.state, generation), ports.provider(config.provider)
     try:
         provider.roll_back(config, state, generation=generation)
-    except (NotFound, DigestMismatch):
+    except (NotFoundError, DigestMismatchError):
         fetch(ports, state.leader())
         provider.roll_back(config, state, generation=generation)
 
@@ -361,7 +361,7 @@ def _done(journal: Journal, to: str | None, force: bool) -> Rolled | None:
     if to is not None and to.removeprefix("v") != stable.version:
         return None
     look = partial(journal.ports.provider(config.provider).observe, config)
-    late = ServiceUnavailable("the endpoint does not answer", where=config.endpoint)
+    late = ServiceUnavailableError("the endpoint does not answer", where=config.endpoint)
     actual = within({config.endpoint: look}, LOOK_S, lambda _: late)[config.endpoint]
     if actual is None or isinstance(actual, OnnxOpsError) or not gives_all_to(actual, stable):
         return None
@@ -380,7 +380,7 @@ def _done(journal: Journal, to: str | None, force: bool) -> Rolled | None:
 def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     state, config = journal.state, journal.config
     if state.deleting:
-        raise Refused(
+        raise RefusedError(
             "the endpoint is being deleted",
             where=config.endpoint,
             remedy=f"Complete that with `onnx-ops delete {config.endpoint}`, or take it back with "
@@ -394,7 +394,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
     goal = _goal(state, roles, to, force)
     if (bad := state.why_rejected(goal)) is not None and not force:
-        raise Refused(
+        raise RefusedError(
             f"{goal.name} is known to be bad",
             where=config.endpoint,
             why=bad,
@@ -423,12 +423,14 @@ def _goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Dep
         version = to.removeprefix("v")
         if version not in state.known:
             known = ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
-            raise NotFound(f"v{version} never served here", where=state.endpoint, remedy=f"Versions that did: {known}.")
+            raise NotFoundError(
+                f"v{version} never served here", where=state.endpoint, remedy=f"Versions that did: {known}."
+            )
         return state.known[version]
     again = state.rolled_back is not None and roles.stable == state.roles.stable and not force
     goal = roles.stable if roles.candidate is not None or again else roles.previous
     if goal is None:
-        raise NotFound(
+        raise NotFoundError(
             "no previous version to go back to",
             where=state.endpoint,
             remedy=f"See `onnx-ops history {state.endpoint}`; name a version with --to.",

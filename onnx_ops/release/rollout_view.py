@@ -37,7 +37,7 @@ def view(ports: Ports, endpoint: str) -> RolloutView | None:
     """None if no rollout is in progress. Asks the endpoint and its metrics, never the registry.
 
     Raises:
-        NotFound: no pipeline has bound this endpoint.
+        NotFoundError: no pipeline has bound this endpoint.
     """
     journal = Journal.open(ports, endpoint)
     config, state = journal.config, journal.state

@@ -30,7 +30,7 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles
 from onnx_ops.domain.rollout_policy import QUANTILES
-from onnx_ops.errors import NotFound, OnnxOpsError, StateCorrupt
+from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
 from onnx_ops.ports import Outliving, Ports
 from onnx_ops.release.journal import Journal, bound_endpoints, readable
 
@@ -83,7 +83,7 @@ class Wanted:
 
 
 def status(ports: Ports, endpoint: str) -> EndpointStatus:
-    """Raises NotFound if no pipeline has bound this endpoint."""
+    """Raises NotFoundError if no pipeline has bound this endpoint."""
     journal = Journal.open(ports, endpoint)
     config = journal.config
     provider = ports.provider(config.provider)
@@ -112,7 +112,7 @@ def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
     """Names of the bound endpoints that are asked for; with those that nobody can tell of, as their ledger is damaged.
 
     Raises:
-        NotFound: one that was named is not bound.
+        NotFoundError: one that was named is not bound.
     """
     for name in wanted.endpoints:
         Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
@@ -121,22 +121,22 @@ def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
     return tuple(name for name, config in configs.items() if config is None or _fits(config, wanted))
 
 
-def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict[str, StateCorrupt]]:
+def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
     """Entries of ledgers, oldest first; also of endpoints that are gone, and of models that no endpoint serves.
 
     Of a damaged ledger only what comes before the damage can be told, and why no more, by name.
 
     Raises:
-        NotFound: an endpoint that was named has no history.
+        NotFoundError: an endpoint that was named has no history.
     """
     names = wanted.endpoints or ports.ledger.endpoints()
     found: list[LedgerEntry] = []
-    errors: dict[str, StateCorrupt] = {}
+    errors: dict[str, CorruptStateError] = {}
     for name in names:
         entries, error = _entries(ports, name)
         if not entries and error is None and wanted.endpoints:
             known = ", ".join(ports.ledger.endpoints()) or "none"
-            raise NotFound("no endpoint of that name", where=name, remedy=f"Known: {known}.")
+            raise NotFoundError("no endpoint of that name", where=name, remedy=f"Known: {known}.")
         bound = error is None or any(isinstance(entry.body, Configured) for entry in entries)
         if bound and not _was_ever(name, entries, wanted):
             continue
@@ -151,10 +151,10 @@ def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict
     return tuple(lines[-wanted.limit :] if wanted.limit else lines), errors
 
 
-def _entries(ports: Ports, name: str) -> tuple[Sequence[LedgerEntry], StateCorrupt | None]:
+def _entries(ports: Ports, name: str) -> tuple[Sequence[LedgerEntry], CorruptStateError | None]:
     try:
         return ports.ledger.read(name), None
-    except StateCorrupt as error:
+    except CorruptStateError as error:
         return ports.ledger.sound(name), error
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.errors import Conflict, OnnxOpsError
+from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports import Ports
 from onnx_ops.release.bell import Bell
 from onnx_ops.release.glance import Glance, Seen, ask
@@ -154,7 +154,7 @@ class Watcher:
             reports = glance.settle(
                 name, actor=self._actor, told=lambda report: self._step(name, report), stopped=self._bell.stopped
             )
-        except Conflict as error:
+        except ConflictError as error:
             self.tell(name, Kind.WAITING, why=f"somebody else acted meanwhile: {error.what}")
         except OnnxOpsError as error:
             self._fail(name, str(error))

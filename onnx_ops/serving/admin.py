@@ -16,7 +16,14 @@ from starlette.routing import Route
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable, StateCorrupt, UserError
+from onnx_ops.errors import (
+    ConflictError,
+    CorruptStateError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.protocol.admin import (
     COUNTS_PATH,
     STATE_PATH,
@@ -48,17 +55,17 @@ def read_token(folder: Path) -> str:
     """The admin token of a server's folder; made on first use.
 
     Raises:
-        Refused: others than its owner may read it, or it is empty.
+        RefusedError: others than its owner may read it, or it is empty.
         OSError: it cannot be read or written.
     """
     path = folder / TOKEN_FILE
     if not path.exists():
         write_durably(path, secrets.token_urlsafe(32).encode())
     if path.stat().st_mode & 0o077:
-        raise Refused("others may read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}")
+        raise RefusedError("others may read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}")
     token = path.read_text(encoding="utf-8").strip()
     if not token:
-        raise Refused("the admin token is empty", where=str(path), remedy="Delete the file; a new one is made.")
+        raise RefusedError("the admin token is empty", where=str(path), remedy="Delete the file; a new one is made.")
     return token
 
 
@@ -98,7 +105,7 @@ class AdminApp:
         self._authorize(request)
         try:
             asked = read_message(await read_body(request, _MAX_BODY), Watch)
-        except StateCorrupt as error:
+        except CorruptStateError as error:
             return _error(error, 400)
         if any(len(s) > MOST_LIMITS or list(s) != sorted(s) for s in asked.limits_s.values()):
             return _error(UserError(f"a watch has at most {MOST_LIMITS} thresholds a deployment, which ascend"), 400)
@@ -110,13 +117,13 @@ class AdminApp:
         body = await read_body(request, _MAX_BODY)
         try:
             state = read_message(body, EndpointState)
-        except StateCorrupt as error:
+        except CorruptStateError as error:
             return _error(error, 400)
         try:
             await self._server.publish(state, self._who)
-        except Conflict as error:
+        except ConflictError as error:
             return _error(error, 409)
-        except ServiceUnavailable as error:
+        except ServiceUnavailableError as error:
             return _error(error, 503)
         except OnnxOpsError as error:
             return _error(error, 422)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol.admin import AUDIT_FILE
 
 
@@ -26,7 +26,7 @@ class Audit:
         """A change is about to be made.
 
         Raises:
-            ServiceUnavailable: it could not be written down.
+            ServiceUnavailableError: it could not be written down.
         """
         names = {d.name: f"{d.model}/{d.version}" for d in state.deployments}
         split = {"weights": dict(state.split.weights), "shadow": dict(state.split.shadow)}
@@ -36,7 +36,7 @@ class Audit:
         """How it ended; `error` says why nothing was changed.
 
         Raises:
-            ServiceUnavailable: it could not be written down.
+            ServiceUnavailableError: it could not be written down.
         """
         what = "refused" if error else "published"
         line = {"what": what, "who": who, "generation": state.generation}
@@ -54,4 +54,4 @@ class Audit:
             finally:
                 os.close(handle)
         except OSError as error:
-            raise ServiceUnavailable("the audit trail cannot be written", why=str(error)) from error
+            raise ServiceUnavailableError("the audit trail cannot be written", why=str(error)) from error

@@ -10,7 +10,7 @@ import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.serving import answers
 from onnx_ops.serving.answers import Answer, Head
 from onnx_ops.serving.connections import IDLE, READING, REFUSED, Connections
@@ -26,7 +26,7 @@ _SINGLE = (b"host", b"origin")
 """Headers that a request bears once at most, as they say whether it is answered at all."""
 
 
-class RefusedError(Exception):
+class RequestRejectedError(Exception):
     """Raised inside the parser to leave it, and to answer with this status and message."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -121,41 +121,43 @@ class BoundedProtocol(HttpToolsProtocol):
             self.since = self.bounds.now
 
     def end_head(self, head: Head) -> None:
-        """The head has come. Raises RefusedError if its request is not to be answered."""
+        """The head has come. Raises RequestRejectedError if its request is not to be answered."""
         self._in_head = False
         came = self._head_bytes + self._packet_bytes
         if came > _MOST_HEAD_BYTES and self._parsed_bytes() > _MOST_HEAD_BYTES:
             raise _head_too_large()
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise RefusedError(505, f"HTTP/{version} is not supported: use HTTP/1.1")
+            raise RequestRejectedError(505, f"HTTP/{version} is not supported: use HTTP/1.1")
         if self.parser.get_method() == b"CONNECT":
-            raise RefusedError(400, "CONNECT is not supported: this server is no proxy")
+            raise RequestRejectedError(400, "CONNECT is not supported: this server is no proxy")
         if version == "1.1" and b"host" not in head:
-            raise RefusedError(400, "the request has no Host header, which HTTP/1.1 requires")
+            raise RequestRejectedError(400, "the request has no Host header, which HTTP/1.1 requires")
         if len(head) != len(self.headers):
             names = [name for name, _ in self.headers]
             for name in _SINGLE:
                 if names.count(name) > 1:
-                    raise RefusedError(400, f"the request has more than one {name.decode().capitalize()} header")
+                    raise RequestRejectedError(
+                        400, f"the request has more than one {name.decode().capitalize()} header"
+                    )
         if b"expect" in head and version == "1.1" and not all(map(expects_continue, self.headers)):
-            raise RefusedError(417, "the only expectation that is met is 100-continue")
+            raise RequestRejectedError(417, "the only expectation that is met is 100-continue")
         try:
             self.hosts.check(head)
-        except Refused as error:
-            raise RefusedError(403, str(error)) from error
+        except RefusedError as error:
+            raise RequestRejectedError(403, str(error)) from error
         announced = head.get(b"content-length")
         if announced is not None and int(announced) > self.bounds.max_body:
             raise self._too_large()
 
     def count_body(self, size: int) -> None:
-        """A part of a body has come. Raises RefusedError if it is too much, alone or with all others."""
+        """A part of a body has come. Raises RequestRejectedError if it is too much, alone or with all others."""
         self._received += size
         self._hold(size)
         if self._received > self.bounds.max_body:
             raise self._too_large()
         if self.bounds.held > self.bounds.max_held:
-            raise RefusedError(503, "the server is receiving too much at the same time")
+            raise RequestRejectedError(503, "the server is receiving too much at the same time")
 
     @property
     def answered_early(self) -> bool:
@@ -196,11 +198,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parsed_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
-    def _too_large(self) -> RefusedError:
-        return RefusedError(413, f"the body must not be larger than {self.bounds.max_body} bytes")
+    def _too_large(self) -> RequestRejectedError:
+        return RequestRejectedError(413, f"the body must not be larger than {self.bounds.max_body} bytes")
 
     def _complain(self, error: BaseException | None) -> None:
-        if isinstance(error, RefusedError):
+        if isinstance(error, RequestRejectedError):
             self._refuse(error.status, error.message)
         elif isinstance(error, _NOT_HTTP):
             self._refuse(400, "this is not HTTP/1.1")
@@ -244,5 +246,5 @@ def expects_continue(header: tuple[bytes, bytes]) -> bool:
     return name != b"expect" or value.lower() == b"100-continue"
 
 
-def _head_too_large() -> RefusedError:
-    return RefusedError(431, f"the head of the request is larger than {_MOST_HEAD_BYTES} bytes")
+def _head_too_large() -> RequestRejectedError:
+    return RequestRejectedError(431, f"the head of the request is larger than {_MOST_HEAD_BYTES} bytes")

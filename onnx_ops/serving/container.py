@@ -17,7 +17,7 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError, UserError
+from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.protocol.options import described
 from onnx_ops.protocol.table import follow
@@ -59,14 +59,14 @@ def find(root: Path, environment: Mapping[str, str]) -> Deployment:
     """The deployment in a model folder, at its real place.
 
     Raises:
-        NotFound: there is none.
-        StateCorrupt: its record cannot be read.
-        EnvironmentFailure: a file cannot be read.
+        NotFoundError: there is none.
+        CorruptStateError: its record cannot be read.
+        InfrastructureError: a file cannot be read.
     """
     try:
         return _found(root, environment)
     except OSError as error:
-        raise EnvironmentFailure("the model's folder cannot be read", where=str(root), why=str(error)) from error
+        raise InfrastructureError("the model's folder cannot be read", where=str(root), why=str(error)) from error
 
 
 def _found(root: Path, environment: Mapping[str, str]) -> Deployment:
@@ -80,7 +80,7 @@ def _found(root: Path, environment: Mapping[str, str]) -> Deployment:
             if (folder / MODEL_FILE).is_file():
                 return _bare(folder, environment)
         level = sorted(path for folder in level if folder.is_dir() for path in folder.iterdir() if path.is_dir())
-    raise NotFound(
+    raise NotFoundError(
         f"there is neither {DEPLOYMENT_FILE} nor {MODEL_FILE}",
         where=str(root),
         remedy=f"Set {_FOLDERS[0]} to the folder of the model, or mount it at {_SAGEMAKER_FOLDER}.",
@@ -110,7 +110,7 @@ def _state_folder(environment: Mapping[str, str]) -> Path:
         folder = Path(given) if given else Path(tempfile.mkdtemp(prefix="onnx-ops-"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise EnvironmentFailure(
+        raise InfrastructureError(
             "there is no place for the server's state",
             why=str(error),
             remedy="Set ONNX_OPS_STATE_DIR to a folder that can be written, or mount one at /tmp.",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError, ServiceUnavailable
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.protocol.admin import error_from_bytes
 from onnx_ops.serving.control import Channel, Message, Prepare, Prepared, Ready, Settled
 from onnx_ops.serving.endpoint import Edition
@@ -86,7 +86,7 @@ class Crew:
 
         Raises:
             OnnxOpsError: what the first worker that cannot prepare it says.
-            EnvironmentFailure: loading it kills workers, or takes too long.
+            InfrastructureError: loading it kills workers, or takes too long.
         """
         lives = dict.fromkeys(self._numbers, _LIVES_PER_EDITION)
         done: set[int] = set()
@@ -100,7 +100,7 @@ class Crew:
                         else:
                             done.add(pid)
                     if not all(lives.values()):
-                        raise EnvironmentFailure(
+                        raise InfrastructureError(
                             "a worker process ended whenever it loaded the state",
                             why="a process of its own had loaded it before, so it takes what else a worker holds",
                             remedy="See the server's log for how it ended, and publish the state before again.",
@@ -109,7 +109,7 @@ class Crew:
             for worker in tuple(self._workers.values()):
                 if worker.pid not in done:
                     _signal(worker.pid, signal.SIGKILL)  # what hangs in a load cannot be told to stop
-            raise ServiceUnavailable(
+            raise ServiceUnavailableError(
                 f"the workers did not load the state within {limit_s:.0f} s",
                 why="the machine is too busy, or a model takes too long",
                 remedy="Publish it again when the machine has less to do.",

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import Conflict, ServiceUnavailable, UserError
+from onnx_ops.errors import ConflictError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.table import Table, follow
 from onnx_ops.protocol.table_file import TableFile
 from onnx_ops.serving.shared import Shared, Slots
@@ -57,7 +57,7 @@ class Endpoint:
         """Whether this very state is published already.
 
         Raises:
-            Conflict: the generation is older than the current one, or is the current one with other content.
+            ConflictError: the generation is older than the current one, or is the current one with other content.
             UserError: the state names no deployment, or more than one model.
         """
         if len({d.model for d in state.deployments}) != 1:
@@ -73,7 +73,7 @@ class Endpoint:
         The caller has asked `settled`, and lets nobody else publish meanwhile.
 
         Raises:
-            ServiceUnavailable: the table could not be written.
+            ServiceUnavailableError: the table could not be written.
             OnnxOpsError: a worker could not prepare it.
         """
         edition = self._next(follow(None if self.current is None else self.current.table, state))
@@ -82,7 +82,7 @@ class Endpoint:
         try:
             self._tables.write(edition.table)
         except OSError as error:
-            raise ServiceUnavailable("the table could not be written", why=str(error)) from error
+            raise ServiceUnavailableError("the table could not be written", why=str(error)) from error
         self._publish(edition)
         _log.info("generation %d is published: %s", state.generation, dict(state.split.weights))
         return edition
@@ -101,12 +101,12 @@ def _check_order(current: EndpointState, asked: EndpointState) -> None:
     if asked.generation > current.generation:
         return
     if asked.generation < current.generation:
-        raise Conflict(
+        raise ConflictError(
             f"generation {asked.generation} is older than the published generation {current.generation}",
             remedy="Observe the endpoint again and decide anew.",
         )
     if not asked.same_as(current):
-        raise Conflict(
+        raise ConflictError(
             f"generation {asked.generation} is published already with another content",
             remedy="Observe the endpoint again and decide anew.",
         )

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.options import ServerOptions
 from onnx_ops.serving.answers import Head
 
@@ -45,7 +45,7 @@ class HostPolicy:
         )
 
     def check(self, head: Head) -> None:
-        """Raises Refused if the request's Host or Origin is not one that is answered."""
+        """Raises RefusedError if the request's Host or Origin is not one that is answered."""
         if self.hosts is not None:
             host = head.get(b"host", b"").lower()
             if host not in self.hosts and _PORT.sub(b"", host) not in self.hosts:
@@ -62,9 +62,9 @@ def _listed(text: str) -> frozenset[bytes]:
     return frozenset(entry.strip().lower().encode() for entry in text.split(",") if entry.strip())
 
 
-def _refusal(header: str, value: bytes, why: str, option: str) -> Refused:
+def _refusal(header: str, value: bytes, why: str, option: str) -> RefusedError:
     shown = value[:_SHOWN].decode("latin-1")
-    return Refused(
+    return RefusedError(
         f"the request's {header} header is {shown!r}, which is not allowed",
         why=why,
         remedy=f"To allow it, start the server with --allowed-{option}={shown or '*'}, or set allowed_{option} in the "

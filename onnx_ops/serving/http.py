@@ -8,18 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onnx_ops.errors import (
-    Conflict,
-    EnvironmentFailure,
-    NotFound,
+    ConflictError,
+    InfrastructureError,
+    NotFoundError,
     OnnxOpsError,
-    Refused,
-    ServiceUnavailable,
-    TooLarge,
+    RefusedError,
+    ServiceUnavailableError,
+    TooLargeError,
     UserError,
 )
 
 
-class Overloaded(ServiceUnavailable):
+class Overloaded(ServiceUnavailableError):
     """Too many requests wait already (429). `retry_after_s` is when to come again."""
 
     def __init__(self, what: str, *, retry_after_s: int) -> None:
@@ -34,21 +34,21 @@ class Unfit(UserError):
     """
 
 
-class DeadlinePassed(ServiceUnavailable):
+class DeadlinePassed(ServiceUnavailableError):
     """The request waited longer than it wanted to (504)."""
 
 
 _STATUSES: tuple[tuple[type[OnnxOpsError], int], ...] = (
-    (NotFound, 404),
-    (TooLarge, 413),
+    (NotFoundError, 404),
+    (TooLargeError, 413),
     (Unfit, 422),
     (UserError, 400),
     (Overloaded, 429),
     (DeadlinePassed, 504),
-    (ServiceUnavailable, 503),
-    (Conflict, 409),
-    (Refused, 422),
-    (EnvironmentFailure, 500),
+    (ServiceUnavailableError, 503),
+    (ConflictError, 409),
+    (RefusedError, 422),
+    (InfrastructureError, 500),
 )
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.errors import NotFound, OnnxOpsError, UserError
+from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
 from onnx_ops.protocol import headers
 from onnx_ops.serving import answers
 from onnx_ops.serving.access_log import AccessLog
@@ -125,8 +125,8 @@ class Inference:
         """The deployment that a request about a model goes to.
 
         Raises:
-            NotFound: there is no such model, version or deployment.
-            ServiceUnavailable: nothing is published, or the deployment is not loaded.
+            NotFoundError: there is no such model, version or deployment.
+            ServiceUnavailableError: nothing is published, or the deployment is not loaded.
         """
         return self._choose(self.residents.current(), Route(model=model, version=version), head)
 
@@ -215,7 +215,7 @@ class Inference:
 
     def _choose(self, snapshot: Snapshot, route: Route, head: Head) -> Resident:
         if route.model is not None and route.model != snapshot.model:
-            raise NotFound(f"no model is called {route.model!r}; this endpoint serves {snapshot.model!r}")
+            raise NotFoundError(f"no model is called {route.model!r}; this endpoint serves {snapshot.model!r}")
         if route.version is not None:
             return snapshot.version(route.version)
         router = snapshot.router

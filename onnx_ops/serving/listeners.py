@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol.admin import HANDOVER_SOCKET
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def bound(host: str, port: int) -> socket.socket:
     """A listening TCP socket.
 
     Raises:
-        ServiceUnavailable: the port is taken, or the address is not one of this machine.
+        ServiceUnavailableError: the port is taken, or the address is not one of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -48,7 +48,7 @@ def bound(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)  # without it, a second server could bind the same port and fail only later
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ServiceUnavailable(
+        raise ServiceUnavailableError(
             "the port cannot be used", where=f"{host}:{port}", why=str(error), remedy="Choose another port."
         ) from error
     return listener

@@ -17,7 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from onnx_ops.domain.artifact import MODEL_FILE, TensorSpec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.structure import NAN_PROPERTY
-from onnx_ops.errors import EnvironmentFailure, NotFound, UserError
+from onnx_ops.errors import InfrastructureError, NotFoundError, UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.protocol.tensors import DTYPE_OF_ONNX, numpy_dtype
 from onnx_ops.serving.bits import run_bits
@@ -54,7 +54,7 @@ class LoadedModel:
 
         Raises:
             Unfit: the runtime refuses the inputs.
-            EnvironmentFailure: the run failed.
+            InfrastructureError: the run failed.
         """
         try:
             if self.signature.holds_bits:
@@ -63,7 +63,7 @@ class LoadedModel:
         except ort_errors.InvalidArgument as error:
             raise Unfit("the model refuses these inputs", why=first_line(error)) from error
         except RUNTIME_ERRORS as error:
-            raise EnvironmentFailure("the model failed on these inputs", why=first_line(error)) from error
+            raise InfrastructureError("the model failed on these inputs", why=first_line(error)) from error
         return arrays
 
 
@@ -76,17 +76,17 @@ def load_model(deployment: Deployment, prepacked: Prepacked | None = None, trust
         trust: whose word lets it be loaded; None if the caller's does.
 
     Raises:
-        Refused: nobody who is trusted has signed for these files.
-        NotFound: the folder or its model file is not there.
-        DigestMismatch: a file is not what the deployment's manifest says.
+        RefusedError: nobody who is trusted has signed for these files.
+        NotFoundError: the folder or its model file is not there.
+        DigestMismatchError: a file is not what the deployment's manifest says.
         UserError: the model has an input or output that the protocol cannot carry.
-        EnvironmentFailure: the runtime cannot load or run the model.
+        InfrastructureError: the runtime cannot load or run the model.
     """
     folder = Path(deployment.location)
     verify(folder, deployment, trust)
     path = folder / MODEL_FILE
     if not path.is_file():
-        raise NotFound(f"no {MODEL_FILE} there", where=str(folder))
+        raise NotFoundError(f"no {MODEL_FILE} there", where=str(folder))
     libraries = [folder / name for name in deployment.custom_ops]
     try:
         if prepacked is None:
@@ -94,7 +94,9 @@ def load_model(deployment: Deployment, prepacked: Prepacked | None = None, trust
         else:
             session = prepacked.session(path, deployment, libraries)
     except RUNTIME_ERRORS as error:
-        raise EnvironmentFailure("the runtime cannot load the model", where=str(path), why=first_line(error)) from error
+        raise InfrastructureError(
+            "the runtime cannot load the model", where=str(path), why=first_line(error)
+        ) from error
     native = getattr(getattr(session, "_sess", None), "run", session.run)
     signature = _signature(session, deployment, path)
     model = LoadedModel(deployment=deployment, signature=signature, session=session, native=native)
@@ -108,7 +110,7 @@ def warm_up(model: LoadedModel) -> float:
         The seconds of the last run; 0 if the model does not run on such sizes or categories.
 
     Raises:
-        EnvironmentFailure: the model fails although nothing but the batch size and numbers was guessed.
+        InfrastructureError: the model fails although nothing but the batch size and numbers was guessed.
     """
     feed = {name: _zeros(model.signature.inputs[name]) for name in model.signature.required}
     guessed = any(_may_be_refused(model.signature.inputs[name]) for name in feed)
@@ -117,9 +119,9 @@ def warm_up(model: LoadedModel) -> float:
         for _ in range(_WARM_UP_RUNS):
             began = time.perf_counter()
             model.run(tuple(model.signature.outputs), feed)
-    except (UserError, EnvironmentFailure) as error:
+    except (UserError, InfrastructureError) as error:
         if not guessed:
-            raise EnvironmentFailure(
+            raise InfrastructureError(
                 "the model fails on zeros", where=model.deployment.location, why=error.why
             ) from error
         _log.warning("%s is not warm: it does not run on zeros, empty texts and sizes of 1", model.deployment.name)
@@ -137,7 +139,7 @@ def run_on_random(model: LoadedModel) -> None:
     """Run the model once on random numbers of size 1 in every free dimension. It may refuse them."""
     random = np.random.default_rng(_SEED)
     feed = {name: _random(model.signature.inputs[name], random) for name in model.signature.required}
-    with contextlib.suppress(Unfit, EnvironmentFailure):
+    with contextlib.suppress(Unfit, InfrastructureError):
         model.run(tuple(model.signature.outputs), feed)
 
 

@@ -30,7 +30,7 @@ class Outcomes:
         shared: the memory.
         worker: this worker's number.
         named, keyed: the slot of the deployment that a name stands for, or that a user key goes to, and the user's
-            bucket; both raise NotFound or ServiceUnavailable.
+            bucket; both raise NotFoundError or ServiceUnavailableError.
         users: counts by user.
     """
 

@@ -11,7 +11,7 @@ import asyncio
 import time
 
 from onnx_ops.serving.answers import Answer, Head
-from onnx_ops.serving.bounded import BoundedProtocol, RefusedError
+from onnx_ops.serving.bounded import BoundedProtocol, RequestRejectedError
 from onnx_ops.serving.connections import ANSWERING, IDLE, READING, Connections
 from onnx_ops.serving.heads import MOST_BYTES, ODD, Seen
 from onnx_ops.serving.host_policy import HostPolicy
@@ -201,7 +201,7 @@ class EndpointProtocol(BoundedProtocol):
         part, rest = (data, b"") if len(data) <= self._missing else (data[: self._missing], data[self._missing :])
         try:
             self.count_body(len(part))
-        except RefusedError as error:
+        except RequestRejectedError as error:
             self._complain(error)
             return
         self._parts.append(part)

@@ -78,7 +78,7 @@ class Resident:
 
         Raises:
             UserError: the runtime refuses the inputs.
-            EnvironmentFailure: the run failed.
+            InfrastructureError: the run failed.
         """
         began = time.perf_counter()
         arrays = self.run(call.outputs, call.feed)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import NotFound, OnnxOpsError, ServiceUnavailable
+from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.protocol.table import Table
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.router import Router
@@ -73,18 +73,18 @@ class Snapshot:
         return (*self.residents.values(), *(() if self.pair is None else (self.pair.twin,)))
 
     def loaded(self, name: str) -> Resident:
-        """Raises ServiceUnavailable if that deployment could not be loaded."""
+        """Raises ServiceUnavailableError if that deployment could not be loaded."""
         resident = self.residents.get(name)
         if resident is None:
-            raise ServiceUnavailable(f"deployment {name!r} is not loaded", why=self.failed.get(name, ""))
+            raise ServiceUnavailableError(f"deployment {name!r} is not loaded", why=self.failed.get(name, ""))
         return resident
 
     def version(self, version: str) -> Resident:
-        """Raises NotFound if no deployment holds that version."""
+        """Raises NotFoundError if no deployment holds that version."""
         for deployment in self.table.state.deployments:
             if deployment.version == version:
                 return self.loaded(deployment.name)
-        raise NotFound(f"model {self.model!r} has no version {version!r} here")
+        raise NotFoundError(f"model {self.model!r} has no version {version!r} here")
 
     def leader(self, before: RunTime) -> RunTime:
         """The run time of the deployment that the others follow: the same one for as long as it gets traffic, which is
@@ -126,7 +126,7 @@ class Residents:
         """The snapshot of the edition that is published at this very moment.
 
         Raises:
-            ServiceUnavailable: before the first publication.
+            ServiceUnavailableError: before the first publication.
         """
         snapshot = self._snapshot
         edition = self._words[0]
@@ -139,10 +139,10 @@ class Residents:
         return None if self._words[0] == 0 else self.current()
 
     def slot_named(self, name: str) -> int:
-        """Slot of a deployment; raises ServiceUnavailable or NotFound."""
+        """Slot of a deployment; raises ServiceUnavailableError or NotFoundError."""
         snapshot = self.current()
         if name not in snapshot.router.names:
-            raise NotFound(f"no deployment is called {name!r}")
+            raise NotFoundError(f"no deployment is called {name!r}")
         return snapshot.loaded(name).slot
 
     def place_of_key(self, key: bytes) -> tuple[int, int]:
@@ -152,9 +152,9 @@ class Residents:
 
     def _turn_to(self, edition: int) -> Snapshot:
         if edition == 0:
-            raise ServiceUnavailable("no deployment is published here yet")
+            raise ServiceUnavailableError("no deployment is published here yet")
         if edition not in self._prepared:
-            raise ServiceUnavailable(f"edition {edition} was published before this worker was asked to prepare it")
+            raise ServiceUnavailableError(f"edition {edition} was published before this worker was asked to prepare it")
         snapshot = self._prepared[edition]
         self.routes = snapshot.routes
         self.leader = snapshot.leader(self.leader)

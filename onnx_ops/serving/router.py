@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFoundError
 from onnx_ops.protocol import headers
 from onnx_ops.protocol.table import Table, experiment, slots
 from onnx_ops.protocol.users import BUCKETS, KEYLESS
@@ -49,7 +49,7 @@ class Router:
         """The deployment that the headers of a request force, if they do.
 
         Raises:
-            NotFound: there is no such deployment.
+            NotFoundError: there is no such deployment.
         """
         if _NO_PIN(head):
             return None
@@ -58,7 +58,7 @@ class Router:
             if value is not None:
                 name = value.decode("latin-1")
                 if name not in self.names:
-                    raise NotFound(f"no deployment is called {name!r} (header {header.decode()})")
+                    raise NotFoundError(f"no deployment is called {name!r} (header {header.decode()})")
                 return name
         return None
 

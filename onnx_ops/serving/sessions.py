@@ -22,7 +22,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json, hex_of
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import CPU, Execution
-from onnx_ops.errors import EnvironmentFailure, quoted
+from onnx_ops.errors import InfrastructureError, quoted
 from onnx_ops.ports.data import Array
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def open_session(
         entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
 
     Raises:
-        EnvironmentFailure: an execution provider is missing here, or does not start.
+        InfrastructureError: an execution provider is missing here, or does not start.
         one of RUNTIME_ERRORS: the runtime cannot load it.
     """
     execution = execution or Execution()
@@ -110,8 +110,8 @@ def open_session(
     return session
 
 
-def _not_here(wanted: Sequence[str], why: str) -> EnvironmentFailure:
-    return EnvironmentFailure(
+def _not_here(wanted: Sequence[str], why: str) -> InfrastructureError:
+    return InfrastructureError(
         f"the model was measured on {wanted[0]}, which does not run here",
         why=why,
         remedy="Serve it where that execution provider is, or deploy what was measured on another target.",
@@ -152,7 +152,7 @@ class Prepacked:
         """A session of the model at `path`, from its entry where there is a good one. Else one is made.
 
         Raises:
-            EnvironmentFailure: an execution provider is missing here, or does not start.
+            InfrastructureError: an execution provider is missing here, or does not start.
             one of RUNTIME_ERRORS: the runtime cannot load the model.
         """
         execution = deployment.execution

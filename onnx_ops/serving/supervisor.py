@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout_policy import COLD_STARTS
-from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError
+from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord, Watch
 from onnx_ops.protocol.options import ServerOptions
@@ -65,10 +65,10 @@ def serve(
         must_load: end at once if a deployment of the table cannot be loaded, as nobody will publish another one.
 
     Raises:
-        Conflict: another server runs on the folder.
-        ServiceUnavailable: a port is taken.
-        Refused: the token's file is open to others.
-        EnvironmentFailure: the folder cannot be read or written, or what must be loaded cannot be.
+        ConflictError: another server runs on the folder.
+        ServiceUnavailableError: a port is taken.
+        RefusedError: the token's file is open to others.
+        InfrastructureError: the folder cannot be read or written, or what must be loaded cannot be.
     """
     with ExitStack() as stack:
         try:
@@ -82,7 +82,9 @@ def serve(
             endpoint = Endpoint(TableFile(folder), shared := Shared(options.workers))
             endpoint.restore()
         except OSError as error:
-            raise EnvironmentFailure("the server's folder cannot be used", where=str(folder), why=str(error)) from error
+            raise InfrastructureError(
+                "the server's folder cannot be used", where=str(folder), why=str(error)
+            ) from error
         gc.collect()
         gc.freeze()  # else every worker's first collection would copy what all of them share
         supervisor = Supervisor(folder, options, listeners, endpoint, shared, must_load=must_load)
@@ -93,7 +95,7 @@ def serve(
             if options.admin_socket:
                 Path(options.admin_socket).unlink(missing_ok=True)
         for name, why in supervisor.unloaded.items():
-            raise EnvironmentFailure("the model cannot be loaded", where=name, why=why)
+            raise InfrastructureError("the model cannot be loaded", where=name, why=why)
 
 
 class Supervisor:
@@ -168,7 +170,7 @@ class Supervisor:
         """Serve a state: on return every answer of every worker is by it or by a later one.
 
         Raises:
-            Conflict, UserError: see `Endpoint.settled`.
+            ConflictError, UserError: see `Endpoint.settled`.
             OnnxOpsError: it could not be prepared or written, and nothing has changed.
         """
         if self._loading is not None:
@@ -320,7 +322,7 @@ def _only_server(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError as error:  # a client that looks whether we live holds it for an instant
                 if attempt == _LOCK_TRIES - 1:
-                    raise Conflict("another server runs on this folder", where=str(folder)) from error
+                    raise ConflictError("another server runs on this folder", where=str(folder)) from error
                 time.sleep(_LOCK_PAUSE_S)
         stream.truncate(0)
         (folder / SERVER_FILE).unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from onnx_ops.domain.artifact import MODEL_FILE
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.protocol.admin import error_from_bytes, error_to_bytes
 from onnx_ops.protocol.options import ServerOptions
 from onnx_ops.serving.crew import fork, how_it_ended
@@ -55,7 +55,7 @@ async def try_load(
 
     Raises:
         OnnxOpsError: what `load_model` raises.
-        EnvironmentFailure: the process crashed, or ran out of memory or time.
+        InfrastructureError: the process crashed, or ran out of memory or time.
     """
     with open(os.memfd_create("report"), "r+b") as report, open(os.memfd_create("output"), "r+b") as output:
         trial = partial(_load, deployments, folder, options, workers, report.fileno(), output.fileno(), limit_s)
@@ -156,7 +156,7 @@ def _hold(size: int) -> None:
             mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
 
 
-def _crash(status: int, text: str, deployments: Sequence[Deployment], limit_s: int) -> EnvironmentFailure:
+def _crash(status: int, text: str, deployments: Sequence[Deployment], limit_s: int) -> InfrastructureError:
     why = f"the process that loaded it before the workers ended with {how_it_ended(status)}"
     path = Path(deployments[0].location) / MODEL_FILE
     program = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
@@ -168,13 +168,13 @@ def _crash(status: int, text: str, deployments: Sequence[Deployment], limit_s: i
         why += f", as it took longer than {limit_s} s"
     if lines := text.splitlines()[-_SHOWN_LINES:]:
         why += f"; its last output: {' | '.join(lines)}"
-    return EnvironmentFailure(_failed(deployments), where=deployments[0].location, why=why, remedy=remedy)
+    return InfrastructureError(_failed(deployments), where=deployments[0].location, why=why, remedy=remedy)
 
 
-def _out_of_memory(text: str, limits: str, deployments: Sequence[Deployment]) -> EnvironmentFailure:
+def _out_of_memory(text: str, limits: str, deployments: Sequence[Deployment]) -> InfrastructureError:
     why = f"it exceeds the memory limit: {limits}" if limits else "the system has no memory for it"
     why = f"{why}; {text}" if text else why
-    return EnvironmentFailure(_failed(deployments), where=deployments[0].location, why=why, remedy=_LARGER)
+    return InfrastructureError(_failed(deployments), where=deployments[0].location, why=why, remedy=_LARGER)
 
 
 def _failed(deployments: Sequence[Deployment]) -> str:

@@ -9,7 +9,7 @@ from onnx_ops import codec
 from onnx_ops.attestation import Record, TrustedKeys, authority_of, target_of
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, Refused
+from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.protocol.options import ServerOptions
 from onnx_ops.protocol.table_file import write_durably
 
@@ -45,12 +45,12 @@ class Trust:
         """What lets the deployment be loaded here.
 
         Raises:
-            Refused: nothing does.
+            RefusedError: nothing does.
         """
         about = authority_of(deployment, self._keys)
         bound = self._bound()
         if bound is not None and bound != (here := Binding(model=about.model, target=about.target)):
-            raise Refused(
+            raise RefusedError(
                 f"this endpoint serves {bound.model} on {bound.target}, and never {here.model} on {here.target}",
                 where=deployment.name,
                 remedy="Deploy it to an endpoint of its own, or delete this one first.",
@@ -80,21 +80,21 @@ def verify(folder: Path, deployment: Deployment, trust: Trust | None = None) -> 
         trust: whose word counts; None if the caller's does.
 
     Raises:
-        Refused: nobody who is trusted has signed that these files, or these libraries of operators, may be loaded.
-        NotFound: there is no such folder.
-        DigestMismatch: the files are not those of the manifest, or a library is none of them.
-        EnvironmentFailure: a file cannot be read.
+        RefusedError: nobody who is trusted has signed that these files, or these libraries of operators, may be loaded.
+        NotFoundError: there is no such folder.
+        DigestMismatchError: the files are not those of the manifest, or a library is none of them.
+        InfrastructureError: a file cannot be read.
     """
     about = None if trust is None else trust.authority(deployment)
     if not folder.is_dir():
-        raise NotFound("the model folder is not there", where=str(folder))
+        raise NotFoundError("the model folder is not there", where=str(folder))
     try:
         files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     except OSError as error:
-        raise EnvironmentFailure("the model's files cannot be read", where=str(folder), why=str(error)) from error
+        raise InfrastructureError("the model's files cannot be read", where=str(folder), why=str(error)) from error
     found = Manifest(files=files).digest()
     if found != deployment.manifest:
-        raise DigestMismatch(
+        raise DigestMismatchError(
             f"digest mismatch: the manifest of {deployment.name} is {short(deployment.manifest)}",
             where=str(folder),
             why=f"the files there have {short(found)}",
@@ -102,14 +102,14 @@ def verify(folder: Path, deployment: Deployment, trust: Trust | None = None) -> 
         )
     for library in deployment.custom_ops:
         if library not in files:
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"the library of operators {library} is not among the files of {deployment.name}",
                 where=str(folder),
                 why="only a library that was registered with the version is loaded",
                 remedy="Run the pipeline again, so that the version holds the libraries of its target.",
             )
         if about is not None and files[library] not in about.custom_ops:
-            raise Refused(
+            raise RefusedError(
                 f"the library of operators {library} is not one that target {about.target} declares",
                 where=str(folder),
                 remedy="Declare it in the target's `custom_ops`, and run the pipeline again.",

@@ -20,7 +20,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import EnvironmentFailure, OnnxOpsError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import error_to_bytes
 from onnx_ops.protocol.options import ServerOptions
@@ -194,7 +194,7 @@ class _Worker:
             return Prepared(edition=message.edition, error=error_to_bytes(error).decode())
         except Exception as error:
             _log.exception("a deployment could not be loaded for a reason that nobody foresaw")
-            failure = EnvironmentFailure("a deployment could not be loaded", why=f"{type(error).__name__}: {error}")
+            failure = InfrastructureError("a deployment could not be loaded", why=f"{type(error).__name__}: {error}")
             return Prepared(edition=message.edition, error=error_to_bytes(failure).decode())
         return Prepared(edition=message.edition)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -36,13 +36,13 @@ def block_logs(nanoseconds: npt.ArrayLike, preempted: npt.ArrayLike, probe: npt.
         Shape (heats, blocks, models). Only differences between models mean something.
 
     Raises:
-        MeasurementFailure: a block has no positive duration, so that there is no ratio.
+        MeasurementError: a block has no positive duration, so that there is no ratio.
     """
     times = np.asarray(nanoseconds, dtype=np.float64)
     lost = np.asarray(preempted, dtype=bool)
     kept = ~lost | lost.all(axis=-1, keepdims=True)
     if not (np.nanmedian(np.where(kept, times, np.nan), axis=-1) > 0).all():
-        raise MeasurementFailure(
+        raise MeasurementError(
             "a block of runs took no measurable time", remedy="Time more rows in one request: `benchmark.batch`."
         )
     logs = np.log(np.maximum(times, _TICK_NS))

@@ -106,7 +106,7 @@ def measure_jumping(
         bounds: of this output, as `envelope` gives them.
 
     Raises:
-        MeasurementFailure: as `parity.measure`.
+        MeasurementError: as `parity.measure`.
     """
     plain = measure(group=group, output=output, onnx=onnx, single=single, double=double)
     exact = double if double is not None else single

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.evidence import ParityMeasurement
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics.probes import ENOUGH_ROWS, REAL
 
 Floats = npt.NDArray[np.float64]
@@ -64,11 +64,11 @@ def measure(
         epsilon: spacing of the floats that the export computes in, where that is coarser than its outputs'.
 
     Raises:
-        MeasurementFailure: there is no answer, or the two have different shapes.
+        MeasurementError: there is no answer, or the two have different shapes.
     """
     reference = double if double is not None else single
     if reference is None or (single is not None and single.shape != reference.shape):
-        raise MeasurementFailure(
+        raise MeasurementError(
             "the source gave no answer to compare with"
             if reference is None
             else "the source's answers in float32 and float64 have different shapes",

@@ -18,7 +18,7 @@ import pytest
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit, gives_all_to
-from onnx_ops.errors import Conflict, OnnxOpsError
+from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports.release import EndpointProvider
 from onnx_ops.testing.registries import linear_model
 
@@ -163,7 +163,7 @@ class EndpointProviderSuite:
         blue, green = deployments
         provider.apply(config, state_of(blue, green, blue=50, green=50), generation=7)
         before = provider.observe(config)
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             provider.apply(config, state_of(blue, blue=100), generation=6)
         assert provider.observe(config) == before
 
@@ -196,7 +196,7 @@ class EndpointProviderSuite:
         for generation in (2, 2, 3):
             provider.roll_back(config, state_of(*lost, blue=100, green=0), generation=generation)
         assert self.serves(provider, config, blue, 2.0).held(green) is not None
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             provider.roll_back(config, state_of(*lost, blue=0, green=100), generation=2)
 
     def test_a_rollback_to_what_was_let_go_brings_it_back(

@@ -44,7 +44,7 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, WaitKind, Word, split_state
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, ShadowTally, Tally, Thresholds
-from onnx_ops.errors import Overtaken
+from onnx_ops.errors import LedgerConflictError
 from onnx_ops.ports import Ledger
 
 Opener = Callable[[], Ledger]
@@ -122,7 +122,7 @@ def _race(opener: Opener, sequence: int, barrier: Any, name: str) -> bool:
     barrier.wait()
     try:
         ledger.append(spoken(sequence, actor=name))
-    except Overtaken:
+    except LedgerConflictError:
         return False
     return True
 
@@ -184,7 +184,7 @@ class LedgerSuite:
     def test_a_taken_sequence_is_a_conflict_and_changes_nothing(self, ledger: Ledger, opener: Opener) -> None:
         ledger.append(spoken(1, actor="first"))
         for late in (ledger, opener()):
-            with pytest.raises(Overtaken):
+            with pytest.raises(LedgerConflictError):
                 late.append(spoken(1, actor="second"))
         assert [one.actor for one in ledger.read(ENDPOINT)] == ["first"]
         ledger.append(spoken(2, actor="second"))

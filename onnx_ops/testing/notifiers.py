@@ -18,7 +18,7 @@ import pytest
 
 from onnx_ops.adapters import exchange
 from onnx_ops.domain.notification import Notification, Severity, What
-from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable
+from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Notifier
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
 
@@ -68,7 +68,7 @@ class NotifierSuite:
     @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
     def test_a_service_in_trouble_is_tried_again(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
         inbox.answer = lambda _: Reply(status=status)
-        with pytest.raises(ServiceUnavailable, match=str(status)):
+        with pytest.raises(ServiceUnavailableError, match=str(status)):
             notifier.send(ROLLED_BACK)
         inbox.answer = self.usual
         notifier.send(ROLLED_BACK)
@@ -76,14 +76,14 @@ class NotifierSuite:
     @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 422])
     def test_a_refusal_says_which(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
         inbox.answer = lambda _: Reply(status=status, document={"message": "no"})
-        with pytest.raises(Refused, match=str(status)):
+        with pytest.raises(RefusedError, match=str(status)):
             notifier.send(ROLLED_BACK)
 
     @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
     def test_no_redirect_is_followed(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
         with Inbox().open() as elsewhere:
             inbox.answer = lambda _: Reply(status=status, headers={"Location": f"{elsewhere.url}/taken"})
-            with pytest.raises(Refused, match="elsewhere"):
+            with pytest.raises(RefusedError, match="elsewhere"):
                 notifier.send(ROLLED_BACK)
             assert elsewhere.letters == []
 
@@ -92,7 +92,7 @@ class NotifierSuite:
     ) -> None:
         monkeypatch.setattr(exchange, "PATIENCE_S", 0.2)
         inbox.answer = lambda _: Reply(hang=True)
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(ServiceUnavailableError):
             notifier.send(ROLLED_BACK)
 
     def test_no_error_holds_the_secret(self, notifier: Notifier, inbox: Inbox) -> None:

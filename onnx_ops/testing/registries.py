@@ -18,7 +18,7 @@ from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, Verdict
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
-from onnx_ops.errors import DigestMismatch, NotFound, Refused
+from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError
 from onnx_ops.ports.release import Registry
 from onnx_ops.testing.fakes.process import FakeSigner
 
@@ -171,7 +171,7 @@ class RegistrySuite:
         changed = publication(tmp_path, model=model, seed="a")
         path = changed.variants[0].files["model.onnx"]
         linear_model(path, slope=-1.0)
-        _assert_raises(DigestMismatch, registry.publish, changed)
+        _assert_raises(DigestMismatchError, registry.publish, changed)
 
     def test_aliases_move_and_go(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
@@ -214,7 +214,7 @@ class RegistrySuite:
             assert registry.document(record, name) == release.variants[0].evidence[name].read_bytes()
             assert [entry.evidence for entry in registry.versions(model)] == [release.variants[0].evidence_digest()]
             for unknown in ("evidence/cuda.json", "nowhere/cpu-1t.json", "evidence", "../evidence/cpu-1t.json", ""):
-                _assert_raises(NotFound, registry.document, record, unknown)
+                _assert_raises(NotFoundError, registry.document, record, unknown)
 
     def test_versions_are_listed_oldest_first_and_can_be_deleted(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
@@ -232,7 +232,7 @@ class RegistrySuite:
         assert [entry.evidence for entry in found] == [record.evidence_digest() for record in variants]
         assert found[0].created_at <= found[-1].created_at
         registry.set_alias(model, "champion-cpu-1t", found[0].version)
-        _assert_raises(Refused, registry.delete_version, model, found[0].version)
+        _assert_raises(RefusedError, registry.delete_version, model, found[0].version)
         registry.delete_version(model, found[1].version)
         registry.delete_version(model, found[1].version)
         assert [entry.version for entry in registry.versions(model)] == [
@@ -265,12 +265,12 @@ class RegistrySuite:
         model = _unique()
         assert registry.aliases(model) == {}
         registry.delete_alias(model, "champion-cpu-1t")
-        _assert_raises(NotFound, registry.version, model, "1")
-        _assert_raises(NotFound, registry.set_alias, model, "champion-cpu-1t", "1")
+        _assert_raises(NotFoundError, registry.version, model, "1")
+        _assert_raises(NotFoundError, registry.set_alias, model, "champion-cpu-1t", "1")
         registry.publish(publication(tmp_path, model=model, seed="a"))
-        _assert_raises(NotFound, registry.version, model, "2")
-        _assert_raises(NotFound, registry.set_alias, model, "champion-cpu-1t", "2")
-        _assert_raises(NotFound, registry.annotate, model, "2", {"a": "b"})
+        _assert_raises(NotFoundError, registry.version, model, "2")
+        _assert_raises(NotFoundError, registry.set_alias, model, "champion-cpu-1t", "2")
+        _assert_raises(NotFoundError, registry.annotate, model, "2", {"a": "b"})
 
     def test_a_person_is_told_where_to_look(self, registry: Registry) -> None:
         assert registry.where(_unique())
@@ -280,7 +280,7 @@ class RegistrySuite:
         registry.publish(publication(tmp_path, model=model, seed="a"))
         page = registry.page(model, "1", "report.html")
         assert page == "" or (page.startswith(("http://", "https://")) and page.endswith("report.html"))
-        _assert_raises(NotFound, registry.page, model, "2", "report.html")
+        _assert_raises(NotFoundError, registry.page, model, "2", "report.html")
 
 
 def _unique() -> str:
@@ -300,7 +300,7 @@ def _content(folder: Path) -> Mapping[str, bytes]:
 def _assert_versions(registry: Registry, model: str, count: int) -> None:
     for number in range(1, count + 1):
         assert registry.version(model, str(number)).model == model
-    _assert_raises(NotFound, registry.version, model, str(count + 1))
+    _assert_raises(NotFoundError, registry.version, model, str(count + 1))
 
 
 def _assert_raises(kind: type[Exception], call: object, *arguments: object) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports.runtime import LoadSchedule, RaceSchedule, Runtime, StartSchedule
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 
@@ -94,7 +94,7 @@ class RuntimeSuite:
             lambda: runtime.under_load((file, file), elsewhere, rows(1), ONE_WINDOW),
             lambda: runtime.starts((file, file), elsewhere, rows(1), StartSchedule(heats=1)),
         ):
-            with pytest.raises(MeasurementFailure, match="NoSuchExecutionProvider"):
+            with pytest.raises(MeasurementError, match="NoSuchExecutionProvider"):
                 measure()
 
     def test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(
@@ -102,21 +102,21 @@ class RuntimeSuite:
     ) -> None:
         broken = tmp_path / "broken.onnx"
         broken.write_bytes(file.read_bytes()[:100])
-        with pytest.raises(MeasurementFailure):
+        with pytest.raises(MeasurementError):
             runtime.run(broken, target, (rows(1),))
         wrong = {"x": np.zeros((1, 3), dtype=np.float32)}
-        with pytest.raises(MeasurementFailure):
+        with pytest.raises(MeasurementError):
             runtime.run(file, target, (wrong,))
-        with pytest.raises(MeasurementFailure):
+        with pytest.raises(MeasurementError):
             runtime.sample(file, target, {"y": rows(1)["x"]}, runs=1, warmup=0)
-        with pytest.raises(MeasurementFailure):
+        with pytest.raises(MeasurementError):
             runtime.facts(broken, target)
-        with pytest.raises(MeasurementFailure):
+        with pytest.raises(MeasurementError):
             runtime.race((file, broken), target, rows(1), RaceSchedule(heats=1))
-        with pytest.raises(MeasurementFailure):
+        with pytest.raises(MeasurementError):
             runtime.under_load((file, file), target, wrong, ONE_WINDOW)
-        with pytest.raises(MeasurementFailure):
+        with pytest.raises(MeasurementError):
             runtime.starts((broken, file), target, rows(1), StartSchedule(heats=1))
-        with pytest.raises(MeasurementFailure):
+        with pytest.raises(MeasurementError):
             runtime.starts((file, file), target, wrong, StartSchedule(heats=1))
         assert len(runtime.run(file, target, (rows(1),))) == 1  # what was refused has spoilt nothing

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 from onnx_ops.ports import Store
 
 CONTENT = b"twenty bytes of data"
@@ -60,7 +60,7 @@ class StoreSuite:
 
     def test_unknown_content(self, store: Store) -> None:
         for unknown in (digest_bytes(b"unknown"), Digest("sha256:../../etc/passwd"), Digest("")):
-            with pytest.raises(StateCorrupt):
+            with pytest.raises(CorruptStateError):
                 store.path(unknown)
         assert store.lookup(KEY) is None
 
@@ -88,9 +88,9 @@ class StoreSuite:
         for content in (*flipped, *torn, CONTENT + b"x", None):
             self.spoil(digest, content)
             reader = reopen()
-            with pytest.raises(StateCorrupt):
+            with pytest.raises(CorruptStateError):
                 reader.path(digest)
-            with pytest.raises(StateCorrupt):
+            with pytest.raises(CorruptStateError):
                 reader.read(digest)
             assert reader.lookup(KEY) is None
             assert reader.put_bytes(CONTENT) == digest
@@ -100,7 +100,7 @@ class StoreSuite:
         digest = store.put_bytes(CONTENT)
         assert store.read(digest) == CONTENT
         self.spoil(digest, CONTENT + b"x")
-        with pytest.raises(StateCorrupt):
+        with pytest.raises(CorruptStateError):
             store.read(digest)
 
     def test_a_spoilt_record_counts_as_none(self, store: Store, reopen: Callable[[], Store]) -> None:
@@ -147,7 +147,7 @@ class StoreSuite:
         assert store.contents() == ()
         for reader in (store, reopen()):
             assert reader.lookup(KEY) is None
-            with pytest.raises(StateCorrupt):
+            with pytest.raises(CorruptStateError):
                 reader.read(digest)
         assert reopen().forget(stored)  # somebody else was faster
         assert store.put_bytes(CONTENT) == digest

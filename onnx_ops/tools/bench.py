@@ -12,7 +12,7 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.structure import Advice
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.coverage import examine
 from onnx_ops.measure.load import throughput_alone
 from onnx_ops.measure.machine import fitting
@@ -77,7 +77,7 @@ def bench(
 
     Raises:
         UserError: the file is not a valid model, or too new for the target.
-        MeasurementFailure: the model does not run there.
+        MeasurementError: the model does not run there.
     """
     facts = facts_of(runtime, target, model)
     asked = asked or Asked()
@@ -113,7 +113,7 @@ def facts_of(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
         raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
     try:
         return runtime.facts(model, target)
-    except MeasurementFailure:
+    except MeasurementError:
         full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
         raise
 

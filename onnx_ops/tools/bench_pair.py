@@ -22,7 +22,7 @@ from onnx_ops.domain.gate import (
 )
 from onnx_ops.domain.measuring import asked_by
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.coverage import examine
 from onnx_ops.measure.speed import compare_more
 from onnx_ops.measure.timing import Race, Raw, rows_of, time_against
@@ -97,7 +97,7 @@ def bench_pair(
 
     Raises:
         UserError: a file is not a valid model, too new for the target, or the two take different inputs.
-        MeasurementFailure: a model does not run there, or not on the provider asked for.
+        MeasurementError: a model does not run there, or not on the provider asked for.
     """
     shared_inputs(a, b)
     _check_provider(facts_of(runtime, target, a), a)
@@ -161,7 +161,7 @@ def _check_provider(facts: RuntimeFacts, model: Path) -> None:
     first = facts.asked[0] if facts.asked else ""
     elsewhere = [name for name, count in facts.nodes.items() if name != first and count]
     if first not in facts.used or (first != "CPUExecutionProvider" and elsewhere):
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"{first} was asked for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
         )
 

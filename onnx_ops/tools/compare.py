@@ -19,7 +19,7 @@ from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ParityGate, Verdict, combine
 from onnx_ops.domain.structure import Advice, Int8Coverage, TreeStructure
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.coverage import examine
 from onnx_ops.measure.group_answers import answers_of, refusal
 from onnx_ops.measure.machine import fitting
@@ -51,7 +51,7 @@ _ENOUGH = 8
 KEYS, LENGTH = " (keys)", " (length)"
 """What stands beside the values of maps and sequences, as outputs of their own: a matrix has neither."""
 
-Answers = Mapping[str, Tensors | MeasurementFailure]
+Answers = Mapping[str, Tensors | MeasurementError]
 
 Tell = Callable[[str], None]
 
@@ -131,7 +131,7 @@ def compare(
 
     Raises:
         UserError: a file is not a valid model, or the two do not take the same inputs.
-        MeasurementFailure: a model does not run here, or A does not give the same answer twice.
+        MeasurementError: a model does not run here, or A does not give the same answer twice.
     """
     shared_inputs(a, b)
     fitting(runtime, target)
@@ -153,9 +153,9 @@ def compare(
     for group in groups:
         right, answer = expected[group.name], found[group.name]
         measured_here: list[ParityMeasurement] = []
-        if isinstance(right, MeasurementFailure):
+        if isinstance(right, MeasurementError):
             notes.append(f"inputs {group.name!r} were left out: A refuses them ({refusal(right)})")
-        elif isinstance(answer, MeasurementFailure):
+        elif isinstance(answer, MeasurementError):
             measured_here = [_refused(group.name, answer)]
         else:
             measured_here = _measured(group.name, right, answer)
@@ -207,10 +207,10 @@ def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Gro
     """By group; one that the model refuses holds the reason. Refusing the plain rows is refusing to run."""
     try:
         answers = answers_of(runtime, target, model, {group.name: group.runs for group in groups})
-    except MeasurementFailure:
+    except MeasurementError:
         full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
         raise
-    return {name: a if isinstance(a, MeasurementFailure) else _joined(a) for name, a in answers.items()}
+    return {name: a if isinstance(a, MeasurementError) else _joined(a) for name, a in answers.items()}
 
 
 def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
@@ -260,7 +260,7 @@ def _check_repeats(runtime: Runtime, target: Target, a: Path, group: Group) -> N
     first, second = map(_as_tensors, runtime.run(a, target, (group.runs[0], group.runs[0])))
     for name, array in first.items():
         if name not in second or not _same(array, second[name]):
-            raise MeasurementFailure(
+            raise MeasurementError(
                 f"output {name!r} is another one each time",
                 where=a.name,
                 why="the model draws random numbers, so that there is no answer to compare with",
@@ -274,11 +274,11 @@ def _same(first: Any, second: Any) -> bool:
     return bool(np.array_equal(first, second))
 
 
-def _tensors(answer: Tensors | MeasurementFailure) -> Tensors:
-    return {} if isinstance(answer, MeasurementFailure) else answer
+def _tensors(answer: Tensors | MeasurementError) -> Tensors:
+    return {} if isinstance(answer, MeasurementError) else answer
 
 
-def _names(answer: Tensors | MeasurementFailure) -> tuple[str, ...]:
+def _names(answer: Tensors | MeasurementError) -> tuple[str, ...]:
     return tuple(_tensors(answer))
 
 
@@ -292,7 +292,7 @@ def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMea
     return found
 
 
-def _read_as(answer: Tensors | MeasurementFailure) -> list[str]:
+def _read_as(answer: Tensors | MeasurementError) -> list[str]:
     """A line on each output of A that is no tensor."""
     names = _names(answer)
     maps = [f"{n.removesuffix(KEYS)} holds maps: compared by keys, and as a matrix" for n in names if n.endswith(KEYS)]
@@ -306,7 +306,7 @@ def _in_other_form(name: str, expected: Any, answer: Tensors) -> bool:
     return base in answer if base != name else not expected.size and f"{name}{LENGTH}" in answer
 
 
-def _coarse(expected: Tensors | MeasurementFailure, found: Tensors | MeasurementFailure) -> list[ParityMeasurement]:
+def _coarse(expected: Tensors | MeasurementError, found: Tensors | MeasurementError) -> list[ParityMeasurement]:
     """Outputs that hold float16 numbers only, which is too little to show in a tolerance for float32."""
 
     def halved(array: Any) -> bool:
@@ -361,7 +361,7 @@ def _outside(differences: Sequence[Difference]) -> list[str]:
     return [f"not judged, since no row is like that: B differs on {groups} ({departed[0].reason})"]
 
 
-def _refused(group: str, error: MeasurementFailure) -> ParityMeasurement:
+def _refused(group: str, error: MeasurementError) -> ParityMeasurement:
     return mismatched("*", group, f"B refuses these inputs, A does not: {refusal(error)}")
 
 

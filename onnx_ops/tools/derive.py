@@ -56,7 +56,7 @@ def derive(
 
     Raises:
         UserError: a file is not valid or exists already, or the recipe does not fit.
-        StageFailure: the library failed.
+        StageError: the library failed.
     """
     check_places(source, path)
     for target in targets:

@@ -42,7 +42,7 @@ def derive_searched(ports: Ports, order: Order, *, tell: Tell) -> Derived:
 
     Raises:
         UserError: a file is not valid or exists already, or nothing keeps the budget.
-        StageFailure: a library failed.
+        StageError: a library failed.
     """
     check_places(order.source, order.path)
     key = _key(ports, order)

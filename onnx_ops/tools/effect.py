@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.timing import ratios_of
 from onnx_ops.ports import RaceSchedule, Runtime
 from onnx_ops.statistics.latency import ALPHA, LOOKS, session_interval
@@ -34,7 +34,7 @@ def time_effect(runtime: Runtime, target: Target, source: Path, variant: Path) -
     try:
         feed = made_up(shared_inputs(source, variant), count=1, dims={}).feed(1)
         samples = runtime.race((source, variant), target, feed, RaceSchedule(heats=LOOKS[0]))
-    except (MeasurementFailure, UserError) as error:
+    except (MeasurementError, UserError) as error:
         return Effect(why=str(error))
     estimate, low, high = session_interval(ratios_of(samples), ALPHA / 2)
     return Effect(ratio=math.exp(estimate), low=math.exp(low), high=math.exp(min(high, 700)))

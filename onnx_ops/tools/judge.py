@@ -20,7 +20,7 @@ from onnx_ops.domain.gate import Decision, GateResult, MetricGate, ParityGate, V
 from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.structure import ActivationMeasurement, Advice
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.activations import measure_activations
 from onnx_ops.measure.answers import read_answers
 from onnx_ops.measure.coverage import examine
@@ -171,7 +171,7 @@ def _on_target(
                 paired.append(one)
                 results += [_named(result, setting.name) for result in one.decision.results]
                 advice = advice or one.evidence.advice
-    except MeasurementFailure as error:
+    except MeasurementError as error:
         why = f": {error.why}" if error.why else ""
         remedy = error.remedy
         reason = one_line(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
@@ -288,13 +288,13 @@ def _within_noise(
     measured: list[ParityMeasurement] = []
     for name in runs:
         three = right[name], rough[name], answers[name]
-        if isinstance(three[0], MeasurementFailure) or isinstance(three[1], MeasurementFailure):
+        if isinstance(three[0], MeasurementError) or isinstance(three[1], MeasurementError):
             continue
-        if isinstance(three[2], MeasurementFailure):
+        if isinstance(three[2], MeasurementError):
             text = f"B refuses these inputs, A does not: {three[2].why or three[2].what}"
             measured.append(_mismatch("*", name, text))
             continue
-        exact, noisy, found = (_stacked(one) for one in three if not isinstance(one, MeasurementFailure))
+        exact, noisy, found = (_stacked(one) for one in three if not isinstance(one, MeasurementError))
         for output, expected in exact.items():
             if output not in found:
                 measured.append(_mismatch(output, name, "B lacks this output"))
@@ -339,13 +339,13 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
         try:
             a, b = (_copied(path, folder / side) for path, side in ((a, "baseline"), (b, "candidate")))
             weights = measure_weights(a, b, request.inside, rows)
-        except (MeasurementFailure, UserError) as error:
+        except (MeasurementError, UserError) as error:
             unread = str(error)
         if request.kind.candidate.precision == "int8" and rows:
             try:
                 found = measure_activations(request.inside, a, b, rows)
                 activations = found if own else tuple(replace(one, clipping=None, stretch=None) for one in found)
-            except (MeasurementFailure, UserError) as error:
+            except (MeasurementError, UserError) as error:
                 notes[f"activations were not looked at: {error}"] = None
     yield from _invariants(request, weights, activations, unread, own)
     yield function
@@ -397,7 +397,7 @@ def _judge_function(request: JudgeRequest) -> GateResult:
             samples = request.settings[0].samples
             samples = replace(samples, rows=_few(samples.rows, _COMPARED))
             found = compare(request.exact, REFERENCE, plain, exact, samples, request.tell, sizes=request.sizes)
-        except (MeasurementFailure, UserError) as error:
+        except (MeasurementError, UserError) as error:
             return GateResult(
                 gate="parity",
                 metric="function",

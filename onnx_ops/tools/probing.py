@@ -91,7 +91,7 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
     """What a model takes, or what two models both take: a dimension that one of them fixes is fixed.
 
     Raises:
-        NotFound, Refused: as for reading the files.
+        NotFoundError, RefusedError: as for reading the files.
         UserError: a file is not ONNX, or the two do not take the same inputs.
     """
     first = info(a).inputs

@@ -15,7 +15,7 @@ from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.target import CustomOps, Target
-from onnx_ops.errors import DigestMismatch, MeasurementFailure, NotFound, SpecError, UserError
+from onnx_ops.errors import ConfigError, DigestMismatchError, MeasurementError, NotFoundError, UserError
 from onnx_ops.onnx_graph.check import foreign, lacking, refusal
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.tools.bench import facts_of
@@ -62,12 +62,12 @@ def test_another_library_is_not_loaded(model: Path, target: Target, tmp_path: Pa
     forged = tmp_path / "forged.so"
     forged.write_bytes(b"not a library")
     libraries = (replace(target.custom_ops[0], path=str(forged)),)
-    with pytest.raises(DigestMismatch, match="it was not loaded"):
+    with pytest.raises(DigestMismatchError, match="it was not loaded"):
         OnnxRuntime().run(model, replace(target, custom_ops=libraries), ())
-    with pytest.raises(NotFound, match="no such library"):
+    with pytest.raises(NotFoundError, match="no such library"):
         OnnxRuntime().run(model, replace(target, custom_ops=(replace(libraries[0], path="/none.so"),)), ())
     digest = digest_file(forged)
-    with pytest.raises(MeasurementFailure, match="cannot run"):
+    with pytest.raises(MeasurementError, match="cannot run"):
         OnnxRuntime().run(model, replace(target, custom_ops=(replace(libraries[0], digest=digest),)), ())
 
 
@@ -101,5 +101,5 @@ def test_a_target_file_names_its_libraries(tmp_path: Path) -> None:
     elsewhere = replace(found, custom_ops=(replace(expected, path="/elsewhere/a.so"),))
     assert found.digest() == elsewhere.digest()
     (folder / "own.yaml").write_text(text % "abc")
-    with pytest.raises(SpecError, match="digest"):
+    with pytest.raises(ConfigError, match="digest"):
         TargetFiles(tmp_path).load("own")

@@ -10,7 +10,7 @@ import pytest
 from onnx_ops.adapters.data.dvc.config import read_config
 from onnx_ops.adapters.data.dvc.source import DvcSource
 from onnx_ops.domain.pipeline import DataSection, FileData
-from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, UserError
+from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.testing.data import DataSourceSuite
 from tests.adapters.dvc_parts import (
     Repository,
@@ -64,9 +64,9 @@ def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, re
     assert first(reads.load(section("data/many/deep/b.npz"), repository.root)) == expected(4)
     files = (section(f"data/many/{name}") for name in ("a.npz", "deep/b.npz"))
     assert len({reads.fingerprint(file, repository.root) for file in files}) == 2
-    with pytest.raises(NotFound, match=r"data/many is a folder.*Name one file, such as data/many/a\.npz"):
+    with pytest.raises(NotFoundError, match=r"data/many is a folder.*Name one file, such as data/many/a\.npz"):
         reads.load(section("data/many"), repository.root)
-    with pytest.raises(NotFound, match=r"no file c\.npz.*it holds a\.npz, deep/b\.npz"):
+    with pytest.raises(NotFoundError, match=r"no file c\.npz.*it holds a\.npz, deep/b\.npz"):
         reads.load(section("data/many/c.npz"), repository.root)
 
 
@@ -89,7 +89,7 @@ def test_outputs_of_stages_are_found_in_the_lock(repository: Repository, reads: 
     repository.commit()
     assert first(reads.load(section("made/a.npz"), repository.root)) == expected(3)
     repository.write("dvc.lock", lock % (repository.put(archive(4)), len(archive(4))))
-    with pytest.raises(DigestMismatch, match=r"pointer of made/a\.npz was changed") as caught:
+    with pytest.raises(DigestMismatchError, match=r"pointer of made/a\.npz was changed") as caught:
         reads.load(section("made/a.npz"), repository.root)
     assert caught.value.where == "dvc.lock:6"
 
@@ -144,17 +144,17 @@ def test_a_full_commit_is_read_without_asking_anybody(repository: Repository, re
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ({"path": "../secret.npz"}, Refused, "leads out"),
-        ({"path": "/etc/passwd"}, Refused, "leads out"),
+        ({"path": "../secret.npz"}, RefusedError, "leads out"),
+        ({"path": "/etc/passwd"}, RefusedError, "leads out"),
         ({"paht": "x"}, UserError, "Did you mean 'path'"),
         ({"rev": 2}, UserError, "must be a text"),
         ({"md5": "abc"}, UserError, "is no MD5"),
         ({"requirements": "dvc"}, UserError, "list of texts"),
-        ({"repo": "https://me:secret@example.org/r.git"}, Refused, "password"),
-        ({"repo": "nowhere"}, NotFound, "no such folder"),
-        ({"rev": "v9"}, NotFound, "no revision 'v9'"),
-        ({"rev": "--all"}, NotFound, "no revision"),
-        ({"path": "data/nothing.npz"}, NotFound, "DVC knows no data/nothing.npz"),
+        ({"repo": "https://me:secret@example.org/r.git"}, RefusedError, "password"),
+        ({"repo": "nowhere"}, NotFoundError, "no such folder"),
+        ({"rev": "v9"}, NotFoundError, "no revision 'v9'"),
+        ({"rev": "--all"}, NotFoundError, "no revision"),
+        ({"path": "data/nothing.npz"}, NotFoundError, "DVC knows no data/nothing.npz"),
     ],
 )
 def test_wrong_settings_are_told(
@@ -167,7 +167,7 @@ def test_wrong_settings_are_told(
 
 def test_what_is_no_repository_is_told(tmp_path: Path, reads: DvcSource, repository: Repository) -> None:
     (tmp_path / "plain").mkdir()
-    with pytest.raises(NotFound, match="no git repository"):
+    with pytest.raises(NotFoundError, match="no git repository"):
         reads.fingerprint(section(), tmp_path / "plain")
     with pytest.raises(UserError):
         reads.fingerprint(FileData(file="x", inputs={"x": "x"}), repository.root)
@@ -227,5 +227,5 @@ def test_sample_is_the_file_in_the_checkout_if_no_revision_is_pinned(repository:
     assert first(sample.arrays) == expected(1)
     assert reads.sample(section(rev="v1"), repository.root) is None
     assert reads.sample(section(repo="https://example.com/models.git"), repository.root) is None
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         reads.sample(section("data/tarin.npz"), repository.root)

@@ -14,7 +14,14 @@ import pytest
 
 from onnx_ops.adapters.data.dvc.source import DvcSource
 from onnx_ops.adapters.isolation.npm import NpmPackages
-from onnx_ops.errors import DigestMismatch, MissingPackage, NotFound, OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.errors import (
+    DigestMismatchError,
+    MissingPackageError,
+    NotFoundError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+    UserError,
+)
 from tests.adapters.dvc_parts import Repository, archive, dvc, expected, first, md5, section, source
 from tests.adapters.registry_services import BUCKET, s3
 from tests.adapters.runtime_places import require
@@ -94,7 +101,7 @@ def test_what_dvc_wrote_into_its_cache_is_read(pushed: Repository, reads: DvcSou
     oid = md5(archive(1))
     pushed.cached(oid).chmod(0o644)
     pushed.cached(oid).write_bytes(archive(7))
-    with pytest.raises(DigestMismatch, match="DVC cache file") as caught:
+    with pytest.raises(DigestMismatchError, match="DVC cache file") as caught:
         reads.load(section(PATH), pushed.root)
     assert caught.value.where == str(pushed.cached(oid))
 
@@ -103,7 +110,7 @@ def test_a_tampered_remote_object_is_refused_by_name(pushed: Repository, reads: 
     oid = md5(archive(1))
     pushed.stored(oid).chmod(0o644)
     pushed.stored(oid).write_bytes(archive(7))
-    with pytest.raises(DigestMismatch) as caught:
+    with pytest.raises(DigestMismatchError) as caught:
         reads.load(section(PATH), pushed.root)
     error = caught.value
     assert "DVC remote" in error.what
@@ -116,10 +123,10 @@ def test_a_tampered_remote_object_is_refused_by_name(pushed: Repository, reads: 
 def test_a_pointer_to_what_nobody_has_is_told(pushed: Repository, reads: DvcSource) -> None:
     text = (pushed.root / "data/train.npz.dvc").read_text()
     pushed.write("data/train.npz.dvc", text.replace(md5(archive(1)), md5(archive(8))))
-    with pytest.raises(DigestMismatch, match="changed and not committed"):
+    with pytest.raises(DigestMismatchError, match="changed and not committed"):
         reads.load(section(PATH), pushed.root)
     pushed.commit()
-    with pytest.raises(NotFound, match=r"DVC has lost data/train\.npz") as caught:
+    with pytest.raises(NotFoundError, match=r"DVC has lost data/train\.npz") as caught:
         reads.load(section(PATH), pushed.root)
     assert caught.value.where == "data/train.npz.dvc:2"
     assert md5(archive(8)) in caught.value.why
@@ -134,7 +141,7 @@ def test_remotes_that_cannot_be_used_are_told(pushed: Repository, reads: DvcSour
         stream.write("['remote \"kept\"']\n    url = /nowhere\n    version_aware = true\n")
     with pytest.raises(UserError, match="does not store by content"):
         reads.load(section(PATH, remote="kept"), pushed.root)
-    with pytest.raises(MissingPackage, match="lacks a package"):
+    with pytest.raises(MissingPackageError, match="lacks a package"):
         reads.load(section(PATH, remote="far", requirements=list(reads.requirements)), pushed.root)
 
 
@@ -176,15 +183,15 @@ def test_s3_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
         key = f"dvc/files/md5/{oid[:2]}/{oid[2:]}"
         client = boto3.client("s3", endpoint_url=endpoint)
         client.put_object(Bucket=BUCKET, Key=key, Body=archive(7))
-        with pytest.raises(DigestMismatch, match="object in the DVC remote") as caught:
+        with pytest.raises(DigestMismatchError, match="object in the DVC remote") as caught:
             reads.load(section(PATH), repository.root)
         assert caught.value.where == f"s3://{BUCKET}/{key}"
         assert md5(archive(7)) in caught.value.why
         client.delete_object(Bucket=BUCKET, Key=key)
-        with pytest.raises(NotFound, match="DVC has lost"):
+        with pytest.raises(NotFoundError, match="DVC has lost"):
             reads.load(section(PATH), repository.root)
         repository.write(".dvc/config.local", "['remote \"cloud\"']\n    endpointurl = http://127.0.0.1:9\n")
-        with pytest.raises(ServiceUnavailable, match="remote cannot be read"):
+        with pytest.raises(ServiceUnavailableError, match="remote cannot be read"):
             reads.load(section(PATH), repository.root)
 
 
@@ -225,7 +232,7 @@ def test_azure_is_a_remote(azure: str, reads: DvcSource, tmp_path: Path) -> None
     key = f"dvc/files/md5/{oid[:2]}/{oid[2:]}"
     with BlobServiceClient.from_connection_string(azure) as client:
         client.get_blob_client("data", key).upload_blob(archive(7), overwrite=True)
-    with pytest.raises(DigestMismatch, match="object in the DVC remote") as caught:
+    with pytest.raises(DigestMismatchError, match="object in the DVC remote") as caught:
         reads.load(section(PATH), repository.root)
     assert caught.value.where.endswith(f"data/{key}")
     assert "AccountKey" not in str(caught.value)

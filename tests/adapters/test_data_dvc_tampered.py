@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.data.dvc.pointers import parse_pointer
 from onnx_ops.adapters.data.dvc.source import DvcSource
-from onnx_ops.errors import DigestMismatch, EnvironmentFailure, OnnxOpsError, Refused
+from onnx_ops.errors import DigestMismatchError, InfrastructureError, OnnxOpsError, RefusedError
 from tests.adapters.dvc_parts import (
     Repository,
     archive,
@@ -40,7 +40,7 @@ def reads(tmp_path: Path) -> DvcSource:
 def test_a_tampered_cache_file_is_refused_by_name(repository: Repository, reads: DvcSource) -> None:
     oid = md5(archive(0))
     repository.cached(oid).write_bytes(archive(7))
-    with pytest.raises(DigestMismatch) as caught:
+    with pytest.raises(DigestMismatchError) as caught:
         reads.load(section(rev="v1"), repository.root)
     error = caught.value
     assert "DVC cache file" in error.what
@@ -57,7 +57,7 @@ def test_no_changed_byte_gets_through(repository: Repository, reads: DvcSource, 
     content = bytearray(archive(1))
     content[position] ^= flip
     repository.cached(md5(archive(1))).write_bytes(bytes(content))
-    with pytest.raises(DigestMismatch, match="DVC cache file"):
+    with pytest.raises(DigestMismatchError, match="DVC cache file"):
         reads.load(section(), repository.root)
 
 
@@ -65,7 +65,7 @@ def test_a_cache_that_cannot_be_read_is_told(repository: Repository, reads: DvcS
     place = repository.cached(md5(archive(1)))
     place.unlink()
     place.mkdir()
-    with pytest.raises(EnvironmentFailure, match="cache file cannot be read") as caught:
+    with pytest.raises(InfrastructureError, match="cache file cannot be read") as caught:
         reads.load(section(), repository.root)
     assert caught.value.where == str(place)
 
@@ -76,7 +76,7 @@ def test_a_tampered_list_of_files_is_refused_by_name(repository: Repository, rea
     other = repository.put(archive(9))
     listed = repository.cached(oid)
     listed.write_bytes(listed.read_bytes().replace(md5(archive(3)).encode(), other.encode()))
-    with pytest.raises(DigestMismatch, match=r"DVC cache file") as caught:
+    with pytest.raises(DigestMismatchError, match=r"DVC cache file") as caught:
         reads.load(section("data/many/a.npz"), repository.root)
     assert caught.value.where == str(listed)
 
@@ -86,7 +86,7 @@ def test_a_pointer_that_was_changed_and_not_committed_is_refused_by_name(
 ) -> None:
     repository.add("data/train.npz", archive(5))
     for rev in ("", "v2"):
-        with pytest.raises(DigestMismatch) as caught:
+        with pytest.raises(DigestMismatchError) as caught:
             reads.load(section(rev=rev), repository.root)
         assert "pointer of data/train.npz was changed" in caught.value.what
         assert caught.value.where == "data/train.npz.dvc:2"
@@ -125,19 +125,19 @@ def test_a_swapped_md5_of_a_known_object_is_caught_by_its_size_or_the_pin(
     size = len(archive(1))
     repository.write("data/train.npz.dvc", pointer(known, size, "train.npz"))
     repository.commit()
-    with pytest.raises(DigestMismatch, match=f"pointer is not what DVC wrote.*says {size} bytes"):
+    with pytest.raises(DigestMismatchError, match=f"pointer is not what DVC wrote.*says {size} bytes"):
         reads.load(section(), repository.root)
     repository.write("data/train.npz.dvc", pointer(known, len(archive(6, rows=40)), "train.npz"))
     repository.commit()
     reads.load(section(), repository.root)
-    with pytest.raises(DigestMismatch, match="not the one that the pipeline pins"):
+    with pytest.raises(DigestMismatchError, match="not the one that the pipeline pins"):
         reads.fingerprint(section(md5=md5(archive(1))), repository.root)
 
 
 def test_two_pointers_for_one_path_are_refused(repository: Repository, reads: DvcSource) -> None:
     repository.write("data/other.dvc", pointer(md5(archive(0)), len(archive(0)), "train.npz"))
     repository.commit()
-    with pytest.raises(Refused, match=r"several DVC pointers claim data/train\.npz") as caught:
+    with pytest.raises(RefusedError, match=r"several DVC pointers claim data/train\.npz") as caught:
         reads.fingerprint(section(), repository.root)
     assert caught.value.where == "data/other.dvc:2 and data/train.npz.dvc:2"
 
@@ -148,10 +148,10 @@ def test_a_changed_object_of_git_is_refused_by_name(repository: Repository, read
     place = repository.root / ".git/objects" / blob[:2] / blob[2:]
     place.chmod(0o644)
     place.write_bytes(zlib.compress(b"blob %d\0" % len(evil) + evil))
-    with pytest.raises(DigestMismatch, match=f"git object {blob} is not what its name says"):
+    with pytest.raises(DigestMismatchError, match=f"git object {blob} is not what its name says"):
         reads.fingerprint(section(rev="v2"), repository.root)
     place.write_bytes(b"nothing that git can read")
-    with pytest.raises(DigestMismatch, match=f"git cannot read the blob {blob}"):
+    with pytest.raises(DigestMismatchError, match=f"git cannot read the blob {blob}"):
         reads.fingerprint(section(rev="v2"), repository.root)
 
 
@@ -166,7 +166,7 @@ def test_a_replaced_object_of_git_is_not_looked_at(repository: Repository, reads
 def test_a_list_of_cloud_versions_has_nothing_to_check(repository: Repository, reads: DvcSource) -> None:
     repository.write("data/train.npz.dvc", "outs:\n- path: train.npz\n  size: 4\n  cloud: {store: {version_id: a}}\n")
     repository.commit()
-    with pytest.raises(Refused, match=r"has no MD5 for data/train\.npz"):
+    with pytest.raises(RefusedError, match=r"has no MD5 for data/train\.npz"):
         reads.load(section(), repository.root)
 
 
@@ -174,6 +174,6 @@ def test_a_list_of_cloud_versions_has_nothing_to_check(repository: Repository, r
 @given(st.binary(max_size=80) | st.text("outs:-md5 pathsiz\n{}[]'\".0123\t", max_size=120).map(str.encode))
 def test_no_pointer_breaks_the_reader(content: bytes) -> None:
     for file in ("data/train.npz.dvc", "dvc.lock"):
-        with contextlib.suppress(DigestMismatch, Refused):
+        with contextlib.suppress(DigestMismatchError, RefusedError):
             found = parse_pointer(content, file, "data/train.npz", wdirs={})
             assert all(one.file == file and one.line > 0 for one in found)

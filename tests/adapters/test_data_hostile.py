@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.domain.pipeline import FileData, SklearnData
-from onnx_ops.errors import NotFound, Refused, UserError
+from onnx_ops.errors import NotFoundError, RefusedError, UserError
 
 
 def section(file: str) -> FileData:
@@ -54,7 +54,7 @@ def test_a_member_that_is_no_array_is_told(tmp_path: Path) -> None:
 def test_paths_that_lead_nowhere_or_in_circles_are_told(tmp_path: Path) -> None:
     (tmp_path / "circle.npz").symlink_to(tmp_path / "circle.npz")
     for file in ("circle.npz", "zero\0byte.npz", "long" * 2000):
-        with pytest.raises((NotFound, Refused)):
+        with pytest.raises((NotFoundError, RefusedError)):
             FileSource().fingerprint(section(file), tmp_path)
 
 

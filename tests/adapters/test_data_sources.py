@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.domain.pipeline import DataSection, FileData, SklearnData
-from onnx_ops.errors import NotFound, OnnxOpsError, Refused, UserError
+from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.testing.data import DataSourceSuite
 
 FILE = FileData(file="data/set.npz", inputs={"x": "rows"}, label="target")
@@ -65,15 +65,15 @@ def test_a_path_outside_the_project_is_refused(root: Path, file: str) -> None:
     np.savez(root.parent / "outside.npz", rows=np.zeros(1))
     (root / "link.npz").symlink_to(root.parent / "outside.npz")
     for section in (replace(FILE, file=file), replace(FILE, file=str(root.parent / "outside.npz"))):
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             FileSource().load(section, root)
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             FileSource().fingerprint(section, root)
 
 
 def test_a_missing_file_is_told(root: Path) -> None:
     for file in ("data/none.npz", "data"):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             FileSource().fingerprint(replace(FILE, file=file), root)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.domain.pipeline import FileData
-from onnx_ops.errors import MissingPackage, UserError
+from onnx_ops.errors import MissingPackageError, UserError
 from tests.support.extras import hide
 
 pa: Any = pytest.importorskip("pyarrow")
@@ -73,7 +73,7 @@ def test_load_csv_without_its_reader_names_the_extra(tmp_path: Path, monkeypatch
     (tmp_path / "rows.csv").write_text(TABLE)
     hide(monkeypatch, "pyarrow")
 
-    with pytest.raises(MissingPackage) as caught:
+    with pytest.raises(MissingPackageError) as caught:
         FileSource().load(FileData(file="rows.csv"), tmp_path)
 
     assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"

@@ -18,7 +18,14 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.endpoint import EndpointConfig, TrafficSplit
-from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, Refused, UserError
+from onnx_ops.errors import (
+    ConflictError,
+    DigestMismatchError,
+    InfrastructureError,
+    NotFoundError,
+    RefusedError,
+    UserError,
+)
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
@@ -95,7 +102,7 @@ def test_capabilities_are_what_azure_does(world: World) -> None:
 def test_a_container_loads_nothing_that_no_trusted_key_has_signed(world: World, tmp_path: Path) -> None:
     create_key(tmp_path / "keys" / "signing.pem")
     provider = AzureEndpoints(world.folder, tmp_path / "keys", pace=PACE)
-    with pytest.raises(EnvironmentFailure, match="no signed decision names its files"):
+    with pytest.raises(InfrastructureError, match="no signed decision names its files"):
         provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
 
 
@@ -158,7 +165,7 @@ def test_no_quota_is_explained_and_changes_nothing(world: World) -> None:
     world.provider.apply(world.config, state, generation=1)
     world.cloud.conditions.quota = 13
     many = config_of(world.cloud, instances=10)
-    with pytest.raises(EnvironmentFailure, match="10 of its instances need quota for 12"):
+    with pytest.raises(InfrastructureError, match="10 of its instances need quota for 12"):
         world.provider.apply(many, state_of(world.blue, world.green, blue=90, green=10), generation=2)
     assert world.scale() == 2.0
     observed = world.provider.observe(world.config)
@@ -171,7 +178,7 @@ def test_a_container_that_crashes_takes_no_traffic_and_is_made_again(world: Worl
     world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
     world.cloud.conditions.broken.add(name)
     state = state_of(world.blue, world.green, blue=0, green=100)
-    with pytest.raises(EnvironmentFailure, match="has crashed"):
+    with pytest.raises(InfrastructureError, match="has crashed"):
         world.provider.apply(world.config, state, generation=2)
     assert world.scale() == 2.0
     left = world.provider.leftovers(world.config, frozenset({world.blue.manifest}))
@@ -224,7 +231,7 @@ def test_tags_and_traffic_of_another_tool_lock_nobody_out(world: World) -> None:
     world.provider.roll_back(world.config, state, generation=3)
     assert world.scale() == 2.0
     other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
-    with pytest.raises(Refused, match="not ours"):
+    with pytest.raises(RefusedError, match="not ours"):
         world.provider.observe(other)
 
 
@@ -258,7 +265,7 @@ def test_a_request_to_one_deployment_does_not_pin_the_next(world: World) -> None
     """The SDK's own `invoke` does."""
     world.provider.apply(world.config, state_of(world.blue, world.green, blue=100, green=0), generation=1)
     assert [world.scale("green"), world.scale(), world.scale("blue")] == [3.0, 2.0, 2.0]
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         world.scale("red")
 
 
@@ -278,23 +285,23 @@ def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: Worl
 
 def test_another_state_of_the_same_generation_is_refused(world: World) -> None:
     world.provider.apply(world.config, state_of(world.blue, blue=100), generation=3)
-    with pytest.raises(Conflict, match="another state of generation 3"):
+    with pytest.raises(ConflictError, match="another state of generation 3"):
         world.provider.apply(world.config, state_of(world.blue, world.green, blue=50, green=50), generation=3)
 
 
 def test_somebody_elses_endpoint_is_left_alone(world: World) -> None:
     world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
     other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
-    with pytest.raises(Refused, match="not ours"):
+    with pytest.raises(RefusedError, match="not ours"):
         world.provider.apply(other, state_of(world.green, green=100), generation=1)
-    with pytest.raises(Refused, match="not ours"):
+    with pytest.raises(RefusedError, match="not ours"):
         world.provider.remove(other)
     assert world.scale() == 2.0
 
 
 def test_files_that_were_changed_are_not_uploaded(world: World, tmp_path: Path) -> None:
     (tmp_path / "models" / "blue" / "model.onnx").write_bytes(b"something else")
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(DigestMismatchError):
         world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
     assert world.cloud.blobs.data == {}
 
@@ -399,7 +406,7 @@ def test_leftovers_are_listed_and_discarded(world: World) -> None:
         provider.discard(config, one)
     assert provider.leftovers(config, frozenset()) == ()
     used = replace(left[0], kind="deployment", name=world.name(world.green))
-    with pytest.raises(Conflict, match="traffic"):
+    with pytest.raises(ConflictError, match="traffic"):
         provider.discard(config, used)
     assert world.scale() == 3.0
     provider.apply(config, state_of(world.blue, world.green, blue=100, green=0), generation=3)
@@ -408,7 +415,7 @@ def test_leftovers_are_listed_and_discarded(world: World) -> None:
 
 def test_what_is_missing_is_said(world: World) -> None:
     world.cloud.conditions.forbidden = True
-    with pytest.raises(Refused, match="AzureML Data Scientist"):
+    with pytest.raises(RefusedError, match="AzureML Data Scientist"):
         world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
 
 

@@ -18,7 +18,7 @@ from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import _ml_client
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import Conflict, EnvironmentFailure, ServiceUnavailable
+from onnx_ops.errors import ConflictError, InfrastructureError, ServiceUnavailableError
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
@@ -136,7 +136,7 @@ def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep)
                 world.mischief(at, trouble)
                 patience = ANSWER_S if trouble.fault == "hang" else 60
                 config = config_of(world.cloud, answer_s=patience)
-                with suppress(EnvironmentFailure):
+                with suppress(InfrastructureError):
                     world.provider.apply(config, stages(world)[stage], generation=stage + 1)
                 world.cloud.trouble = lambda *_: None
                 holds(world, stage)
@@ -178,7 +178,7 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
                 other.provider.apply(other.config, back, generation=3)
 
         world.cloud.trouble = overtake
-        with pytest.raises(Conflict, match="generation 3"):
+        with pytest.raises(ConflictError, match="generation 3"):
             world.provider.apply(world.config, canary, generation=2)
         world.cloud.trouble = lambda *_: None
         observed = other.provider.observe(other.config)
@@ -203,7 +203,7 @@ def test_a_token_is_asked_for_again_and_who_does_not_answer_for_long_is_told(wor
         _ml_client.cache_clear()
         world.cloud.token_faults = [fault] * 100
         hurried = AzureEndpoints(world.folder, pace=replace(PACE, answers=0))
-        with pytest.raises(ServiceUnavailable, match="tokens"):
+        with pytest.raises(ServiceUnavailableError, match="tokens"):
             hurried.address(config)
         assert len(world.cloud.token_faults) >= 90
         world.cloud.token_faults = []

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, azure_name
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
-from onnx_ops.errors import NotFound, Refused, UserError
+from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
@@ -93,13 +93,13 @@ def test_another_model_of_that_name_is_not_served(world: World) -> None:
     ((body, _),) = world.cloud.control.registries.models.values()
     told = body["tags"] if MANIFEST in body.get("tags", {}) else body["properties"]["tags"]
     told[MANIFEST] = "sha256:" + "0" * 64
-    with pytest.raises(Refused, match="another model"):
+    with pytest.raises(RefusedError, match="another model"):
         world.provider.apply(config(world), first(world), generation=1)
 
 
 def test_a_registry_that_is_not_there_is_said(world: World) -> None:
     nowhere = config_of(world.cloud, registry="nowhere")
-    with pytest.raises(NotFound, match="no such registry") as told:
+    with pytest.raises(NotFoundError, match="no such registry") as told:
         world.provider.apply(nowhere, first(world), generation=1)
     assert "AzureML Registry User" in told.value.remedy
     with pytest.raises(UserError, match="registry"):

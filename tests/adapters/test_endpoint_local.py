@@ -23,7 +23,14 @@ from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.server_process import ServerProcess
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.errors import Conflict, DigestMismatch, NotFound, OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.errors import (
+    ConflictError,
+    DigestMismatchError,
+    NotFoundError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
@@ -100,7 +107,7 @@ def test_a_killed_server_comes_back_with_the_last_table_on_the_same_port(
     while provider.observe(CONFIG) is not None:
         pass
     assert provider.observe(CONFIG) is None
-    with pytest.raises(Conflict):  # it starts again, and remembers generation 3
+    with pytest.raises(ConflictError):  # it starts again, and remembers generation 3
         provider.apply(CONFIG, state, generation=2)
     observed = provider.observe(CONFIG)
     assert observed == replace(state, generation=3)
@@ -206,7 +213,7 @@ def test_a_taken_port_is_named_with_a_remedy(provider: LocalEndpoints, blue: Dep
         taken.listen()
         port = taken.getsockname()[1]
         config = replace(CONFIG, settings={"port": port})
-        with pytest.raises(ServiceUnavailable, match=f"port {port} is taken") as caught:
+        with pytest.raises(ServiceUnavailableError, match=f"port {port} is taken") as caught:
             provider.apply(config, state_of(blue, blue=100), generation=1)
     assert "settings" in caught.value.remedy
     provider.apply(config, state_of(blue, blue=100), generation=1)
@@ -234,10 +241,10 @@ def test_files_that_are_not_those_of_the_manifest_are_refused(
     provider.apply(CONFIG, good, generation=1)
     green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
     (tmp_path / "green" / "extra.bin").write_bytes(b"x")
-    with pytest.raises(DigestMismatch, match="digest mismatch"):
+    with pytest.raises(DigestMismatchError, match="digest mismatch"):
         provider.apply(CONFIG, state_of(blue, green, blue=50, green=50), generation=2)
     lost = replace(green, location=str(tmp_path / "nowhere"))
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         provider.apply(CONFIG, state_of(blue, lost, blue=50, green=50), generation=2)
     assert provider.observe(CONFIG) == replace(good, generation=1)
 
@@ -249,7 +256,7 @@ def test_a_deployment_lost_while_the_server_was_down_is_not_observed_and_comes_b
     provider.apply(CONFIG, state, generation=1)
     provider.stop(CONFIG)
     Path(blue.location).rename(tmp_path / "away")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         provider.apply(CONFIG, state, generation=1)
     assert provider.observe(CONFIG) is None
     (tmp_path / "away").rename(blue.location)
@@ -262,7 +269,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path, blu
     broken.write_text("#!/bin/sh\necho something is broken here\nexit 7\n")
     broken.chmod(0o700)
     provider = LocalEndpoints(tmp_path / "endpoints", python=str(broken))
-    with pytest.raises(ServiceUnavailable, match="exit code 7") as caught:
+    with pytest.raises(ServiceUnavailableError, match="exit code 7") as caught:
         provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
     assert "something is broken here" in caught.value.why
 
@@ -278,7 +285,7 @@ def test_two_appliers_at_once_end_with_the_later_generation(
         try:
             LocalEndpoints(tmp_path / "endpoints").apply(CONFIG, states[generation], generation=generation)
             outcomes[generation] = None
-        except Conflict as error:
+        except ConflictError as error:
             outcomes[generation] = error
 
     threads = [threading.Thread(target=apply, args=(generation,)) for generation in states]

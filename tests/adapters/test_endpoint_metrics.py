@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, UnitSums, interval
 from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol.admin import Counts, Watch
 from onnx_ops.protocol.users import KEYLESS
 from onnx_ops.serving import shared as slab
@@ -186,7 +186,7 @@ def test_an_answer_that_holds_no_cells_is_refused() -> None:
     for text in ("AAAA", "not base64", base64.b64encode(zlib.compress(b"short")).decode()):
         one = replace(counts.deployments["v1"], users=text)
         source = ServerMetrics(lambda *_, one=one: [replace(counts, deployments={"v1": one})])
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(ServiceUnavailableError):
             source.read(CONFIG, {"v1": None})
 
 

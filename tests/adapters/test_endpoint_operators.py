@@ -27,7 +27,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.target import CustomOps
-from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, Refused
+from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.onnx_graph.operators import carry_libraries
 from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
 from onnx_ops.serving.verified import Trust, verify
@@ -127,7 +127,9 @@ def test_only_a_library_that_the_decision_names_may_be_loaded(
     )
     deployment = replace(doubling, authority=sign(override, signer).envelope)
     trust = Trust(TrustedKeys((), encoded=signer.trusted_keys), tmp_path)
-    with contextlib.nullcontext() if declared else pytest.raises(Refused, match="not one that target cpu declares"):
+    with (
+        contextlib.nullcontext() if declared else pytest.raises(RefusedError, match="not one that target cpu declares")
+    ):
         verify(Path(deployment.location), deployment, trust)
 
 
@@ -137,7 +139,7 @@ def test_a_tampered_library_is_refused_and_what_serves_goes_on(
     provider.apply(CONFIG, state_of(doubling, v1=100), generation=1)
     forged = released(tmp_path / "models" / "2", {"cpu": (library,)}, target="cpu", scale=3.0, version="2")
     rewrite(library_in(forged), lambda data: data + b"\0")
-    with pytest.raises(DigestMismatch, match="the manifest of v2 is"):
+    with pytest.raises(DigestMismatchError, match="the manifest of v2 is"):
         provider.apply(CONFIG, state_of(doubling, forged, v1=0, v2=100), generation=2)
     assert answers(provider) == [-1.0, 0.0, 1.5]
 
@@ -149,7 +151,7 @@ def test_a_library_that_is_tampered_with_later_is_refused_by_the_next_process(
     provider.apply(CONFIG, state, generation=1)
     provider.stop(CONFIG)
     rewrite(library_in(doubling), lambda data: data[:-1] + b"\1")
-    with pytest.raises(DigestMismatch, match="digest mismatch"):
+    with pytest.raises(DigestMismatchError, match="digest mismatch"):
         provider.apply(CONFIG, state, generation=2)
     assert provider.observe(CONFIG) is None
 
@@ -158,10 +160,10 @@ def test_only_a_library_of_the_version_is_loaded(
     provider: LocalEndpoints, doubling: Deployment, library: CustomOps
 ) -> None:
     strange = replace(doubling, custom_ops=(library.path,))
-    with pytest.raises(DigestMismatch, match="not among the files of v1"):
+    with pytest.raises(DigestMismatchError, match="not among the files of v1"):
         provider.apply(CONFIG, state_of(strange, v1=100), generation=1)
     without = replace(doubling, custom_ops=())
-    with pytest.raises(EnvironmentFailure, match="acme"):
+    with pytest.raises(InfrastructureError, match="acme"):
         provider.apply(CONFIG, state_of(without, v1=100), generation=1)
 
 
@@ -171,7 +173,7 @@ def test_a_file_that_is_no_library_is_told(provider: LocalEndpoints, tmp_path: P
     digest = digest_bytes(text.read_bytes())
     broken = CustomOps(path=str(text), digest=digest, domains=("acme.ops",))
     deployment = released(tmp_path / "models" / "1", {"cpu": (broken,)}, target="cpu")
-    with pytest.raises(EnvironmentFailure, match="cannot load the model"):
+    with pytest.raises(InfrastructureError, match="cannot load the model"):
         provider.apply(CONFIG, state_of(deployment, v1=100), generation=1)
 
 
@@ -202,7 +204,7 @@ def test_the_clouds_container_has_it_in_the_model_s_folder(tmp_path: Path, doubl
         process.communicate(timeout=60)
     rewrite(next((tmp_path / "ml" / "model" / "custom_ops" / "cpu").iterdir()), lambda data: data + b"\0")
     refused: Any = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert refused.returncode == DigestMismatch.exit_code
+    assert refused.returncode == DigestMismatchError.exit_code
     assert "the manifest of v1 is" in refused.stderr
 
 
@@ -218,13 +220,13 @@ def test_a_cloud_s_record_names_the_libraries_and_older_ones_stay_as_they_were(d
 def test_what_is_carried_was_checked_and_nothing_else_lies_there(tmp_path: Path, library: CustomOps) -> None:
     model = tmp_path / "model.onnx"
     write_softsign(model)
-    with pytest.raises(DigestMismatch, match="target cpu"):
+    with pytest.raises(DigestMismatchError, match="target cpu"):
         carry_libraries(model, {"cpu": (replace(library, digest=digest_bytes(b"")),)})
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         carry_libraries(model, {"cpu": (replace(library, path="/none.so"),)})
     carry_libraries(model, {"cpu": (replace(library, domains=("another.domain",)),)})
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     (tmp_path / "custom_ops").mkdir()
     write_external(tmp_path / "weights.onnx", "custom_ops/cpu.so")
-    with pytest.raises(Refused, match="loaded as programs"):
+    with pytest.raises(RefusedError, match="loaded as programs"):
         carry_libraries(tmp_path / "weights.onnx", {})

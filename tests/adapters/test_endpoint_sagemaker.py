@@ -18,7 +18,7 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
-from onnx_ops.errors import Conflict, DigestMismatch, NotFound, Refused, UserError
+from onnx_ops.errors import ConflictError, DigestMismatchError, NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke, pair
 from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client
@@ -230,10 +230,10 @@ def test_a_large_archive_goes_in_parts(
 def test_files_that_were_changed_go_nowhere(provider: SageMakerEndpoints, tmp_path: Path, fake: FakeSageMaker) -> None:
     deployment = scaling_deployment(tmp_path / "m", name="m", version="1", scale=5.0)
     (tmp_path / "m" / "model.onnx").write_bytes(b"something else")
-    with pytest.raises(DigestMismatch, match="not those of its manifest"):
+    with pytest.raises(DigestMismatchError, match="not those of its manifest"):
         provider.apply(config_of("changed"), state_of(deployment, m=100), generation=1)
     gone = replace(deployment, location=str(tmp_path / "nowhere"))
-    with pytest.raises(NotFound, match="not there"):
+    with pytest.raises(NotFoundError, match="not there"):
         provider.apply(config_of("changed"), state_of(gone, m=100), generation=2)
     assert provider.observe(config_of("changed")) is None
 
@@ -335,7 +335,7 @@ def test_an_endpoint_of_somebody_else_is_left_alone(
     theirs = config_of("theirs")
     assert provider.observe(theirs) is None
     assert provider.address(theirs) is None
-    with pytest.raises(Refused, match="did not make"):
+    with pytest.raises(RefusedError, match="did not make"):
         provider.apply(theirs, state_of(pair[0], blue=100), generation=1)
     provider.remove(theirs)
     ours: Any = boto3.client("sagemaker", region_name="us-east-1")
@@ -377,7 +377,7 @@ def test_another_state_of_the_same_generation_is_refused(
     blue, green = pair
     config = config_of("twice")
     provider.apply(config, state_of(blue, blue=100), generation=3)
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         provider.apply(config, state_of(green, green=100), generation=3)
     assert provider.observe(config) == replace(state_of(blue, blue=100), generation=3)
 
@@ -405,7 +405,7 @@ def test_leftovers_are_told_and_removed_and_what_is_in_use_stays(
     assert invoke(fake, "leaves")[1] == 3.0
     provider.apply(config, state_of(blue, blue=100), generation=3)
     (model,) = [one for one in found if one.kind == "model"]
-    with pytest.raises(Conflict, match="in use"):
+    with pytest.raises(ConflictError, match="in use"):
         provider.discard(config, model)
     provider.remove(config)
     left = s3.list_objects_v2(Bucket=BUCKET, Prefix="onnx-ops/leaves/").get("Contents", [])

@@ -13,7 +13,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.testing.endpoints import state_of
 from tests.adapters.sagemaker_cloud import (
     Load,
@@ -155,7 +155,7 @@ def test_faults_at_every_request(
         order(fake, kind, requests, moment, lasting=lasting)
         try:
             endpoint.apply(endpoint.after)
-        except ServiceUnavailable:
+        except ServiceUnavailableError:
             assert lasting, (kind, requests[moment // 2])
         fake.fault()
         endpoint.check()

@@ -12,7 +12,7 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.artifact import digest_bytes, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError, RolledBackByAlarm
+from onnx_ops.errors import AlarmRollbackError, InfrastructureError, NotFoundError, OnnxOpsError
 from onnx_ops.testing.endpoints import state_of
 from tests.adapters.sagemaker_cloud import apply_when_told, cloud, config_of, fake, invoke, pair, process_context
 from tests.support.clouds.sagemaker import FakeSageMaker, client
@@ -41,7 +41,7 @@ def test_an_update_that_was_taken_back_silently_is_told(
     before = replace(state_of(blue, blue=100), generation=1)
     provider.apply(config, before, generation=1)
     fake.behave(taken_back="the bake was not good", lag=lag)
-    with pytest.raises(EnvironmentFailure, match=r"took the update back \(the bake was not good\)"):
+    with pytest.raises(InfrastructureError, match=r"took the update back \(the bake was not good\)"):
         provider.apply(config, state_of(green, green=100), generation=2)
     observed = provider.observe(config)
     assert observed is not None
@@ -108,12 +108,12 @@ def test_a_layout_that_an_alarm_took_back_is_never_asked_for_again(
     blue, green = pair
     condemn(fake, alarmed, green, kill=kill)
     for generation in (2, 3):
-        with pytest.raises(RolledBackByAlarm, match=r"alarm failing fired \(.*failing"):
+        with pytest.raises(AlarmRollbackError, match=r"alarm failing fired \(.*failing"):
             provider.apply(alarmed, state_of(green, green=100), generation=generation)
     provider.roll_back(alarmed, state_of(blue, blue=100), generation=4)
     assert updates(fake) == 0
     client(fake, "sagemaker").delete_endpoint(EndpointName=alarmed.endpoint)
-    with pytest.raises(RolledBackByAlarm):
+    with pytest.raises(AlarmRollbackError):
         provider.apply(alarmed, state_of(green, green=100), generation=5)
     provider.apply(alarmed, state_of(blue, blue=100), generation=6)
     assert invoke(fake, alarmed.endpoint) == ("main", 2.0)
@@ -128,7 +128,7 @@ def test_no_update_begins_under_an_alarm_that_fires_and_the_way_back_needs_none(
     provider.apply(alarmed, state_of(green, green=100), generation=2)
     alarm_is(fake, "ALARM")
     fake.fault()
-    with pytest.raises(EnvironmentFailure, match="alarm failing fires"):
+    with pytest.raises(InfrastructureError, match="alarm failing fires"):
         provider.apply(alarmed, state_of(blue, blue=100), generation=3)
     assert updates(fake) == 0
     provider.roll_back(alarmed, state_of(blue, green, blue=100, green=0), generation=4)
@@ -145,12 +145,12 @@ def test_an_update_that_failed_under_a_quiet_alarm_may_come_again(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], alarmed: EndpointConfig
 ) -> None:
     unknown = replace(alarmed, settings={**alarmed.settings, "alarms": "nowhere"})
-    with pytest.raises(NotFound, match="no alarm is called nowhere"):
+    with pytest.raises(NotFoundError, match="no alarm is called nowhere"):
         provider.apply(unknown, state_of(pair[1], green=100), generation=2)
     fake.behave(taken_back="no capacity")
-    with pytest.raises(EnvironmentFailure, match="no capacity") as failed:
+    with pytest.raises(InfrastructureError, match="no capacity") as failed:
         provider.apply(alarmed, state_of(pair[1], green=100), generation=2)
-    assert not isinstance(failed.value, RolledBackByAlarm)
+    assert not isinstance(failed.value, AlarmRollbackError)
     fake.behave(taken_back="")
     alarm_is(fake, "ALARM")
     alarm_is(fake, "OK")
@@ -165,7 +165,7 @@ def test_a_rollback_that_failed_says_what_to_do_and_the_next_apply_does_it(
     config = config_of("stuck")
     provider.apply(config, state_of(blue, blue=100), generation=1)
     fake.behave(stuck="no capacity for ml.c6i.large")
-    with pytest.raises(EnvironmentFailure, match="neither finish") as told:
+    with pytest.raises(InfrastructureError, match="neither finish") as told:
         provider.apply(config, state_of(green, green=100), generation=2)
     assert "no capacity" in str(told.value)
     assert "onnx-ops rollback stuck" in told.value.remedy
@@ -183,12 +183,12 @@ def test_a_model_that_does_not_start_is_told_and_the_endpoint_made_anew(
     bad = replace(pair[0], name="bad", manifest=manifest_of(tmp_path).digest(), location=str(tmp_path))
     provider.apply(config_of("whole"), state_of(pair[0], blue=100), generation=1)
     fake.startup(3)
-    with pytest.raises(EnvironmentFailure, match=r"could not start the endpoint.*ping health check"):
+    with pytest.raises(InfrastructureError, match=r"could not start the endpoint.*ping health check"):
         provider.apply(config, state_of(bad, bad=100), generation=1)
     assert provider.observe(config) is None
     provider.apply(config, state_of(pair[0], blue=100), generation=2)
     assert invoke(fake, "broken") == ("blue", 2.0)
-    with pytest.raises(EnvironmentFailure, match=r"took the update back.*ping health check"):
+    with pytest.raises(InfrastructureError, match=r"took the update back.*ping health check"):
         provider.apply(config, state_of(bad, bad=100), generation=3)
     fake.startup(60)
     assert invoke(fake, "broken") == ("blue", 2.0)
@@ -198,7 +198,7 @@ def test_a_quota_is_told_with_its_remedy(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
 ) -> None:
     fake.behave(quota="The account-level service limit 'ml.c6i.large for endpoint usage' is 0 Instances")
-    with pytest.raises(EnvironmentFailure, match="quota") as told:
+    with pytest.raises(InfrastructureError, match="quota") as told:
         provider.apply(config_of("quota"), state_of(pair[0], blue=100), generation=1)
     assert "Service Quotas" in told.value.remedy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.adapters.exchange import _LARGEST, exchange
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.testing.inbox import Inbox, Reply
 
 
@@ -14,5 +14,5 @@ def test_an_answer_is_read_up_to_its_bound() -> None:
     inbox = Inbox(lambda letter: Reply(document=text if letter.path == "/largest" else text + "x"))
     with inbox.open():
         assert exchange("GET", f"{inbox.url}/largest", host="here") == text
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(ServiceUnavailableError):
             exchange("GET", f"{inbox.url}/larger", host="here")

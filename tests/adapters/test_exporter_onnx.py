@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import NotFound, Refused, UserError
+from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.onnx_graph.brought import brought_notes
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
@@ -63,7 +63,7 @@ def test_external_weights_come_along(tmp_path: Path) -> None:
 def test_a_hostile_file_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     write_external(tmp_path / "mine.onnx", "../../etc/passwd")
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         OnnxExporter().save(tmp_path / "mine.onnx", tmp_path / "saved")
     assert list((tmp_path / "saved").iterdir()) == []
 
@@ -78,13 +78,13 @@ def test_a_file_newer_than_asked_for_is_refused(tmp_path: Path, opset: int, ir_v
 
 
 def test_a_path_must_lead_to_one_file(tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         OnnxExporter().save(tmp_path / "none.onnx", tmp_path)
-    with pytest.raises(NotFound, match=r"no \.onnx files"):
+    with pytest.raises(NotFoundError, match=r"no \.onnx files"):
         OnnxExporter().load(tmp_path)
     for name in ("a.onnx", "b.onnx"):
         write_perceptron(tmp_path / name)
-    with pytest.raises(NotFound, match=r"2 \.onnx files"):
+    with pytest.raises(NotFoundError, match=r"2 \.onnx files"):
         OnnxExporter().load(tmp_path)
 
 

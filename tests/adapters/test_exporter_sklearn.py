@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.onnx_graph.check import full_check
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.ports import ExportRequest, Tensors
@@ -306,7 +306,7 @@ def test_a_model_may_be_brought_as_a_pickle_and_damage_is_told(tmp_path: Path) -
     with pytest.raises(UserError, match="unpickle"):
         SklearnExporter().load(tmp_path)
     (tmp_path / "second.pkl").write_bytes(b"")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         SklearnExporter().load(tmp_path)
 
 

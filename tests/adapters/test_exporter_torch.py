@@ -16,7 +16,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, OnnxOpsError, UserError
+from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
@@ -155,7 +155,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
 
 
 def test_loading_what_is_not_a_module_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         TorchExporter().load(tmp_path)
     (tmp_path / "model.pt").write_bytes(b"not a module")
     with pytest.raises(UserError, match="cannot load"):

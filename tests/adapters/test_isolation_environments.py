@@ -17,7 +17,7 @@ import pytest
 from onnx_ops.adapters.isolation.environments import BASE, Environments, clean_environ, find_uv
 from onnx_ops.adapters.isolation.places import MARKER
 from onnx_ops.domain.environment import Environment
-from onnx_ops.errors import NotFound, StageFailure, UserError
+from onnx_ops.errors import NotFoundError, StageError, UserError
 
 UNREACHABLE = {
     "PIP_NO_INDEX": "1",
@@ -161,7 +161,7 @@ def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
     wanted = Environment(requirements=("no-such-package-at-all==1",))
-    with pytest.raises(StageFailure, match="its environment cannot be made") as failure:
+    with pytest.raises(StageError, match="its environment cannot be made") as failure:
         environments.python(wanted)
     assert "no-such-package-at-all" in failure.value.why
     assert "package index" in failure.value.remedy
@@ -175,6 +175,6 @@ def test_options_of_the_installer_are_no_requirements(tmp_path: Path, requiremen
 
 
 def test_a_python_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"no python3\.99 here") as missing:
+    with pytest.raises(NotFoundError, match=r"no python3\.99 here") as missing:
         Environments(folder=tmp_path, base=()).python(Environment(requirements=("a",), python="3.99"))
     assert "uv" in missing.value.remedy

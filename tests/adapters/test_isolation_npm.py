@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops.adapters.isolation.npm import NpmPackages, pinned
 from onnx_ops.adapters.isolation.places import MARKER
-from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
+from onnx_ops.errors import MeasurementError, StageError, UserError
 from tests.adapters.runtime_places import require
 
 SMALL = "long@5.3.2"
@@ -32,13 +32,13 @@ def test_they_are_made_once_whole_and_used_again_without_npm(
     assert packages.installed((SMALL,)) == place
     assert (place / MARKER).stat().st_mtime_ns == made
     (place / MARKER).unlink()  # as if its maker had died
-    with pytest.raises(MeasurementFailure, match="no npm") as missing:
+    with pytest.raises(MeasurementError, match="no npm") as missing:
         packages.installed((SMALL,))
     assert "apt-get install" in missing.value.remedy
 
 
 def test_a_version_that_is_not_there_is_told_with_npm_s_words(packages: NpmPackages) -> None:
-    with pytest.raises(StageFailure, match="cannot be made") as failure:
+    with pytest.raises(StageError, match="cannot be made") as failure:
         packages.installed(("long@999.0.0",))
     assert "999.0.0" in failure.value.why
     assert not list(packages.folder.glob(f"*/{MARKER}"))

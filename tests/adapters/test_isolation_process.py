@@ -17,7 +17,7 @@ from onnx_ops.adapters.isolation.exporter import IsolatedExporter, Remote
 from onnx_ops.adapters.isolation.output import LAST_LINES
 from onnx_ops.adapters.isolation.process import Limits
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import NotFound, Refused, StageFailure, UserError
+from onnx_ops.errors import NotFoundError, RefusedError, StageError, UserError
 from onnx_ops.ports import Dataset, ExportRequest, TrainingExporter
 
 CONVERTER = """
@@ -171,7 +171,7 @@ def test_it_trains_exports_and_answers_elsewhere(exporter: IsolatedExporter, tmp
     [("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("leave", "exit code 3")],
 )
 def test_a_crash_is_told_with_its_last_words(exporter: IsolatedExporter, tmp_path: Path, do: str, how: str) -> None:
-    with pytest.raises(StageFailure, match=f"ended with {how} while it was to export") as failure:
+    with pytest.raises(StageError, match=f"ended with {how} while it was to export") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", do))
     assert f"about to {do}" in failure.value.why
     assert "env.requirements" in failure.value.remedy
@@ -181,9 +181,9 @@ def test_a_crash_is_told_with_its_last_words(exporter: IsolatedExporter, tmp_pat
 
 def test_after_a_crash_the_next_model_is_answered(exporter: IsolatedExporter, tmp_path: Path) -> None:
     model = load(exporter, tmp_path / "m")
-    with pytest.raises(StageFailure):
+    with pytest.raises(StageError):
         exporter.export(model, request(tmp_path / "o", "abort"))
-    with pytest.raises(StageFailure):  # its process is gone, and it says so again
+    with pytest.raises(StageError):  # its process is gone, and it says so again
         exporter.export(model, request(tmp_path / "o", "write"))
     exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "write"))
     assert (tmp_path / "o").exists()
@@ -193,7 +193,7 @@ def test_after_a_crash_the_next_model_is_answered(exporter: IsolatedExporter, tm
 def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: str) -> None:
     exporter = make(tmp_path, Limits(timeout=3.0))
     model = load(exporter, tmp_path / "m")
-    with pytest.raises(StageFailure, match="longer than 3 s to export") as failure:
+    with pytest.raises(StageError, match="longer than 3 s to export") as failure:
         exporter.export(model, request(tmp_path / "o", do))
     assert f"in {do}" in failure.value.why
     assert "env.timeout" in failure.value.remedy
@@ -203,7 +203,7 @@ def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: s
 
 def test_memory_beyond_the_limit_is_told(tmp_path: Path) -> None:
     exporter = make(tmp_path, Limits(memory=700_000_000, timeout=60.0))
-    with pytest.raises(StageFailure, match=r"more memory than its limit of 0\.7 GB") as failure:
+    with pytest.raises(StageError, match=r"more memory than its limit of 0\.7 GB") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "swallow"))
     assert "env.memory" in failure.value.remedy
 
@@ -212,7 +212,7 @@ def test_much_output_costs_neither_memory_nor_disk(exporter: IsolatedExporter, t
     model = load(exporter, tmp_path / "m")
     before = psutil.Process().memory_info().rss
     exporter.export(model, request(tmp_path / "o", "babble_and_write"))
-    with pytest.raises(StageFailure, match="SIGABRT") as failure:
+    with pytest.raises(StageError, match="SIGABRT") as failure:
         exporter.export(model, request(tmp_path / "p", "babble"))
     assert "the last word" in failure.value.why
     assert "200 MB of output" in failure.value.why
@@ -222,17 +222,17 @@ def test_much_output_costs_neither_memory_nor_disk(exporter: IsolatedExporter, t
 
 def test_its_own_errors_keep_their_type(exporter: IsolatedExporter, tmp_path: Path) -> None:
     model = load(exporter, tmp_path / "m")
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         exporter.export(model, request(tmp_path / "o", "refuse"))
     assert (refused.value.where, refused.value.why, refused.value.remedy) == ("the moon", "it is full", "Wait.")
-    with pytest.raises(StageFailure, match="KeyError: 'no such key'") as failure:
+    with pytest.raises(StageError, match="KeyError: 'no such key'") as failure:
         exporter.export(model, request(tmp_path / "o", "stumble"))
     assert "converter_of_mine.py" in failure.value.why
     exporter.export(model, request(tmp_path / "o", "write"))
 
 
 def test_training_that_crashes_or_fails_is_told(exporter: IsolatedExporter, tmp_path: Path) -> None:
-    with pytest.raises(StageFailure, match="SIGABRT while it was to train"):
+    with pytest.raises(StageError, match="SIGABRT while it was to train"):
         exporter.train("training_of_mine:crash", {}, {}, tmp_path)
     with pytest.raises(UserError, match="ZeroDivisionError") as failure:
         exporter.train("training_of_mine:fail", {}, {}, tmp_path)
@@ -278,7 +278,7 @@ def test_it_sees_nothing_of_this_process_path(
 
 
 def test_a_model_that_is_not_there_is_told(exporter: IsolatedExporter, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no such model"):
+    with pytest.raises(NotFoundError, match="no such model"):
         exporter.save(tmp_path / "nowhere", tmp_path)
 
 

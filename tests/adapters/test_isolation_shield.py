@@ -18,7 +18,7 @@ from onnx_ops.adapters.isolation.shield import Fallen, shielded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime, shielded_runtime
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.testing.models import rows, write_perceptron
 
 CPU = Target(name="cpu")
@@ -145,7 +145,7 @@ def write_endless(path: Path) -> None:
 
 def test_a_session_that_hangs_is_told(tmp_path: Path) -> None:
     write_endless(tmp_path / "endless.onnx")
-    with pytest.raises(MeasurementFailure, match="ONNX Runtime hangs") as told:
+    with pytest.raises(MeasurementError, match="ONNX Runtime hangs") as told:
         ShieldedRuntime(timeout=2).run(tmp_path / "endless.onnx", CPU, ({"x": np.ones(1, np.float32)},))
     assert "2 s and was stopped" in told.value.why
 

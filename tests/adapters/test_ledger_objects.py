@@ -15,7 +15,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.ledgers.log import MemoryLedger, ObjectLedger
 from onnx_ops.adapters.objects import FsspecObjects, LocalObjects, open_objects
 from onnx_ops.domain.ledger import ReleaseState, fold
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 from onnx_ops.ports import Ledger
 from onnx_ops.testing.ledgers import ENDPOINT, LedgerSuite, Opener, spoken
 
@@ -62,7 +62,7 @@ def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
 def test_an_entry_that_cannot_be_read_is_named(written: tuple[ObjectLedger, Path], content: bytes) -> None:
     ledger, folder = written
     (folder / "00000002.json").write_bytes(content)
-    with pytest.raises(StateCorrupt) as caught:
+    with pytest.raises(CorruptStateError) as caught:
         ledger.read(ENDPOINT)
     assert caught.value.where == f"ledger {ENDPOINT}/00000002.json"
 
@@ -70,7 +70,7 @@ def test_an_entry_that_cannot_be_read_is_named(written: tuple[ObjectLedger, Path
 def test_a_missing_entry_is_not_passed_over(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
     (folder / "00000002.json").unlink()
-    with pytest.raises(StateCorrupt, match="not where it belongs"):
+    with pytest.raises(CorruptStateError, match="not where it belongs"):
         ledger.read(ENDPOINT)
 
 
@@ -79,7 +79,7 @@ def test_an_entry_of_another_endpoint_is_refused(written: tuple[ObjectLedger, Pa
     other = folder.parent / "other"
     other.mkdir()
     (folder / "00000001.json").rename(other / "00000001.json")
-    with pytest.raises(StateCorrupt, match="not where it belongs"):
+    with pytest.raises(CorruptStateError, match="not where it belongs"):
         ledger.read("other")
 
 
@@ -164,7 +164,7 @@ def test_a_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: t
 def test_a_state_does_not_end_at_a_missing_entry(written: tuple[ObjectLedger, Path]) -> None:
     _, folder = written
     (folder / "00000002.json").unlink()
-    with pytest.raises(StateCorrupt, match="missing"):
+    with pytest.raises(CorruptStateError, match="missing"):
         ObjectLedger(LocalObjects(folder.parent)).state(ENDPOINT)
 
 

@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.rollout_observed import Quantiles
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.adapters.azureml_parts import config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
@@ -90,7 +90,7 @@ def test_what_cannot_be_read_is_said(cloud: AzureCloud, clock: Wound) -> None:
     assert source.capabilities() == {"quantiles"}
     assert source.latencies(config, "v1") is None
     cloud.trouble = lambda *_: Trouble(fault="throttle")
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(ServiceUnavailableError):
         source.read(config, {"v1": None})
     cloud.trouble = lambda *_: None
     with pytest.raises(UserError, match="subscription"):

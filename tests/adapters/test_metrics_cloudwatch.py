@@ -13,7 +13,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.metrics.cloudwatch import CloudWatchMetrics
 from onnx_ops.domain.rollout_observed import interval
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke
 from tests.support.clouds.sagemaker import FakeSageMaker, client
@@ -92,7 +92,7 @@ def test_while_it_is_changed_or_not_there_nothing_is_told(fake: FakeSageMaker, t
     provider.apply(config, state_of(blue, blue=100), generation=1)
     fake.behave(reads=9)
     client(fake, "sagemaker").delete_endpoint(EndpointName="changing")
-    with pytest.raises(ServiceUnavailable, match="being changed"):
+    with pytest.raises(ServiceUnavailableError, match="being changed"):
         provider.metrics().read(config, {"blue": None})
 
 

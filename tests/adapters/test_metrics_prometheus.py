@@ -12,7 +12,7 @@ from onnx_ops.adapters.metrics.prometheus import PrometheusMetrics
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, interval
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.shared import BOUNDS_S, STEPS, Shared, observe
@@ -241,13 +241,13 @@ def test_another_servers_series(inbox: Inbox) -> None:
 
 def test_an_endpoint_that_is_not_scraped_is_no_healthy_one(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.instances = {}
-    with pytest.raises(ServiceUnavailable, match="knows nothing"):
+    with pytest.raises(ServiceUnavailableError, match="knows nothing"):
         source.read(CONFIG, {"v1": None})
 
 
 def test_an_answer_in_part_counts_for_nothing(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.more = {"warnings": ["a store is down"]}
-    with pytest.raises(ServiceUnavailable, match="in part"):
+    with pytest.raises(ServiceUnavailableError, match="in part"):
         source.read(CONFIG, {"v1": None})
 
 
@@ -267,7 +267,7 @@ def test_an_answer_in_part_counts_for_nothing(scraped: Scraped, source: Promethe
 )
 def test_whatever_is_wrong_a_driver_waits(inbox: Inbox, source: PrometheusMetrics, reply: Reply) -> None:
     inbox.answer = lambda _: reply
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(ServiceUnavailableError):
         source.read(CONFIG, {"v1": None})
 
 

@@ -12,7 +12,7 @@ from onnx_ops.adapters.metrics.servers import VARIABLE, SeveralServers
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import UnitSums
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.protocol.admin import TOKEN_FILE
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.support.server import ServerFamily
@@ -74,7 +74,7 @@ def test_users_of_both_servers_are_added_before_they_are_squared(servers: list[S
     assert len(counted[1]) == len(counted[0]) + 1
     assert source.read(CONFIG, WATCHED).origin == reading.origin
     port = servers[0].record().admin_port
-    with pytest.raises(ServiceUnavailable, match="the same server"):
+    with pytest.raises(ServiceUnavailableError, match="the same server"):
         SeveralServers({"urls": f"http://127.0.0.1:{port}, http://localhost:{port}"}).read(CONFIG, WATCHED)
 
 
@@ -88,13 +88,13 @@ def test_a_server_that_cannot_be_counted_is_no_silence(
     assert state is not None
     blue, green = state.deployments
     assert servers[1].publish(state_of(blue, green, blue=40, green=60), 2).status == 200
-    with pytest.raises(ServiceUnavailable, match="split users differently"):
+    with pytest.raises(ServiceUnavailableError, match="split users differently"):
         source.read(CONFIG, WATCHED)
     assert servers[0].publish(state_of(blue, green, blue=40, green=60), 2).status == 200
     call(servers[0], "u", 2)
     assert source.read(CONFIG, WATCHED).units["errors"].requests_squared == 4
     servers[1].stop()
-    with pytest.raises(ServiceUnavailable, match="does not answer"):
+    with pytest.raises(ServiceUnavailableError, match="does not answer"):
         source.read(CONFIG, WATCHED)
     servers[1].start()
     call(servers[0], "u", 1)
@@ -103,10 +103,10 @@ def test_a_server_that_cannot_be_counted_is_no_silence(
     assert after.origin != before.origin
     assert after.units["errors"] == UnitSums(), "else the first server's users would count in either epoch"
     monkeypatch.setenv(VARIABLE, "another")
-    with pytest.raises(ServiceUnavailable, match="401"):
+    with pytest.raises(ServiceUnavailableError, match="401"):
         again.read(CONFIG, WATCHED)
     monkeypatch.delenv(VARIABLE)
-    with pytest.raises(ServiceUnavailable, match=VARIABLE):
+    with pytest.raises(ServiceUnavailableError, match=VARIABLE):
         again.read(CONFIG, WATCHED)
 
 

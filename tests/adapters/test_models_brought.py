@@ -14,7 +14,7 @@ from onnx_ops.adapters.brought import BroughtModels
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.registries.mlflow_models import MlflowModels
 from onnx_ops.domain.artifact import digest_file
-from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.testing.models import write_perceptron
 from tests.support.external import write_external
 
@@ -46,7 +46,7 @@ def test_a_path_stays_where_it_is(models: BroughtModels, tmp_path: Path) -> None
     write_perceptron(tmp_path / "mine.onnx")
     assert models.path("mine.onnx", tmp_path / "s") == tmp_path / "mine.onnx"
     assert models.digest("mine.onnx") == digest_file(tmp_path / "mine.onnx")
-    with pytest.raises(NotFound, match="no such model") as missing:
+    with pytest.raises(NotFoundError, match="no such model") as missing:
         models.digest("other.onnx")
     assert "project's root" in missing.value.remedy
 
@@ -82,10 +82,10 @@ def test_a_folder_comes_with_its_external_data(models: BroughtModels, tmp_path: 
 
 
 def test_what_is_not_there_or_does_not_answer_is_told_without_secrets(models: BroughtModels, url: str) -> None:
-    with pytest.raises(NotFound, match="no such model") as missing:
+    with pytest.raises(NotFoundError, match="no such model") as missing:
         models.digest(f"{url}/nothing.onnx?signature=secret")
     assert "secret" not in str(missing.value)
-    with pytest.raises((ServiceUnavailable, NotFound)) as down:
+    with pytest.raises((ServiceUnavailableError, NotFoundError)) as down:
         models.digest("http://user:secret@127.0.0.1:9/m.onnx")
     assert "secret" not in str(down.value)
 
@@ -114,7 +114,7 @@ def test_a_registered_version_is_fetched_by_number_and_by_alias(models: BroughtM
         saved.mkdir()
         OnnxExporter().save(models.path(place, tmp_path / f"s-{number}"), saved)
         assert (saved / "model.onnx").is_file()
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         models.digest("models:/mine/7")
     with pytest.raises(UserError, match="names no version"):
         models.digest("models:/mine")

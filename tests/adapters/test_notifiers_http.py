@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops.adapters.notifiers.github import GitHubNotifier
 from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, message
-from onnx_ops.errors import NotFound, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.ports import Notifier
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
 from onnx_ops.testing.notifiers import ROLLED_BACK, NotifierSuite
@@ -128,7 +128,7 @@ def test_an_answer_that_is_no_list_of_issues(tmp_path: Path, monkeypatch: pytest
     with Inbox().open() as inbox:
         monkeypatch.setenv("GITHUB_API_URL", inbox.url)
         monkeypatch.setenv("GITHUB_TOKEN", TOKEN)
-        with pytest.raises(ServiceUnavailable, match="no list"):
+        with pytest.raises(ServiceUnavailableError, match="no list"):
             GitHubNotifier("acme/models", tmp_path).send(ROLLED_BACK)
 
 
@@ -153,18 +153,18 @@ def test_only_https_leaves_this_machine(url: str, tmp_path: Path, monkeypatch: p
 
 def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", "http://127.0.0.1:9/hidden")
-    with pytest.raises(ServiceUnavailable) as caught:
+    with pytest.raises(ServiceUnavailableError) as caught:
         WebhookNotifier("", tmp_path).send(ROLLED_BACK)
     assert "hidden" not in str(caught.value)
 
 
 def test_the_address_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="nobody has said"):
+    with pytest.raises(NotFoundError, match="nobody has said"):
         WebhookNotifier("", tmp_path).check()
     file = tmp_path / "notify.webhook"
     file.write_text("https://hooks.example/hidden\n")
     file.chmod(0o640)
-    with pytest.raises(Refused, match="0640"):
+    with pytest.raises(RefusedError, match="0640"):
         WebhookNotifier("", tmp_path).check()
     file.chmod(0o600)
     assert WebhookNotifier("", tmp_path).check() == "to hooks.example"
@@ -172,7 +172,7 @@ def test_the_address_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
 
 def test_a_token_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
     notifier = GitHubNotifier("acme/models", tmp_path)
-    with pytest.raises(NotFound, match="no GitHub token"):
+    with pytest.raises(NotFoundError, match="no GitHub token"):
         notifier.check()
     file = tmp_path / "notify.github"
     file.write_text("a token\n")

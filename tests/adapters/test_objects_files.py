@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from onnx_ops.adapters.objects import TEMPORARY, FsspecObjects, LocalObjects, Objects, durable_file, open_objects
-from onnx_ops.errors import MissingPackage, ServiceUnavailable
+from onnx_ops.errors import MissingPackageError, ServiceUnavailableError
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -97,7 +97,7 @@ def test_urls_choose_the_kind_of_objects(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_and_a_dead_service_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingPackage):
+    with pytest.raises(MissingPackageError):
         FsspecObjects("dropbox://nobody/nothing")
     objects = FsspecObjects("memory://x")
 
@@ -105,7 +105,7 @@ def test_a_missing_package_and_a_dead_service_are_told_apart(monkeypatch: pytest
         raise ConnectionRefusedError("nobody listens")
 
     monkeypatch.setattr(objects._fs, "cat_file", unreachable)
-    with pytest.raises(ServiceUnavailable) as caught:
+    with pytest.raises(ServiceUnavailableError) as caught:
         objects.read("a")
     assert caught.value.where == "memory://x"
 

@@ -17,7 +17,7 @@ from onnx_ops.app.affected import affected
 from onnx_ops.app.project import open_project, prepare
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.errors import NotFound, OnnxOpsError, Refused, SpecError, StageFailure, UserError
+from onnx_ops.errors import ConfigError, NotFoundError, OnnxOpsError, RefusedError, StageError, UserError
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -114,10 +114,10 @@ def test_a_configuration_is_a_file_of_the_project(tmp_path: Path) -> None:
     for name in ("../outside.json", str(tmp_path / "outside.json"), "link.json"):
         with pytest.raises(UserError, match="is not in the project"):
             settled(name, root)
-    with pytest.raises(NotFound, match=r"there is no file int4\.json"):
+    with pytest.raises(NotFoundError, match=r"there is no file int4\.json"):
         settled("int4.json", root)
     (root / "torn.json").write_text(json.dumps(CONFIG)[:-9])
-    with pytest.raises(SpecError, match=r"torn\.json:1"):
+    with pytest.raises(ConfigError, match=r"torn\.json:1"):
         settled("torn.json", root)
     with pytest.raises(UserError, match="olive needs a configuration"):
         OliveOptimizer().settle(Quantize(name="narrow", method="olive"), root)
@@ -223,7 +223,7 @@ def test_an_optimizer_elsewhere_gets_the_whole_request(strange: IsolatedOptimize
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "told"), [("abort", StageFailure, "SIGABRT"), ("refuse", Refused, "the moon")]
+    ("name", "kind", "told"), [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")]
 )
 def test_an_optimizer_elsewhere_that_fails_is_told(
     strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], told: str

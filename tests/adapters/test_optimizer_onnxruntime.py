@@ -26,7 +26,7 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.onnx_graph.metadata import write_lineage
@@ -240,7 +240,7 @@ def test_a_failing_preparation_is_told_and_survived(
 
 
 def test_a_failing_library_is_a_failed_stage(perceptron: OptimizeRequest) -> None:
-    with pytest.raises(StageFailure, match="int8-static"):
+    with pytest.raises(StageError, match="int8-static"):
         StaticQuantizer().optimize(
             replace(perceptron, calibration={"x": np.zeros((4, 3), dtype=np.float32)})  # three features instead of 8
         )

@@ -20,7 +20,7 @@ from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MissingPackage, StageFailure, UserError
+from onnx_ops.errors import MissingPackageError, StageError, UserError
 from onnx_ops.onnx_graph.files import nodes, read_structure
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.ports import Optimizer, OptimizeRequest
@@ -181,7 +181,7 @@ def test_a_tool_that_crashes_hangs_or_raises_is_an_error_of_this_variant(
     Broken.clean = staticmethod(clean)  # type: ignore[arg-type]
     write_perceptron(tmp_path / "model.onnx")
     request = request_for(tmp_path / "model.onnx")
-    with pytest.raises(StageFailure, match="onnxoptimizer failed") as told:
+    with pytest.raises(StageError, match="onnxoptimizer failed") as told:
         Broken(timeout=1 if clean is hang else 60).optimize(request)
     assert why in told.value.why
     assert told.value.where == "variant tidy"
@@ -193,7 +193,7 @@ def test_a_tool_that_freezes_the_batch_is_refused(tmp_path: Path) -> None:
         clean = staticmethod(freeze)
 
     write_perceptron(tmp_path / "model.onnx")
-    with pytest.raises(StageFailure, match="changed the model's inputs"):
+    with pytest.raises(StageError, match="changed the model's inputs"):
         Freezing().optimize(request_for(tmp_path / "model.onnx"))
 
 
@@ -206,7 +206,7 @@ def test_an_interface_with_another_dimension_is_refused(tmp_path: Path, side: st
     check_interface(source, derived, "tool", "variant tidy")
     getattr(model.graph, side)[0].type.tensor_type.shape.dim[0].dim_param = "rows"
     onnx.save(model, derived)
-    with pytest.raises(StageFailure):
+    with pytest.raises(StageError):
         check_interface(source, derived, "tool", "variant tidy")
 
 
@@ -222,5 +222,5 @@ def test_a_tool_that_is_not_installed_is_told_with_its_extra(tmp_path: Path) -> 
         clean = staticmethod(miss)
 
     write_perceptron(tmp_path / "model.onnx")
-    with pytest.raises(MissingPackage, match=r"onnx-ops\[passes\]"):
+    with pytest.raises(MissingPackageError, match=r"onnx-ops\[passes\]"):
         Missing().optimize(request_for(tmp_path / "model.onnx"))

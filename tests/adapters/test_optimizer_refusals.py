@@ -14,7 +14,7 @@ from onnx_ops.adapters.optimizers.halves import HalfOptimizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import TooLarge, UserError
+from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -97,7 +97,7 @@ def test_a_model_that_no_protobuf_holds_is_not_halved(tmp_path: Path, monkeypatc
     write_perceptron(tmp_path / "model.onnx")
     monkeypatch.setattr(halves, "PROTOBUF_LIMIT", 100)
     section = Quantize(name="v", method="fp16")
-    with pytest.raises(TooLarge, match="more than 2 GiB") as caught:
+    with pytest.raises(TooLargeError, match="more than 2 GiB") as caught:
         HalfOptimizer().optimize(
             OptimizeRequest(section=section, source=tmp_path / "model.onnx", path=tmp_path / "v.onnx", calibration=None)
         )

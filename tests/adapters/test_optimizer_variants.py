@@ -18,7 +18,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.onnx_graph.weights import quantized_weights
@@ -142,7 +142,7 @@ def test_a_fused_graph_is_quantized_without_ranges_or_refused_with_a_remedy(
     DynamicQuantizer().optimize(replace(request, section=Quantize(name="dynamic", method="dynamic")))
     assert len(quantized_weights(request.source, request.path)) == 3
     static = Quantize(name="static", method="static", calibrate=Calibrate())
-    with pytest.raises(StageFailure, match="before operators were fused"):
+    with pytest.raises(StageError, match="before operators were fused"):
         StaticQuantizer().optimize(replace(request, section=static))
     assert info(request.path).opsets["com.microsoft"] == 1  # the dynamic one is untouched
 
@@ -281,7 +281,7 @@ def test_a_failing_library_is_told_as_a_failed_stage(
     monkeypatch.setattr(MatMulNBitsQuantizer, "process", fail)
     monkeypatch.setattr(float16, "convert_float_to_float16", fail)
     for optimizer in (WeightQuantizer(), HalfOptimizer()):
-        with pytest.raises(StageFailure, match="not today"):
+        with pytest.raises(StageError, match="not today"):
             optimizer.optimize(perceptron)
 
 

@@ -27,7 +27,14 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Body, Configured, Intent, LedgerEntry, Mirrored, Outcome
 from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
-from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import (
+    DigestMismatchError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.ports.release import Registry
 from onnx_ops.reporting.description import model_description
 from onnx_ops.testing.fakes import FakeSigner
@@ -217,7 +224,7 @@ def test_a_publication_that_dies_anywhere_is_completed(
     for at in sweep(range(1, len(killing.calls) + 1)):
         release = publication(tmp_path, model=f"dies-{mode}-{at}", seed=f"{at}")
         registry, _ = _failing(mlflow_home, at=at, after=after, error=error)
-        with pytest.raises((Killed, ServiceUnavailable)):
+        with pytest.raises((Killed, ServiceUnavailableError)):
             registry.publish(release)
         survivor = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
         _is_whole(survivor, release, tmp_path / f"fetched-{at}")
@@ -300,7 +307,7 @@ def test_a_change_that_dies_anywhere_is_completed_by_the_next(
         survivor = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
         act = prepare(survivor, tmp_path, name)
         registry, _ = _failing(mlflow_home, at=at, after=after, error=error)
-        with suppress(Killed, ServiceUnavailable):
+        with suppress(Killed, ServiceUnavailableError):
             act(registry)
         act(survivor)
         assert _shown(survivor, name) == whole, f"{kind}: call {at}"
@@ -325,7 +332,7 @@ def test_of_two_racing_publishers_the_first_version_stays(registry: MlflowRegist
         model_id = source.removeprefix("models:/")
         second = client.create_model_version("raced", source=source, model_id=model_id, tags=twin.tags)
     assert registry.publish(release) == {"fp32": first}
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         registry.version("raced", str(second.version))
 
 
@@ -363,11 +370,11 @@ def test_long_and_many_parameters_are_kept(registry: MlflowRegistry, tmp_path: P
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("PERMISSION_DENIED", Refused),
-        ("RESOURCE_DOES_NOT_EXIST", NotFound),
+        ("PERMISSION_DENIED", RefusedError),
+        ("RESOURCE_DOES_NOT_EXIST", NotFoundError),
         ("INVALID_PARAMETER_VALUE", UserError),
-        ("TEMPORARILY_UNAVAILABLE", ServiceUnavailable),
-        ("UNAUTHENTICATED", ServiceUnavailable),
+        ("TEMPORARILY_UNAVAILABLE", ServiceUnavailableError),
+        ("UNAUTHENTICATED", ServiceUnavailableError),
     ],
 )
 def test_errors_of_mlflow_become_ours(registry: MlflowRegistry, code: str, expected: type[OnnxOpsError]) -> None:
@@ -520,7 +527,7 @@ def test_tampered_bookkeeping_is_refused(
     model = f"tampered-{name.lower()}"
     record = registry.version(model, registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"])
     _overwrite(mlflow_home / "mlartifacts", registry, record, name)
-    with pytest.raises(DigestMismatch, match=f"{name} is not what was registered"):
+    with pytest.raises(DigestMismatchError, match=f"{name} is not what was registered"):
         registry.fetch(record, tmp_path)
 
 
@@ -528,7 +535,7 @@ def test_a_file_that_is_gone_is_refused(registry: MlflowRegistry, mlflow_home: P
     record = registry.version("gone", registry.publish(publication(tmp_path, model="gone", seed="a"))["fp32"])
     for path in (mlflow_home / "mlartifacts" / "gone").rglob("model.onnx"):
         path.unlink()
-    with pytest.raises(DigestMismatch, match=r"model\.onnx is missing"):
+    with pytest.raises(DigestMismatchError, match=r"model\.onnx is missing"):
         registry.fetch(record, tmp_path)
 
 
@@ -539,7 +546,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(
     evil = Manifest(files={"../../stolen": digest_bytes(b"")})
     for path in (mlflow_home / "mlartifacts" / "outside").rglob("manifest.json"):
         path.write_bytes(mlflow_folder.manifest_bytes(evil))
-    with pytest.raises(DigestMismatch, match="no name for a model's file"):
+    with pytest.raises(DigestMismatchError, match="no name for a model's file"):
         registry.fetch(dataclasses.replace(record, manifest=evil.digest()), tmp_path)
 
 
@@ -547,18 +554,18 @@ def test_a_version_registered_by_hand_is_not_ours(registry: MlflowRegistry) -> N
     with registry._mlflow.session("") as client:
         client.create_registered_model("foreign")
         client.create_model_version("foreign", source="s3://bucket/model")
-    with pytest.raises(NotFound, match="not registered by onnx-ops"):
+    with pytest.raises(NotFoundError, match="not registered by onnx-ops"):
         registry.version("foreign", "1")
 
 
 def test_names_that_lead_nowhere_get_a_hint(registry: MlflowRegistry, tmp_path: Path) -> None:
     version = registry.publish(publication(tmp_path, model="spelled", seed="a"))["fp32"]
     registry.set_alias("spelled", "champion-cpu-1t", version)
-    with pytest.raises(NotFound, match="Did you mean 'spelled'"):
+    with pytest.raises(NotFoundError, match="Did you mean 'spelled'"):
         registry.version("speled", "1")
-    with pytest.raises(NotFound, match="'champion-cpu-1t' is an alias of 1"):
+    with pytest.raises(NotFoundError, match="'champion-cpu-1t' is an alias of 1"):
         registry.version("spelled", "champion-cpu-1t")
-    with pytest.raises(NotFound, match="Newest: 1"):
+    with pytest.raises(NotFoundError, match="Newest: 1"):
         registry.version("spelled", "7")
     with pytest.raises(UserError):
         registry.set_alias("spelled", "v1", version)
@@ -586,13 +593,13 @@ def test_records_are_checked_before_anything_is_sent(registry: MlflowRegistry, t
     for wrong, error in (
         (dataclasses.replace(record, files={"MLmodel": path, "model.onnx": path}, manifest=manifest), UserError),
         (dataclasses.replace(record, files=two, manifest=both), UserError),
-        (dataclasses.replace(record, manifest=Manifest(files={"model.onnx": digest_bytes(b"x")})), DigestMismatch),
-        (dataclasses.replace(record, manifest=Manifest(files={})), DigestMismatch),
+        (dataclasses.replace(record, manifest=Manifest(files={"model.onnx": digest_bytes(b"x")})), DigestMismatchError),
+        (dataclasses.replace(record, manifest=Manifest(files={})), DigestMismatchError),
         (dataclasses.replace(record, evidence={"../a.json": path}), UserError),
     ):
         with pytest.raises(error):
             registry.publish(dataclasses.replace(release, variants=(wrong,)))
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         registry.version("unsent", "1")
 
 
@@ -655,7 +662,7 @@ def test_nothing_is_printed(
 def test_a_dead_server_is_reported() -> None:
     port = free_port()
     registry = MlflowRegistry(f"http://user:secret@127.0.0.1:{port}")
-    with pytest.raises(ServiceUnavailable) as caught:
+    with pytest.raises(ServiceUnavailableError) as caught:
         registry.aliases("digits")
     assert "secret" not in str(caught.value)
     assert caught.value.remedy
@@ -664,7 +671,7 @@ def test_a_dead_server_is_reported() -> None:
 def test_a_dead_database_is_reported() -> None:
     port = free_port()
     registry = MlflowRegistry(f"postgresql+psycopg2://u:secret@127.0.0.1:{port}/mlflow", artifact_root="s3://bucket")
-    with pytest.raises(ServiceUnavailable) as caught:
+    with pytest.raises(ServiceUnavailableError) as caught:
         registry.aliases("digits")
     assert "secret" not in str(caught.value)
 
@@ -672,7 +679,7 @@ def test_a_dead_database_is_reported() -> None:
 def test_a_damaged_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db")
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(ServiceUnavailableError):
         registry.aliases("digits")
 
 

@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime, shielded_runtim
 from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
+from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.ports import HousedRuntime, RewritingRuntime
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
@@ -72,16 +72,16 @@ def test_killed_in_the_middle_it_says_so_and_the_next_request_is_answered(
 ) -> None:
     with ended_in_the_middle(lambda: os.kill(runtime._held._kept[1]._process.pid, signal.SIGKILL)) as measure:  # type: ignore[index]
         runtime.run(file, APART, (rows(1),))
-        with pytest.raises(StageFailure, match=f"signal SIGKILL while it was to {do}") as killed:
+        with pytest.raises(StageError, match=f"signal SIGKILL while it was to {do}") as killed:
             measure(runtime, do, file, APART)
-    assert not isinstance(killed.value, MeasurementFailure)  # which may be taken for a refusal of the model
+    assert not isinstance(killed.value, MeasurementError)  # which may be taken for a refusal of the model
     assert killed.value.where == "target apart"
     assert runtime.run(file, APART, (rows(2),))[0]["scores"].shape[0] == 2
 
 
 def test_a_hang_is_stopped(runtime: IsolatedRuntime, file: Path) -> None:
     hasty = replace(APART, env=replace(PINNED, timeout=2.0))
-    with pytest.raises(StageFailure, match="longer than 2 s to sample") as late:
+    with pytest.raises(StageError, match="longer than 2 s to sample") as late:
         runtime.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
     assert "env.timeout" in late.value.remedy
 

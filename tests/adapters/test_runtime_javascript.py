@@ -21,7 +21,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
-from onnx_ops.errors import MeasurementFailure, StageFailure, UserError
+from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.onnx_graph.files import nodes, read_structure
 from onnx_ops.ports import RaceSchedule, RewritingRuntime, Runtime
 from onnx_ops.testing.models import rows, write_perceptron
@@ -179,7 +179,7 @@ def test_every_type_comes_back_to_the_bit(place: tuple[NodeRuntime, Target], tmp
 
 
 def test_a_type_that_javascript_lacks_is_told(node: NodeRuntime, file: Path) -> None:
-    with pytest.raises(MeasurementFailure, match="complex64"):
+    with pytest.raises(MeasurementError, match="complex64"):
         node.run(file, NODE, ({"x": np.zeros((1, 2), np.complex64)},))
 
 
@@ -224,7 +224,7 @@ def test_node_shows_the_graph_that_it_runs(
     assert len(kinds) == sum(node.facts(file, NODE).nodes.values()) < 6
     plain = replace(NODE, session=SessionSettings(graph_level="disabled"))
     assert other_node.facts(file, plain).nodes == {"cpu": 6}
-    with pytest.raises(MeasurementFailure, match="cannot write the graph"):
+    with pytest.raises(MeasurementError, match="cannot write the graph"):
         wasm.rewritten(file, NODE_WASM, tmp_path / "other.onnx")
 
 
@@ -246,7 +246,7 @@ def test_ort_files_agree_with_their_source(
 def test_node_killed_in_the_middle_is_told_and_started_again(node: NodeRuntime, file: Path) -> None:
     with ended_in_the_middle(lambda: os.kill(pid(node), signal.SIGKILL)) as measure:
         node.run(file, NODE, (rows(1),))
-        with pytest.raises(StageFailure, match="signal SIGKILL while it was to race") as killed:
+        with pytest.raises(StageError, match="signal SIGKILL while it was to race") as killed:
             measure(node, "race", file, NODE)
     assert killed.value.where == "target node"
     assert node.run(file, NODE, (rows(2),))[0]["scores"].shape[0] == 2
@@ -259,7 +259,7 @@ def test_a_browser_or_page_killed_in_the_middle_is_told_and_started_again(
 ) -> None:
     with ended_in_the_middle(lambda: kill_chromium(browser, role)) as measure:
         browser.run(file, WASM, (rows(1),))
-        with pytest.raises(StageFailure, match="while it was to sample") as killed:
+        with pytest.raises(StageError, match="while it was to sample") as killed:
             measure(browser, "sample", file, WASM)
     assert ("the page crashed" if role else "the browser ended") in killed.value.what
     assert browser.run(file, WASM, (rows(2),))[0]["scores"].shape[0] == 2
@@ -268,7 +268,7 @@ def test_a_browser_or_page_killed_in_the_middle_is_told_and_started_again(
 @pytest.mark.nightly
 def test_a_hang_in_node_is_stopped(other_node: NodeRuntime, file: Path) -> None:
     hasty = replace(NODE, env=Environment(timeout=2.0))
-    with pytest.raises(StageFailure, match="longer than 2 s to sample"):
+    with pytest.raises(StageError, match="longer than 2 s to sample"):
         other_node.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
 
 
@@ -294,7 +294,7 @@ def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(other_browser: No
     here: np.ndarray[Any, Any] = OnnxRuntime().run(file, Target(name="here"), (rows(5),))[0]["scores"]
     np.testing.assert_allclose(answer, here, rtol=1e-4, atol=1e-4)
     if "(software)" in facts.build:  # a machine with a GPU times it
-        with pytest.raises(MeasurementFailure, match="software adapter") as refused:
+        with pytest.raises(MeasurementError, match="software adapter") as refused:
             other_browser.sample(file, WEBGPU, rows(1), runs=1, warmup=0)
         assert "onnx-ops judge" in refused.value.remedy
 
@@ -303,7 +303,7 @@ def test_programs_that_are_missing_are_told_with_what_to_install(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MeasurementFailure, match="no node on this machine") as missing:
+    with pytest.raises(MeasurementError, match="no node on this machine") as missing:
         NodeRuntime(folder=tmp_path).run(file, NODE, (rows(1),))
     assert "apt-get install nodejs" in missing.value.remedy
     assert "not installed" in NodeRuntime(folder=tmp_path).fingerprint(NODE).runtime_version
@@ -335,7 +335,7 @@ def test_what_means_nothing_for_javascript_is_refused(env: Environment) -> None:
 
 def test_custom_operators_are_refused(other_node: NodeRuntime, file: Path) -> None:
     library = CustomOps(path="x.so", digest=digest_bytes(b""), domains=("acme",))
-    with pytest.raises(MeasurementFailure, match="custom operators"):
+    with pytest.raises(MeasurementError, match="custom operators"):
         other_node.run(file, replace(NODE, custom_ops=(library,)), (rows(1),))
 
 

@@ -14,7 +14,7 @@ from onnx_ops.adapters.runtimes import onnxruntime as adapter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.onnxruntime_load import window
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import LoadSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -75,7 +75,7 @@ def test_threads_that_cannot_be_started_are_a_failure_to_measure() -> None:
             return start(work)  # type: ignore[arg-type]
 
         pool.submit = limited  # type: ignore[assignment, method-assign]
-        with pytest.raises(MeasurementFailure, match="2 threads could not be started"):
+        with pytest.raises(MeasurementError, match="2 threads could not be started"):
             window(lambda: None, pool, 2, 10)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 
 TARGET = Target(name="cpu-1t")
 
@@ -17,7 +17,7 @@ def test_a_provider_that_fails_is_not_replaced_in_silence(tmp_path: Path, capfd:
     """ONNX Runtime's own fallback prints, and goes on with other providers."""
     path = tmp_path / "model.onnx"
     path.write_bytes(b"not a model")
-    with pytest.raises(MeasurementFailure) as caught:
+    with pytest.raises(MeasurementError) as caught:
         OnnxRuntime().facts(path, TARGET)
     assert "\n" not in str(caught.value)
     assert "Falling back" not in "".join(capfd.readouterr())

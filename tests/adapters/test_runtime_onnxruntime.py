@@ -20,7 +20,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
 from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
 from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import RaceSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
@@ -107,21 +107,21 @@ def test_a_missing_provider_names_those_that_are_there(file: Path) -> None:
     target = replace(CPU, providers=(Provider(name="CUDAExecutionProvider"), *CPU.providers))
     if "CUDAExecutionProvider" in available_providers():
         target = replace(CPU, providers=(Provider(name="NoneExecutionProvider"),))
-    with pytest.raises(MeasurementFailure, match="CPUExecutionProvider"):
+    with pytest.raises(MeasurementError, match="CPUExecutionProvider"):
         OnnxRuntime().facts(file, target)
 
 
 @pytest.mark.parametrize("config", [{"": "1"}, {"session.intra_op_thread_affinities": "nowhere"}])
 def test_a_setting_that_the_runtime_refuses_is_a_failure_to_measure(file: Path, config: dict[str, str]) -> None:
     target = replace(CPU, session=SessionSettings(intra_op_threads=2, config=config))
-    with pytest.raises(MeasurementFailure):
+    with pytest.raises(MeasurementError):
         OnnxRuntime().run(file, target, (rows(1),))
 
 
 def test_a_model_newer_than_the_runtime_is_a_failure_to_measure(tmp_path: Path) -> None:
     path = tmp_path / "future.onnx"
     write_perceptron(path, opset=18, ir_version=99)
-    with pytest.raises(MeasurementFailure, match=r"future\.onnx"):
+    with pytest.raises(MeasurementError, match=r"future\.onnx"):
         OnnxRuntime().facts(path, CPU)
 
 
@@ -197,7 +197,7 @@ def test_garbage_collection_rests_while_runs_are_timed_and_works_again_afterward
     OnnxRuntime().sample(file, CPU, rows(1), runs=3, warmup=1)
     assert not any(seen)
     assert gc.isenabled()
-    with pytest.raises(MeasurementFailure):
+    with pytest.raises(MeasurementError):
         OnnxRuntime().sample(file, CPU, {"x": np.zeros((1, 2), np.float32)}, runs=3, warmup=1)
     assert gc.isenabled()
 

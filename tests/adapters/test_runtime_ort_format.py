@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes.ort_format import MODEL, OPERATORS, REPLAYED, US
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
-from onnx_ops.errors import DigestMismatch, MeasurementFailure
+from onnx_ops.errors import DigestMismatchError, MeasurementError
 from onnx_ops.ports import PackagingRuntime, StartSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
@@ -109,13 +109,13 @@ def test_what_cannot_be_made_is_told(file: Path, tmp_path: Path) -> None:
     model.graph.node[0].op_type = "Nonsense"
     foreign = tmp_path / "foreign.onnx"
     onnx.save(model, foreign)
-    with pytest.raises(MeasurementFailure, match=r"cannot be made an \.ort file") as failure:
+    with pytest.raises(MeasurementError, match=r"cannot be made an \.ort file") as failure:
         loaded_file(foreign, PHONE)
     assert failure.value.where == "target phone: ort_format"
     assert "Nonsense" in failure.value.why
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"\x08\x0a" + bytes(64))
-    with pytest.raises(MeasurementFailure, match=r"cannot be made an \.ort file"):
+    with pytest.raises(MeasurementError, match=r"cannot be made an \.ort file"):
         loaded_file(broken, PHONE)
 
 
@@ -138,14 +138,14 @@ def test_other_weights_beside_the_same_graph_are_another_file(tmp_path: Path) ->
 
 def test_two_libraries_of_operators_are_one_too_many(file: Path) -> None:
     library = CustomOps(path="a.so", digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
-    with pytest.raises(MeasurementFailure, match="one library"):
+    with pytest.raises(MeasurementError, match="one library"):
         loaded_file(file, replace(PHONE, custom_ops=(library, library)))
 
 
 def test_another_library_of_operators_than_the_one_named_is_not_loaded(file: Path, tmp_path: Path) -> None:
     (tmp_path / "a.so").write_bytes(b"tampered")
     library = CustomOps(path=str(tmp_path / "a.so"), digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(DigestMismatchError):
         write_package(file, replace(PHONE, custom_ops=(library,)), tmp_path)
 
 

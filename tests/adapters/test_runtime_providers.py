@@ -16,7 +16,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.testing.models import write_perceptron
 from tests.support.golden import Golden
 
@@ -43,8 +43,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return write
 
 
-def refused(model: Path, target: Target) -> MeasurementFailure:
-    with pytest.raises(MeasurementFailure) as caught:
+def refused(model: Path, target: Target) -> MeasurementError:
+    with pytest.raises(MeasurementError) as caught:
         OnnxRuntime().facts(model, target)
     assert caught.value.where == "target acme"
     return caught.value

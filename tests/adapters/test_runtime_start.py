@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes import onnxruntime_start as parent
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import StartSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -81,7 +81,7 @@ def test_a_process_that_crashes_is_a_failure_to_measure(
     (tmp_path / "crashing.py").write_text(module, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(parent, "CHILD", "crashing")
-    with pytest.raises(MeasurementFailure, match=told) as caught:
+    with pytest.raises(MeasurementError, match=told) as caught:
         parent.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
     assert caught.value.where == "m.onnx"
     assert ("last words" in caught.value.why) == ("last words" in module)
@@ -92,14 +92,14 @@ def test_a_process_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(parent, "CHILD", "hanging")
     monkeypatch.setattr(parent, "PATIENCE_S", 0.2)
-    with pytest.raises(MeasurementFailure, match="did not answer within"):
+    with pytest.raises(MeasurementError, match="did not answer within"):
         parent.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
 
 
 def test_what_the_fresh_process_raises_keeps_its_words(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "m.onnx")
     target = replace(CPU, session=SessionSettings(config={"": "1"}))
-    with pytest.raises(MeasurementFailure, match="cannot run the model"), parent.stored_feed(rows(1)) as feed:
+    with pytest.raises(MeasurementError, match="cannot run the model"), parent.stored_feed(rows(1)) as feed:
         parent.start(tmp_path / "m.onnx", target, feed, 1)
 
 

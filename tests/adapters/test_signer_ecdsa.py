@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes, short
-from onnx_ops.errors import EnvironmentFailure, NotFound, Refused, SignatureInvalid, UserError
+from onnx_ops.errors import InfrastructureError, InvalidSignatureError, NotFoundError, RefusedError, UserError
 from onnx_ops.ports.store import Signer, Verifier
 
 RECORD = b'{"verdict":"pass"}'
@@ -56,21 +56,21 @@ def test_a_changed_record_is_refused(tmp_path_factory: pytest.TempPathFactory, p
     signer = create_key(path)
     changed = bytearray(RECORD)
     changed[position] ^= 1 << bit
-    with pytest.raises(SignatureInvalid, match=short(signer.key)):
+    with pytest.raises(InvalidSignatureError, match=short(signer.key)):
         TrustedKeys(path.parent).verify(bytes(changed), signer.sign(RECORD), signer.key)
 
 
 @pytest.mark.parametrize("signature", ["", "AAAA", "not base64!", "é", "A" * 10_000])
 def test_a_malformed_signature_is_refused(signer: EcdsaSigner, trusted: TrustedKeys, signature: str) -> None:
-    with pytest.raises(SignatureInvalid, match="does not fit"):
+    with pytest.raises(InvalidSignatureError, match="does not fit"):
         trusted.verify(RECORD, signature, signer.key)
 
 
 def test_a_signature_for_another_key_is_refused(signer: EcdsaSigner, trusted: TrustedKeys, tmp_path: Path) -> None:
     other = create_key(tmp_path / "other" / "signing.pem")
-    with pytest.raises(SignatureInvalid, match=f"key {short(other.key)} is not trusted"):
+    with pytest.raises(InvalidSignatureError, match=f"key {short(other.key)} is not trusted"):
         trusted.verify(RECORD, other.sign(RECORD), other.key)
-    with pytest.raises(SignatureInvalid, match="does not fit"):
+    with pytest.raises(InvalidSignatureError, match="does not fit"):
         trusted.verify(RECORD, other.sign(RECORD), signer.key)
 
 
@@ -80,12 +80,12 @@ def test_several_keys_may_be_trusted_and_one_withdrawn(signer: EcdsaSigner, tmp_
     for one in (signer, other):
         verifier.verify(RECORD, one.sign(RECORD), one.key)
     public_path(tmp_path / "other" / "signing.pem").unlink()
-    with pytest.raises(SignatureInvalid, match="not trusted"):
+    with pytest.raises(InvalidSignatureError, match="not trusted"):
         verifier.verify(RECORD, other.sign(RECORD), other.key)
 
 
 def test_no_keys_trust_nobody(signer: EcdsaSigner, tmp_path: Path) -> None:
-    with pytest.raises(SignatureInvalid, match="trusted keys: none"):
+    with pytest.raises(InvalidSignatureError, match="trusted keys: none"):
         TrustedKeys(tmp_path / "nowhere").verify(RECORD, signer.sign(RECORD), signer.key)
 
 
@@ -105,15 +105,15 @@ def test_files_have_the_right_modes(signer: EcdsaSigner, tmp_path: Path) -> None
 def test_a_key_that_others_may_read_is_refused(signer: EcdsaSigner, tmp_path: Path, mode: int) -> None:
     path = tmp_path / "keys" / "signing.pem"
     path.chmod(mode)
-    with pytest.raises(Refused, match=f"{mode:04o}"):
+    with pytest.raises(RefusedError, match=f"{mode:04o}"):
         EcdsaSigner(path)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         create_key(path)
 
 
 def test_files_that_are_no_keys(tmp_path: Path) -> None:
     path = tmp_path / "signing.pem"
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         EcdsaSigner(path)
     path.touch(mode=0o600)
     with pytest.raises(UserError, match="not an ECDSA P-256 private key"):
@@ -145,7 +145,7 @@ def test_many_that_create_at_once_end_with_one_key(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentFailure, match="cannot be created"):
+    with pytest.raises(InfrastructureError, match="cannot be created"):
         create_key(tmp_path / "file" / "signing.pem")
 
 

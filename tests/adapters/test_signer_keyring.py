@@ -11,7 +11,7 @@ from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key
 from onnx_ops.adapters.signers.keyring import Keyring
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import hex_of
-from onnx_ops.errors import NotFound, Refused, SignatureInvalid, UserError
+from onnx_ops.errors import InvalidSignatureError, NotFoundError, RefusedError, UserError
 
 RECORD = b'{"verdict":"pass"}'
 
@@ -103,24 +103,24 @@ def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyrin
     kept = keyring.retire(keyring.find(hex_of(old.key)[:8]))
     assert kept
     assert all(path.name.endswith(".retired.pem") and path.exists() for path in kept)
-    with pytest.raises(SignatureInvalid, match="is not trusted"):
+    with pytest.raises(InvalidSignatureError, match="is not trusted"):
         TrustedKeys(places[1]).verify(RECORD, old.sign(RECORD), old.key)
     assert [(one.signs, one.trusted) for one in keyring.known()] == [(True, True), (False, False)]
-    with pytest.raises(NotFound, match="no trusted key begins with"):
+    with pytest.raises(NotFoundError, match="no trusted key begins with"):
         keyring.find(hex_of(old.key))
 
 
 def test_the_key_that_signs_is_not_retired(keyring: Keyring) -> None:
     (one,) = keyring.known()
-    with pytest.raises(Refused, match="this machine signs with key"):
+    with pytest.raises(RefusedError, match="this machine signs with key"):
         keyring.retire(one)
 
 
 def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
     keyring.rotate()
-    with pytest.raises(NotFound, match="Trusted: "):
+    with pytest.raises(NotFoundError, match="Trusted: "):
         keyring.find("zz")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         keyring.find("")
     for one in keyring.known():
         assert keyring.find(one.key) == one
@@ -138,5 +138,5 @@ def test_a_machine_that_only_verifies_has_trusted_keys_alone(tmp_path: Path) -> 
     shutil.copy(tmp_path / "elsewhere" / "ci.pub.pem", tmp_path / "trusted")
     (one,) = Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").known()
     assert (one.signs, one.trusted) == (False, True)
-    with pytest.raises(NotFound, match="the signing key cannot be read"):
+    with pytest.raises(NotFoundError, match="the signing key cannot be read"):
         Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate()

@@ -23,7 +23,7 @@ from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders, manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_bytes, hex_of
-from onnx_ops.errors import DigestMismatch, Refused, StateCorrupt, StorageFailure
+from onnx_ops.errors import CorruptStateError, DigestMismatchError, RefusedError, StorageError
 from onnx_ops.ports import Store
 from onnx_ops.testing.stores import CONTENT, StoreSuite
 from tests.support.external import write_external
@@ -106,7 +106,7 @@ def test_a_spoilt_cache_is_filled_again_from_the_remote_store(tmp_path: Path) ->
 
 def test_missing_remote_content_is_called_missing(tmp_path: Path) -> None:
     store = ContentStore(FsspecObjects(f"memory://{uuid.uuid4().hex}"), tmp_path)
-    with pytest.raises(StateCorrupt, match="it is missing"):
+    with pytest.raises(CorruptStateError, match="it is missing"):
         store.path(digest_bytes(CONTENT))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -118,7 +118,7 @@ def test_content_is_noticed_to_have_changed_even_if_its_times_were_put_back(tmp_
     path.chmod(0o600)
     path.write_bytes(CONTENT[::-1])
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(CorruptStateError):
         store.path(digest_bytes(CONTENT))
 
 
@@ -310,7 +310,7 @@ def test_disk_that_cannot_be_used_is_an_error_with_a_remedy(tmp_path: Path, mode
             try:
                 with Faults(at=at, error=OSError(number, os.strerror(number))).in_folder(tmp_path):
                     act()
-            except StorageFailure:
+            except StorageError:
                 raised += 1
         assert raised > 3
         act()
@@ -320,13 +320,13 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, 
     manifest = manifest_of(model)
     folders = ModelFolders(tmp_path / "models")
     (model / "weights" / "w.bin").write_bytes(b"weighty")
-    with pytest.raises(DigestMismatch, match=r"weights/w\.bin"):
+    with pytest.raises(DigestMismatchError, match=r"weights/w\.bin"):
         folders.admit(model, manifest)
     (model / "weights" / "w.bin").write_bytes(b"weights")
     (model / "more.bin").write_bytes(b"")
-    with pytest.raises(DigestMismatch, match=r"more\.bin"):
+    with pytest.raises(DigestMismatchError, match=r"more\.bin"):
         folders.admit(model, manifest)
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(DigestMismatchError):
         folders.admit(model, Manifest(files={}))
     assert folders.location(manifest.digest()) is None
 
@@ -336,7 +336,7 @@ def test_a_model_with_weights_outside_its_folder_is_refused(tmp_path: Path) -> N
     folder.mkdir()
     write_external(folder / "model.onnx", "../weights.bin")
     folders, manifest = ModelFolders(tmp_path / "models"), manifest_of(folder)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         folders.admit(folder, manifest)
     assert folders.location(manifest.digest()) is None
 

@@ -14,7 +14,7 @@ import pytest
 
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.adapters.webhooks.secret import VARIABLE, make_secret, read_secret
-from onnx_ops.errors import NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.delivery import ID, MAX_BODY, SIGNATURE, TIMESTAMP, sign
 from onnx_ops.testing.fakes import FakeClock
 from tests.support.golden import Golden
@@ -76,7 +76,7 @@ def test_metrics_are_told_and_trouble_is_no_silence(listening: Listening) -> Non
     told = httpx.get(url, timeout=30)
     assert (told.status_code, told.text) == (200, "owed 0\n")
     assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
-    listening.metrics = ServiceUnavailable("the ledger does not answer")
+    listening.metrics = ServiceUnavailableError("the ledger does not answer")
     assert httpx.get(url, timeout=30).status_code == 503
     assert listening.woken == []
 
@@ -155,7 +155,7 @@ def test_an_address_that_is_taken(listening: Listening) -> None:
 
     port = httpx.URL(listening.url).port
     assert port is not None
-    with pytest.raises(ServiceUnavailable, match="cannot listen"):
+    with pytest.raises(ServiceUnavailableError, match="cannot listen"):
         WebhookReceiver("127.0.0.1", port, secret=SECRET, clock=FakeClock(), wake=print, refused=print, metrics=str)
 
 
@@ -177,11 +177,11 @@ def test_two_that_make_a_secret_at_once_get_the_same(tmp_path: Path) -> None:
 
 def test_secrets_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "webhook.secret"
-    with pytest.raises(NotFound, match="webhooks install"):
+    with pytest.raises(NotFoundError, match="webhooks install"):
         read_secret(path, {})
     with pytest.raises(UserError, match="shorter than 16"):
         read_secret(path, {VARIABLE: "short"})
     make_secret(path, {})
     os.chmod(path, 0o644)
-    with pytest.raises(Refused, match="read by others"):
+    with pytest.raises(RefusedError, match="read by others"):
         read_secret(path, {})

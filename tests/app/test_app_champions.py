@@ -15,7 +15,7 @@ from onnx_ops.domain.event import event_of
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.notification import What
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from tests.app.champion_parts import AS_IT_WAS, SLOWER, Throne
 from tests.release.release_parts import MODEL, TARGET
 
@@ -58,7 +58,7 @@ def test_a_measurement_that_fails_is_an_error_and_no_drift(tmp_path: Path) -> No
     throne = Throne(tmp_path).remembered()
 
     def broken(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        raise MeasurementFailure("the provider is missing", where=stage.id)
+        raise MeasurementError("the provider is missing", where=stage.id)
 
     (reign,) = reigns(throne.ports)
     found = measure_again(throne.ports, broken, reign)

@@ -27,7 +27,7 @@ from onnx_ops.config.settings import Settings, load_settings, to_environ
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFound, Refused, StageFailure, StorageFailure, UserError, from_document
+from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.ports import Ports
 
@@ -137,10 +137,10 @@ def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports:
 
 
 def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
-    with pytest.raises(NotFound) as missing:
+    with pytest.raises(NotFoundError) as missing:
         in_child(project, data_stage("nowhere.npz"), KEY, {})
     assert missing.value.where.endswith("nowhere.npz")
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         in_child(project, train_stage("refuse"), KEY, {})
     said = refused.value
     assert (said.what, said.where, said.why, said.remedy) == ("not today", "the moon", "it is full", "Wait.")
@@ -157,11 +157,11 @@ def test_full_disk_in_a_child_stops_the_run(project: Settings, monkeypatch: pyte
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     answer = worker._answer({"stage": codec.to_json(data_stage()), "key": KEY, "inputs": {}})
     error = from_document(answer["error"])
-    assert (type(error), error.where) == (StorageFailure, data_stage().id)
+    assert (type(error), error.where) == (StorageError, data_stage().id)
 
 
 def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings) -> None:
-    with pytest.raises(StageFailure, match="signal SIGSEGV") as crashed:
+    with pytest.raises(StageError, match="signal SIGSEGV") as crashed:
         in_child(project, train_stage("crash"), KEY, {})
     lines = crashed.value.why.splitlines()
     assert len(lines) <= LAST_LINES
@@ -170,13 +170,13 @@ def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings
 
 
 def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
-    with pytest.raises(StageFailure, match=r"more memory than its limit of 0\.6 GB") as told:
+    with pytest.raises(StageError, match=r"more memory than its limit of 0\.6 GB") as told:
         in_child(project, train_stage("eat", memory=600_000_000), KEY, {})
     assert "`memory`" in told.value.remedy
 
 
 def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> None:
-    with pytest.raises(StageFailure, match="signal SIGABRT") as told:
+    with pytest.raises(StageError, match="signal SIGABRT") as told:
         in_child(project, train_stage("chatter"), KEY, {})
     assert told.value.why.endswith("(24 MB of output in all)")
     assert len(told.value.why) < 20_000
@@ -184,7 +184,7 @@ def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> 
 
 
 def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> None:
-    with pytest.raises(StageFailure, match="exit code 7") as left:
+    with pytest.raises(StageError, match="exit code 7") as left:
         in_child(project, train_stage("leave"), KEY, {})
     assert "printed nothing" in left.value.why
 
@@ -192,7 +192,7 @@ def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> Non
 def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings, scratch: Path) -> None:
     why = ""
     for seconds in (2.5, 10.0, 40.0):  # until its process has come as far as it should
-        with pytest.raises(StageFailure, match=f"time-out of {seconds:g} s") as stopped:
+        with pytest.raises(StageError, match=f"time-out of {seconds:g} s") as stopped:
             in_child(project, train_stage("hang", timeout=seconds), KEY, {})
         why = stopped.value.why
         if (project.root / "trainer").exists():
@@ -268,7 +268,7 @@ def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project
     settings: dict[str, Json] = {"run": "telling:train", "with_": {}, "framework": "sklearn"}
     telling = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
     heard: list[tuple[str, str]] = []
-    with pytest.raises(StageFailure) as caught:
+    with pytest.raises(StageError) as caught:
         in_child(project, telling, KEY, {}, lambda stage, line: heard.append((stage.id, line)))
     assert heard == [("train", f"step {number}") for number in range(3)]
     assert caught.value.why == "last words"

@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.app.project import execute, open_project, prepare
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import EXPORT, StageKind, StageStatus
-from onnx_ops.errors import MissingPackage
+from onnx_ops.errors import MissingPackageError
 from tests.support.extras import hide
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def test_a_table_without_its_reader_is_refused_before_a_run(root: Path, monkeypa
     prepared = prepare(project, root / "configs/pipelines/churn-table.yaml", until=StageKind.GATE)
     hide(monkeypatch, "pyarrow")
 
-    with pytest.raises(MissingPackage) as caught:
+    with pytest.raises(MissingPackageError) as caught:
         execute(project, prepared)
 
     assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"

@@ -19,7 +19,7 @@ from onnx_ops.domain.ledger import Intent, Outcome
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
-from onnx_ops.errors import Refused, ServiceUnavailable
+from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import configure
@@ -102,7 +102,7 @@ def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(t
     pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
     prepared = Prepared(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))
     project = Project(settings=load_settings(tmp_path), ports=ports)
-    with pytest.raises(Refused, match="e would be left behind") as told:
+    with pytest.raises(RefusedError, match="e would be left behind") as told:
         execute(project, prepared)
     assert told.value.exit_code == 5
     assert ports.ledger.state("e").config == config
@@ -150,7 +150,7 @@ def test_registration_that_cannot_be_confirmed_is_attempted_again(tmp_path: Path
     handler.execute(REGISTER, KEY, {})
     world.registry.down = True
     assert handler.cached(REGISTER, KEY, {}) is None
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(ServiceUnavailableError):
         handler.execute(REGISTER, KEY, {})
 
 

@@ -23,7 +23,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from tests.release import effect_operations
 from tests.release.disk_scenes import on_disk
 from tests.reporting.test_reporting_html import evidence_of
@@ -96,7 +96,7 @@ def test_what_differs_from_its_commit_is_not_recorded(root: Path, store: Content
     assert "Nothing is recorded" in find_base(root, store, PIPELINE, "main").why
 
 
-@pytest.mark.parametrize("error", [OSError("no space"), ServiceUnavailable("no answer")])
+@pytest.mark.parametrize("error", [OSError("no space"), ServiceUnavailableError("no answer")])
 def test_a_run_ends_as_it_is_where_its_figures_cannot_be_recorded(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

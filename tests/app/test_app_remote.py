@@ -13,7 +13,7 @@ from onnx_ops.app.remote import Perform, answer, ask, pool_of
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import MeasurementFailure, OnnxOpsError
+from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.pipeline.parts import REVISIONS
 
 KEY = digest_bytes(b"key")
@@ -60,12 +60,12 @@ def test_the_worker_gets_the_stage_and_the_store_gets_what_it_found(store: Conte
 
 def test_what_was_raised_there_is_raised_here(store: ContentStore) -> None:
     def perform(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        raise MeasurementFailure("no such provider", where="target board", why="it has none", remedy="Install it.")
+        raise MeasurementError("no such provider", where="target board", why="it has none", remedy="Install it.")
 
-    with pytest.raises(MeasurementFailure) as caught:
+    with pytest.raises(MeasurementError) as caught:
         told(store, perform, benchmark())
     assert caught.value.as_document() == {
-        "error": "MeasurementFailure",
+        "error": "MeasurementError",
         "what": "no such provider",
         "where": "target board",
         "why": "it has none",
@@ -77,13 +77,13 @@ def test_what_was_raised_there_is_raised_here(store: ContentStore) -> None:
 def test_a_worker_with_another_store_is_told_as_that(store: ContentStore, tmp_path: Path) -> None:
     other = ContentStore(LocalObjects(tmp_path / "other"), tmp_path / "cache")
     pools = Nearby(lambda request: answer(lambda *_: Manifest(files={}), other, request))
-    with pytest.raises(MeasurementFailure, match="its answer is not in the store"):
+    with pytest.raises(MeasurementError, match="its answer is not in the store"):
         ask(pools, store, benchmark(), KEY, {}, attempt="1")
 
 
 def test_an_answer_of_another_asking_is_not_taken(store: ContentStore) -> None:
     told(store, lambda *_: Manifest(files={}), benchmark())
-    with pytest.raises(MeasurementFailure):
+    with pytest.raises(MeasurementError):
         ask(Nearby(lambda _: None), store, benchmark(), KEY, {}, attempt="2")
 
 

@@ -8,7 +8,7 @@ from onnx_ops.app.summary import _exit_code
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice
-from onnx_ops.errors import MeasurementFailure, OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import MeasurementError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.pipeline import RunResult
 
 STAGES = (StageKind.TRAIN, StageKind.QUANTIZE, StageKind.BENCHMARK, StageKind.REGISTER, StageKind.PROMOTE)
@@ -25,17 +25,17 @@ def choice(verdict: Verdict) -> Choice:
     [
         ([Verdict.PASS], {}, 0),
         ([Verdict.PASS], {"quantize": UserError("nothing to quantize")}, 0),
-        ([Verdict.PASS], {"benchmark": MeasurementFailure("noisy")}, 0),
-        ([Verdict.PASS], {"promote": Refused("no")}, 5),
-        ([Verdict.PASS], {"register": ServiceUnavailable("down")}, 4),
+        ([Verdict.PASS], {"benchmark": MeasurementError("noisy")}, 0),
+        ([Verdict.PASS], {"promote": RefusedError("no")}, 5),
+        ([Verdict.PASS], {"register": ServiceUnavailableError("down")}, 4),
         ([Verdict.FAIL], {}, 1),
         ([Verdict.INCONCLUSIVE], {}, 3),
-        ([Verdict.ERROR], {"benchmark": MeasurementFailure("noisy")}, 4),
+        ([Verdict.ERROR], {"benchmark": MeasurementError("noisy")}, 4),
         ([Verdict.ERROR, Verdict.FAIL], {}, 1),
         ([Verdict.INCONCLUSIVE, Verdict.ERROR], {}, 4),
         ([Verdict.PASS, Verdict.INCONCLUSIVE], {}, 3),
         ([Verdict.ERROR], {"train": UserError("no such function")}, 2),
-        ([], {"train": ServiceUnavailable("down")}, 4),
+        ([], {"train": ServiceUnavailableError("down")}, 4),
         ([], {"train": UserError("no such function")}, 2),
         ([], {}, 0),
     ],

@@ -11,7 +11,7 @@ import typer
 from onnx_ops.cli import rollout
 from onnx_ops.cli.common import print_json, reported
 from onnx_ops.cli.steps import exit_for
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.release.reconcile import StepReport
 from tests.release.release_scenes import begun
 
@@ -33,7 +33,7 @@ def test_steps_end_with_the_code_of_what_they_met(steps: list[StepReport], code:
 
 
 def test_the_worst_error_is_the_code() -> None:
-    errors = {"a": UserError("no such endpoint"), "b": ServiceUnavailable("no answer")}
+    errors = {"a": UserError("no such endpoint"), "b": ServiceUnavailableError("no answer")}
     with pytest.raises(typer.Exit) as ended:
         exit_for({"digits": [REFUSED]}, errors)
     assert ended.value.exit_code == 4

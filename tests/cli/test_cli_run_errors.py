@@ -10,7 +10,7 @@ from onnx_ops.app.project import open_project
 from onnx_ops.app.summary import Summary
 from onnx_ops.cli.tables import summary_report
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.statistics.choice import choose
 from tests.support.golden import Golden
 
@@ -39,7 +39,7 @@ def test_error_of_a_stage_is_printed_once(tmp_path: Path, capsys: pytest.Capture
 def test_stages_with_the_same_error_share_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
-    error = MeasurementFailure("no GPU", where="target cuda", why="none is there", remedy="Take another machine.")
+    error = MeasurementError("no GPU", where="target cuda", why="none is there", remedy="Take another machine.")
     stages = {f"benchmark/{name}@cuda": error for name in ("fp32", "int8")}
     results = [
         GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=f"{stage}: {error}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.viewer import view
-from onnx_ops.errors import MissingPackage
+from onnx_ops.errors import MissingPackageError
 from onnx_ops.testing.models import write_perceptron
 from tests.support.extras import hide
 
@@ -73,7 +73,7 @@ def test_the_server_is_gone_after_the_block(tmp_path: Path) -> None:
 
 def test_without_netron_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "netron")
-    with pytest.raises(MissingPackage, match=r"onnx-ops\[view\]"), view(tmp_path / "mine.onnx", 0):
+    with pytest.raises(MissingPackageError, match=r"onnx-ops\[view\]"), view(tmp_path / "mine.onnx", 0):
         pass
 
 

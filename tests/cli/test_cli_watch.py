@@ -17,7 +17,7 @@ from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.adapters.webhooks.secret import read_secret
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, sign
 from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, until, watching
 from tests.support.mlflow_server import mlflow_server
@@ -167,7 +167,7 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
         "127.0.0.1", 0, secret=SECRET, clock=clock, wake=woken.append, refused=refused.append, metrics=str
     ) as it:
         url = it.address
-        with pytest.raises(NotFound, match="no webhook is installed"):
+        with pytest.raises(NotFoundError, match="no webhook is installed"):
             ours.check()
         assert ours.repair(SECRET) is None
         assert (ours.install(url, SECRET).did, ours.install(url, SECRET).did) == (("created",), ())
@@ -210,7 +210,7 @@ def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: 
         assert theirs.install(receiver.address, SECRET).ok
         copy_webhooks(mlflow / "mlflow.db", tmp_path / "mlflow.db")
         theirs.remove()
-        with pytest.raises(ServiceUnavailable) as unread:
+        with pytest.raises(ServiceUnavailableError) as unread:
             ours.check()
         assert "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY" in str(unread.value)
 
@@ -222,7 +222,7 @@ def test_an_open_server_without_a_key_takes_webhooks_and_cannot_read_them_when_i
     ) as receiver:
         with mlflow_server(tmp_path, environ=OPEN) as url:
             assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
-        unread = pytest.raises(ServiceUnavailable, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY")
+        unread = pytest.raises(ServiceUnavailableError, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY")
         with mlflow_server(tmp_path, environ=OPEN) as url, unread:
             MlflowWebhooks(url).check()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.config import load_pipeline
-from onnx_ops.errors import SpecError
+from onnx_ops.errors import ConfigError
 
 PIPELINE = """\
 pipeline: toy
@@ -63,7 +63,7 @@ def problems(project: Path) -> Callable[..., list[str]]:
         path.write_text(text)
         try:
             load_pipeline(path, root=project, overrides=overrides, environ=environ or {})
-        except SpecError as error:
+        except ConfigError as error:
             return str(error).splitlines()
         return []
 

@@ -11,7 +11,7 @@ from onnx_ops.config import load_pipeline
 from onnx_ops.config.document import path_text
 from onnx_ops.config.overrides import parse_path
 from onnx_ops.domain.pipeline import FileData, Pipeline
-from onnx_ops.errors import SpecError
+from onnx_ops.errors import ConfigError
 from tests.support.golden import Golden
 
 Problems = Callable[..., list[str]]
@@ -74,7 +74,7 @@ WRONG = (
 def test_problems_point_at_the_override(project: Path, golden: Golden) -> None:
     told = []
     for override in WRONG:
-        with pytest.raises(SpecError) as caught:
+        with pytest.raises(ConfigError) as caught:
             load(project, override)
         told += [line for line in str(caught.value).splitlines() if line.startswith(f"--set {override}: ")]
     assert len(told) == len(WRONG)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onnx_ops.config import TargetFiles, load_pipeline
-from onnx_ops.errors import SpecError
+from onnx_ops.errors import ConfigError
 from onnx_ops.pipeline import plan
 from tests.pipeline.plan_parts import TableProbe
 from tests.support.golden import Golden
@@ -192,6 +192,6 @@ def test_any_value_arrives_as_it_was_written(project: Path, pipeline_text: str, 
     text = pipeline_text.replace("epochs: 3", "epochs: '${params:a.b}', again: '${params:a.b}'")
     try:
         pipeline = load(project, text)
-    except SpecError as error:
+    except ConfigError as error:
         pytest.fail(str(error))
     assert pipeline.train.with_ == {"epochs": value, "again": value}

@@ -10,7 +10,7 @@ from onnx_ops.config import check_pipeline, load_pipeline
 from onnx_ops.domain.gate import LatencyGate, MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Calibrate, Deploy, SklearnData
 from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.errors import NotFound, Problem, SpecError, UserError
+from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 from tests.support.golden import Golden
 
 Problems = Callable[..., list[str]]
@@ -138,7 +138,7 @@ def test_a_parity_gate_is_put_first_if_there_is_none(project: Path, pipeline_tex
 
 
 def test_a_missing_file_is_not_a_problem_of_a_file(project: Path) -> None:
-    with pytest.raises(NotFound, match=r"toi\.yaml: no such file\. Did you mean .*toy\.yaml\?"):
+    with pytest.raises(NotFoundError, match=r"toi\.yaml: no such file\. Did you mean .*toy\.yaml\?"):
         load_pipeline(project / "toi.yaml", root=project)
 
 
@@ -152,7 +152,7 @@ def checked(project: Path, text: str) -> list[str]:
     path.write_text(text)
     try:
         check_pipeline(path, root=project, plugins=PLUGINS, environ={})
-    except SpecError as error:
+    except ConfigError as error:
         return [problem.removeprefix("configs/pipelines/toy.yaml:") for problem in str(error).splitlines()]
     return []
 
@@ -166,7 +166,7 @@ def test_check_knows_the_plugins(project: Path, pipeline_text: str, golden: Gold
     plugins = {**PLUGINS, "data": (), "runtimes": ("onnxruntime",)}
     path = project / "configs/pipelines/toy.yaml"
     path.write_text(text)
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(ConfigError) as caught:
         check_pipeline(path, root=project, plugins=plugins, environ={})
     golden("errors", str(caught.value))
 
@@ -206,7 +206,7 @@ def test_check_asks_the_source_of_metrics_about_its_settings(
     messages: list[str] = []
     try:
         check_pipeline(path, root=project, plugins=plugins, metrics=needs_a_url, environ={})
-    except SpecError as error:
+    except ConfigError as error:
         messages = [problem.message for problem in error.problems]
     assert messages == found
 
@@ -224,7 +224,7 @@ def test_check_asks_the_provider_about_its_settings(project: Path, pipeline_text
         problems: tuple[Problem, ...] = ()
         try:
             check_pipeline(path, root=project, plugins=PLUGINS, settings=only_ports, environ={})
-        except SpecError as error:
+        except ConfigError as error:
             problems = error.problems
         assert [problem.message for problem in problems] == found
         assert all(problem.line for problem in problems)

@@ -8,7 +8,7 @@ import pytest
 
 from onnx_ops.config.policy import LocatedPolicy, load_policy
 from onnx_ops.domain.policy import AliasRule, PromotionPolicy, is_among
-from onnx_ops.errors import NotFound, SpecError
+from onnx_ops.errors import ConfigError, NotFoundError
 
 
 def load(folder: Path, text: str) -> LocatedPolicy:
@@ -55,13 +55,13 @@ def test_without_overrides_the_file_itself_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_problems_have_places(tmp_path: Path, text: str, problem: str) -> None:
-    with pytest.raises(SpecError) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         load(tmp_path, text)
     assert problem in str(refusal.value)
 
 
 def test_a_missing_file_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no such file"):
+    with pytest.raises(NotFoundError, match="no such file"):
         load_policy(tmp_path / "policy.yaml")
 
 

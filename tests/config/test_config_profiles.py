@@ -13,7 +13,7 @@ from onnx_ops.config.schema import target_schema
 from onnx_ops.config.targets import PROFILES, profile_names
 from onnx_ops.config.text import read_text
 from onnx_ops.domain.provider_options import PROVIDER_OPTIONS, PROVIDER_PACKAGES
-from onnx_ops.errors import NotFound, SpecError
+from onnx_ops.errors import ConfigError, NotFoundError
 from tests.support.golden import Golden
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_an_option_that_is_wrong_by_a_letter_is_refused_where_it_stands(
     before, named, after = text.partition(f"name: {provider}")
     changed = before + named + after.replace(f"{option}:", f"{wrong(option)}:", 1)
     (project / f"configs/targets/{name}.yaml").write_text(changed)
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(ConfigError) as caught:
         TargetFiles(project).load(name)
     (problem,) = caught.value.problems
     assert problem.message == f"{provider} has no option '{wrong(option)}'; did you mean '{option}'?"
@@ -69,7 +69,7 @@ def test_every_name_is_accepted_and_refused_with_a_letter_more(provider: str, op
     path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{option}: '1'}}}}]\n")
     assert TargetFiles(project).load("one").providers[0].options == {option: "1"}
     path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{wrong(option)}: '1'}}}}]\n")
-    with pytest.raises(SpecError, match=rf"has no option '{wrong(option)}'; did you mean"):
+    with pytest.raises(ConfigError, match=rf"has no option '{wrong(option)}'; did you mean"):
         TargetFiles(project).load("one")
 
 
@@ -78,7 +78,7 @@ def test_options_of_other_providers_are_not_checked(project: Path) -> None:
     path.write_text("name: one\nproviders: [{name: AcmeExecutionProvider, options: {speed: '9'}}]\n")
     assert TargetFiles(project).load("one").providers[0].options == {"speed": "9"}
     path.write_text("name: one\nproviders: [{name: CPUExecutionProvider, options: {speed: '9'}}]\n")
-    with pytest.raises(SpecError, match=r"one\.yaml:2:52: .*CPUExecutionProvider has no option 'speed'; it has none"):
+    with pytest.raises(ConfigError, match=r"one\.yaml:2:52: .*CPUExecutionProvider has no option 'speed'; it has none"):
         TargetFiles(project).load("one")
 
 
@@ -86,9 +86,9 @@ def test_the_projects_file_wins_and_names_of_both_are_suggested(project: Path) -
     assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 0
     (project / "configs/targets/cpu-all.yaml").write_text("name: cpu-all\nsession: {intra_op_threads: 3}\n")
     assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 3
-    with pytest.raises(NotFound, match=r"Did you mean 'tensorrt'\?"):
+    with pytest.raises(NotFoundError, match=r"Did you mean 'tensorrt'\?"):
         TargetFiles(project).load("tensorr")
-    with pytest.raises(NotFound, match=r"Did you mean 'old'\?"):
+    with pytest.raises(NotFoundError, match=r"Did you mean 'old'\?"):
         TargetFiles(project).load("olt")
 
 

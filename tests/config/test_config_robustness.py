@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from onnx_ops.config import load_pipeline
 from onnx_ops.config.document import Loc
 from onnx_ops.config.text import read_text
-from onnx_ops.errors import OnnxOpsError, Problem, SpecError
+from onnx_ops.errors import ConfigError, OnnxOpsError, Problem
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("onnx", "onnxruntime", "prefect", "mlflow", "sklearn", "numpy", "scipy", "torch", "fsspec")
@@ -41,7 +41,7 @@ def problems_of(project: Path, *overrides: str) -> tuple[Problem, ...]:
     """The problems of the pipeline file; none if it is right."""
     try:
         load_pipeline(project / "toy.yaml", root=project, overrides=overrides, environ={})
-    except SpecError as error:
+    except ConfigError as error:
         return error.problems
     return ()
 

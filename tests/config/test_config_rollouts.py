@@ -11,7 +11,7 @@ from onnx_ops.domain.pipeline import Deploy
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import Problem, SpecError
+from onnx_ops.errors import ConfigError, Problem
 from onnx_ops.statistics.rollout.notes import notes
 from tests.support.golden import Golden
 
@@ -126,7 +126,7 @@ def test_a_policy_that_the_provider_cannot_keep_is_refused(
             capabilities=lambda _: frozenset(able.split()),
             environ={},
         )
-    except SpecError as error:
+    except ConfigError as error:
         problems = error.problems
     assert all(problem.line == 20 and problem.column > 1 for problem in problems)
     assert [f"{problem.path}: {problem.message}" for problem in problems] == [
@@ -143,7 +143,7 @@ def test_an_endpoint_that_would_not_run_what_was_measured_is_refused(project: Pa
         asked.append((entry.endpoint, target))
         return "no such device"
 
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(ConfigError) as refused:
         check_pipeline(path, root=project, plugins={"endpoints": ("local",)}, unservable=unservable, environ={})
     (problem,) = refused.value.problems
     assert (problem.line, problem.path) == (20, "deploy[0].target")
@@ -156,7 +156,7 @@ def test_who_cannot_do_it_is_named(project: Path, pipeline_text: str, alone: str
     path = project / "toy.yaml"
     text = pipeline_text.replace(PLAIN, "{shadow: {}}, metrics: {source: foreign}")
     path.write_text(text)
-    with pytest.raises(SpecError, match=f"{blamed} cannot compare answers"):
+    with pytest.raises(ConfigError, match=f"{blamed} cannot compare answers"):
         check_pipeline(
             path,
             root=project,

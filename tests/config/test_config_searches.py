@@ -10,7 +10,7 @@ from onnx_ops.config import check_pipeline
 from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.domain.search import Budget, Tune
 from onnx_ops.domain.standing import Prefer
-from onnx_ops.errors import SpecError
+from onnx_ops.errors import ConfigError
 from tests.support.golden import Golden
 
 PLUGINS = {"optimizers": ("dynamic", "static")}
@@ -48,7 +48,7 @@ def checked(root: Path, text: str) -> Pipeline:
 
 def problems(root: Path, old: str, new: str) -> list[str]:
     assert old in TEXT
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(ConfigError) as caught:
         checked(root, TEXT.replace(old, new))
     return [f"{problem.path}: {problem.message}" for problem in caught.value.problems]
 

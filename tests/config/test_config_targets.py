@@ -9,7 +9,7 @@ from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.gate import MemoryGate, ParityGate
 from onnx_ops.domain.hardware import Requirements
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, SpecError, UserError
+from onnx_ops.errors import ConfigError, NotFoundError, UserError
 from tests.support.golden import Golden
 
 
@@ -45,27 +45,27 @@ def test_all_problems_at_once(project: Path, golden: Golden) -> None:
         "bad",
         "name: worse\nprovider: x\nproviders: [3, {nam: CPU}]\nsession: {graph_level: al}\nmax_opset: 6\n",
     )
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(ConfigError) as caught:
         TargetFiles(project).load("bad")
     golden("errors", str(caught.value))
 
 
 def test_the_name_is_that_of_the_file(project: Path) -> None:
     write(project, "one", "name: two\n")
-    with pytest.raises(SpecError, match=r"one\.yaml:1:7: name: 'two' is not the name of its file, 'one'"):
+    with pytest.raises(ConfigError, match=r"one\.yaml:1:7: name: 'two' is not the name of its file, 'one'"):
         TargetFiles(project).load("one")
 
 
 def test_unknown_targets(project: Path) -> None:
-    with pytest.raises(NotFound, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"):
+    with pytest.raises(NotFoundError, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"):
         TargetFiles(project).load("cpu-1")
-    with pytest.raises(NotFound, match=r"Targets there: cpu-1t, old\. Shipped: browser-wasm, coreml, cpu-1t,"):
+    with pytest.raises(NotFoundError, match=r"Targets there: cpu-1t, old\. Shipped: browser-wasm, coreml, cpu-1t,"):
         TargetFiles(project).load("desktop")
 
 
 @pytest.mark.parametrize("name", ["../targets/cpu-1t", "/etc/passwd", "", "cpu-1t\n", "CPU-1T"])
 def test_a_name_is_no_path(project: Path, name: str) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         TargetFiles(project).load(name)
 
 
@@ -94,7 +94,7 @@ def test_shared_targets_stand_behind_the_projects_own(project: Path, tmp_path: P
 
 def test_environment_variables_are_not_for_targets(project: Path) -> None:
     write(project, "env", "name: env\ndescription: ${env:HOME}\n")
-    with pytest.raises(SpecError, match=r"2:14: description: .* is not allowed here"):
+    with pytest.raises(ConfigError, match=r"2:14: description: .* is not allowed here"):
         TargetFiles(project).load("env")
 
 
@@ -117,6 +117,6 @@ def test_a_target_has_limits_of_its_own(project: Path) -> None:
 )
 def test_a_limit_that_means_nothing_is_refused_where_it_stands(project: Path, entry: str, said: str) -> None:
     write(project, "phone", f"name: phone\ngates:\n  - {entry}\n")
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(ConfigError) as caught:
         TargetFiles(project).load("phone")
     assert said in str(caught.value)

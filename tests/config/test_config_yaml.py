@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.config.text import MAX_BYTES, plain_scalar, read_file, read_text
-from onnx_ops.errors import NotFound, SpecError, UserError
+from onnx_ops.errors import ConfigError, NotFoundError, UserError
 from tests.support.golden import Golden
 
 
@@ -23,7 +23,7 @@ def refusals(text: str) -> list[str]:
     """Problems of a text, whether it was refused as a whole or in parts."""
     try:
         document = read_text(text, source="x.yaml")
-    except SpecError as error:
+    except ConfigError as error:
         return str(error).splitlines()
     return [str(document.problem(finding)) for finding in document.findings]
 
@@ -126,7 +126,7 @@ def test_too_many_values_are_refused() -> None:
 def test_a_file_that_is_not_utf_8_is_refused_with_its_position(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"a: 1\nb: \xff\n")
-    with pytest.raises(SpecError, match=r"x\.yaml:2:4: not UTF-8 text; save the file as UTF-8"):
+    with pytest.raises(ConfigError, match=r"x\.yaml:2:4: not UTF-8 text; save the file as UTF-8"):
         read_file(path)
 
 
@@ -139,13 +139,13 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
 def test_size_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"#" * (MAX_BYTES + 1))
-    with pytest.raises(SpecError, match="larger than 1 MiB"):
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
         read_file(path)
 
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "digits.yaml").touch()
-    with pytest.raises(NotFound, match=r"no such file\. Did you mean .*digits\.yaml\?"):
+    with pytest.raises(NotFoundError, match=r"no such file\. Did you mean .*digits\.yaml\?"):
         read_file(tmp_path / "digit.yaml")
 
 
@@ -185,6 +185,6 @@ def test_a_missing_pipeline_file_is_answered_with_those_there_are(
         ("digits", "Did you mean {}?"),
         ("nope.yaml", "Pipeline files here: {}"),
     ):
-        with pytest.raises(NotFound) as missing:
+        with pytest.raises(NotFoundError) as missing:
             read_file(Path(name))
         assert missing.value.remedy == remedy.format("configs/pipelines/digits.yaml")

@@ -85,7 +85,7 @@ def test_the_operators_come_with_the_release(project: Project) -> None:
     project.stop_endpoints()
     tamper(library)
     refused = project.document("reconcile", "softsign", code=5)
-    assert refused["error"] == "DigestMismatch"
+    assert refused["error"] == "DigestMismatchError"
     assert "digest mismatch" in refused["what"]
 
 

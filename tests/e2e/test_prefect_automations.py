@@ -15,7 +15,7 @@ import yaml
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.event import GATE_FAILED, Event, model_id
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.orchestration.events import post
 from onnx_ops.testing.inbox import Inbox
 from tests.e2e.e2e_project import ROOT, Project, until
@@ -93,7 +93,7 @@ def test_they_are_listed_and_enabled(automations: dict[str, dict[str, Any]], sit
 def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
-    with temporary_settings({PREFECT_API_AUTH_STRING: "admin:wrong"}), pytest.raises(ServiceUnavailable) as caught:
+    with temporary_settings({PREFECT_API_AUTH_STRING: "admin:wrong"}), pytest.raises(ServiceUnavailableError) as caught:
         post([beat("nobody")])
     assert "of-the-tests" not in str(caught.value)
 

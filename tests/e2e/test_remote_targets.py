@@ -114,7 +114,7 @@ def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> No
     verdicts = {choice["target"]: choice["verdict"] for choice in found["choices"]}
     assert verdicts == {"cpu-1t": "pass", "board-a": "error"}
     error = found["errors"]["benchmark/fp32@board-a"]
-    assert (error["error"], error["where"]) == ("MeasurementFailure", "target board-a")
+    assert (error["error"], error["where"]) == ("MeasurementError", "target board-a")
     assert "of 1000 cores" in error["what"]
 
 

@@ -13,7 +13,7 @@ from onnx_ops.app.affected import Affected
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Register
-from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError
+from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.integrations.commits import RESULTS, judge_change, judged, lost_with_job
 from onnx_ops.reporting.pull_request import Checked
 from tests.release import effect_operations
@@ -35,7 +35,9 @@ RELEASES = {
 SHARED = {"tracking_uri": "https://mlflow.example.org", "ledger": "s3://models/ledger"}
 
 
-@pytest.mark.parametrize("error", [ServiceUnavailable("no answer"), Refused("not ours"), UserError("no such model")])
+@pytest.mark.parametrize(
+    "error", [ServiceUnavailableError("no answer"), RefusedError("not ours"), UserError("no such model")]
+)
 def test_a_release_that_fails_is_an_error(error: OnnxOpsError, tmp_path: Path) -> None:
     def registry() -> NoReturn:
         raise error

@@ -18,7 +18,7 @@ from onnx_ops.attestation import TrustedKeys, read, sign
 from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.override import OverrideRecord
-from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
 from onnx_ops.integrations.mlflow_app.names import folded, guarded
 from onnx_ops.release.decided import standing_override
@@ -48,21 +48,23 @@ def ruled(tmp_path: Path) -> Guarded:
 @pytest.mark.parametrize("alias", [CHAMPION, CHALLENGER, PREVIOUS])
 def test_a_version_needs_a_passing_decision(plain: Guarded, alias: str) -> None:
     plain.set_alias(alias, "1")
-    with pytest.raises(Refused, match=rf"{alias} was not set on version 2 of {MODEL}: its gates on cpu-1t ended fail"):
+    with pytest.raises(
+        RefusedError, match=rf"{alias} was not set on version 2 of {MODEL}: its gates on cpu-1t ended fail"
+    ):
         plain.set_alias(alias, "2")
-    with pytest.raises(Refused, match="onnx-ops did not register this version"):
+    with pytest.raises(RefusedError, match="onnx-ops did not register this version"):
         plain.set_alias(alias, "3")
 
 
 def test_the_refusal_says_which_gate_and_what_to_do(plain: Guarded) -> None:
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(RefusedError) as refusal:
         plain.set_alias(CHAMPION, "2")
     assert "(latency fail)" in str(refusal.value)
     assert "onnx-ops explain digits/2 --target cpu-1t" in str(refusal.value)
 
 
 def test_another_target_needs_a_decision_of_its_own(plain: Guarded) -> None:
-    with pytest.raises(Refused, match="no signed decision for target cuda"):
+    with pytest.raises(RefusedError, match="no signed decision for target cuda"):
         plain.set_alias("champion-cuda", "1")
 
 
@@ -87,7 +89,7 @@ def test_other_models_are_left_alone(plain: Guarded) -> None:
 
 @pytest.mark.parametrize("alias", ["Champion-cpu-1t", "chámpion-cpu-1t", "ｃhampion-cpu-1t", "champion-CPU-1t\n"])
 def test_a_spelling_that_a_database_may_take_for_a_guarded_one_is_refused(plain: Guarded, alias: str) -> None:
-    with pytest.raises(Refused, match="write it champion-cpu-1t"):
+    with pytest.raises(RefusedError, match="write it champion-cpu-1t"):
         plain.set_alias(alias, "1")
 
 
@@ -104,20 +106,20 @@ def test_without_trusted_keys_nothing_passes(tmp_path: Path) -> None:
     for scene in (Guarded(tmp_path, trusts=False), Guarded(tmp_path)):
         for public in (tmp_path / "keys").glob("*.pub.pem"):
             public.unlink()
-        with pytest.raises(Refused, match=r"trusts no keys.*ONNX_OPS_TRUSTED_KEYS"):
+        with pytest.raises(RefusedError, match=r"trusts no keys.*ONNX_OPS_TRUSTED_KEYS"):
             scene.set_alias(CHAMPION, "1")
 
 
 def test_a_key_file_that_cannot_be_read_closes_the_door(plain: Guarded) -> None:
     (plain.folder / "keys" / "broken.pub.pem").write_text("no key")
-    with pytest.raises(Refused, match="champion-cpu-1t was not set"):
+    with pytest.raises(RefusedError, match="champion-cpu-1t was not set"):
         plain.set_alias(CHAMPION, "1")
 
 
 def test_a_key_that_was_taken_away_counts_no_more(plain: Guarded) -> None:
     create_key(plain.folder / "other" / "new.pem")
     (plain.folder / "keys" / "signing.pub.pem").write_bytes((plain.folder / "other" / "new.pub.pem").read_bytes())
-    with pytest.raises(Refused, match="is not trusted"):
+    with pytest.raises(RefusedError, match="is not trusted"):
         plain.set_alias(CHAMPION, "1")
 
 
@@ -125,7 +127,7 @@ def test_a_copy_of_a_version_does_not_escape_its_later_decision(plain: Guarded) 
     early, late = decision_record("c"), decision_record("c", Verdict.FAIL, sequence=11)
     plain.versions.put("4", tags_of(sign(late, plain.signer)))
     plain.versions.put("5", tags_of(sign(early, plain.signer)))
-    with pytest.raises(Refused, match="ended fail"):
+    with pytest.raises(RefusedError, match="ended fail"):
         plain.set_alias(CHAMPION, "5")
 
 
@@ -133,7 +135,7 @@ def test_what_serves_may_become_previous_whatever_became_of_its_decision(plain: 
     found = plain.versions.kept[MODEL, "2"]
     plain.versions.kept[MODEL, "2"] = replace(found, aliases=(CHAMPION,))
     plain.set_alias(PREVIOUS, "2")
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         plain.set_alias(CHALLENGER, "2")
 
 
@@ -147,24 +149,24 @@ class TestDecisionTags:
 
     def test_an_earlier_one_does_not_come_back(self, plain: Guarded) -> None:
         earlier = sign(decision_record("b", sequence=9), plain.signer)
-        with pytest.raises(Refused, match="a later decision stands there"):
+        with pytest.raises(RefusedError, match="a later decision stands there"):
             plain.set_tag("2", self.KEY, codec.dumps(earlier.envelope).decode())
 
     @pytest.mark.parametrize("value", ["", "{}", "NaN", '{"record":NaN}', "[" * 50_000, "x" * 60_000])
     def test_nor_by_way_of_rubbish_or_deletion(self, plain: Guarded, value: str) -> None:
-        with pytest.raises(Refused, match="not about this version and target"):
+        with pytest.raises(RefusedError, match="not about this version and target"):
             plain.set_tag("2", self.KEY, value)
-        with pytest.raises(Refused, match="signed decision that ended fail"):
+        with pytest.raises(RefusedError, match="signed decision that ended fail"):
             plain.guard.delete_tag("", MODEL, "2", self.KEY)
 
     @pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict is not Verdict.PASS])
     def test_only_a_pass_may_be_deleted(self, plain: Guarded, verdict: Verdict) -> None:
         plain.versions.put("2", tags_of(sign(decision_record("b", verdict), plain.signer)))
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             plain.guard.delete_tag("", MODEL, "2", self.KEY)
 
     def test_a_spelling_of_the_same_tag_is_refused(self, plain: Guarded) -> None:
-        with pytest.raises(Refused, match=re.escape(f"write it {self.KEY}")):
+        with pytest.raises(RefusedError, match=re.escape(f"write it {self.KEY}")):
             plain.set_tag("2", self.KEY.replace("decision", "Decision"), "")
 
     def test_a_pass_may_be_deleted(self, plain: Guarded) -> None:
@@ -177,9 +179,9 @@ class TestDecisionTags:
     @pytest.mark.parametrize("key", [DIGEST, RELEASE, VARIANT])
     def test_a_version_stays_what_it_is(self, plain: Guarded, key: str) -> None:
         plain.set_tag("1", key, plain.versions.kept[MODEL, "1"].tags[key])
-        with pytest.raises(Refused, match="keeps what it was registered as"):
+        with pytest.raises(RefusedError, match="keeps what it was registered as"):
             plain.set_tag("2", key, plain.versions.kept[MODEL, "1"].tags[key] + "x")
-        with pytest.raises(Refused, match="keeps what it was registered as"):
+        with pytest.raises(RefusedError, match="keeps what it was registered as"):
             plain.guard.delete_tag("", MODEL, "2", key)
 
 
@@ -188,13 +190,13 @@ class TestWaysRound:
         found = plain.versions.kept[MODEL, "1"]
         plain.guard.delete_version(MODEL, "1")
         plain.versions.kept[MODEL, "1"] = replace(found, aliases=(CHAMPION, "prod"))
-        with pytest.raises(Refused, match=f"it holds {CHAMPION}"):
+        with pytest.raises(RefusedError, match=f"it holds {CHAMPION}"):
             plain.guard.delete_version(MODEL, "1")
-        with pytest.raises(Refused, match=f"{CHAMPION} on version 1"):
+        with pytest.raises(RefusedError, match=f"{CHAMPION} on version 1"):
             plain.guard.delete_model(MODEL)
 
     def test_a_model_keeps_the_name_that_its_decisions_are_signed_for(self, plain: Guarded) -> None:
-        with pytest.raises(Refused, match="signed for this name"):
+        with pytest.raises(RefusedError, match="signed for this name"):
             plain.guard.rename_model(MODEL)
 
 
@@ -203,25 +205,25 @@ class TestPolicy:
         ruled.set_alias(CHAMPION, "1", user="alice")
         ruled.set_alias(CHALLENGER, "1", user="bob")
         with pytest.raises(
-            Refused, match=r"policy.yaml:3 lets only alice, release-bot move champion-\*, and you are bob"
+            RefusedError, match=r"policy.yaml:3 lets only alice, release-bot move champion-\*, and you are bob"
         ):
             ruled.set_alias(CHAMPION, "1", user="bob")
-        with pytest.raises(Refused, match="and you are not known"):
+        with pytest.raises(RefusedError, match="and you are not known"):
             ruled.set_alias(CHAMPION, "1")
-        with pytest.raises(Refused, match=r"policy\.yaml:5"):
+        with pytest.raises(RefusedError, match=r"policy\.yaml:5"):
             ruled.guard.delete_alias("bob", MODEL, PREVIOUS)
 
     def test_a_permission_is_no_decision(self, ruled: Guarded) -> None:
-        with pytest.raises(Refused, match="ended fail"):
+        with pytest.raises(RefusedError, match="ended fail"):
             ruled.set_alias(CHAMPION, "2", user="alice")
 
     def test_a_guarded_alias_without_a_rule_is_nobodys(self, tmp_path: Path) -> None:
         scene = Guarded(
             tmp_path, policy='rules: [{aliases: "prod", users: [alice]}, {aliases: "champion-*", users: ["*"]}]'
         )
-        with pytest.raises(Refused, match="no rule of the promotion policy"):
+        with pytest.raises(RefusedError, match="no rule of the promotion policy"):
             scene.set_alias(CHALLENGER, "1", user="alice")
-        with pytest.raises(Refused, match=r"policy\.yaml:1 lets only alice"):
+        with pytest.raises(RefusedError, match=r"policy\.yaml:1 lets only alice"):
             scene.set_alias("prod", "1", user="bob")
         scene.set_alias(CHAMPION, "1")
         scene.set_alias("other", "1")
@@ -231,7 +233,7 @@ class TestOverride:
     KEY = f"override.{TARGET}"
 
     def test_a_reason_by_who_may_lets_the_alias_pass_and_is_recorded(self, ruled: Guarded) -> None:
-        with pytest.raises(Refused, match=r"set tag override.cpu-1t with the reason, then this alias again"):
+        with pytest.raises(RefusedError, match=r"set tag override.cpu-1t with the reason, then this alias again"):
             ruled.set_alias(CHAMPION, "2", user="alice")
         ruled.set_tag("2", self.KEY, "the old one is worse", user="alice")
         ruled.set_alias(CHAMPION, "2", user="alice")
@@ -241,20 +243,20 @@ class TestOverride:
         assert signed.record.at == "2023-11-14T22:13:20.000+00:00"
 
     def test_who_may_not_is_told_who_may(self, ruled: Guarded) -> None:
-        with pytest.raises(Refused, match=r"policy\.yaml:6 lets only alice override, and you are bob"):
+        with pytest.raises(RefusedError, match=r"policy\.yaml:6 lets only alice override, and you are bob"):
             ruled.set_tag("2", self.KEY, "sure", user="bob")
-        with pytest.raises(Refused, match="ask alice to override it"):
+        with pytest.raises(RefusedError, match="ask alice to override it"):
             ruled.set_alias(CHALLENGER, "2", user="bob")
-        with pytest.raises(Refused, match="lets only alice override"):
+        with pytest.raises(RefusedError, match="lets only alice override"):
             ruled.guard.delete_tag("bob", MODEL, "2", self.KEY)
 
     def test_it_needs_a_reason_and_is_for_the_server_to_sign(self, ruled: Guarded) -> None:
-        with pytest.raises(Refused, match="an override needs a reason"):
+        with pytest.raises(RefusedError, match="an override needs a reason"):
             ruled.set_tag("2", self.KEY, " ", user="alice")
-        with pytest.raises(Refused, match="1001 characters, of at most 1000"):
+        with pytest.raises(RefusedError, match="1001 characters, of at most 1000"):
             ruled.set_tag("2", self.KEY, "x" * 1001, user="alice")
         for key in (f"{self.KEY}.by", "Override.cpu-1t", "override."):
-            with pytest.raises(Refused, match="only the server itself writes it"):
+            with pytest.raises(RefusedError, match="only the server itself writes it"):
                 ruled.set_tag("2", key, "{}", user="alice")
 
     def test_taking_the_reason_away_ends_it(self, ruled: Guarded) -> None:
@@ -263,19 +265,19 @@ class TestOverride:
         found = ruled.versions.kept[MODEL, "2"]
         tags = {key: value for key, value in found.tags.items() if key != self.KEY}
         ruled.versions.kept[MODEL, "2"] = replace(found, tags=tags)
-        with pytest.raises(Refused, match="ended fail"):
+        with pytest.raises(RefusedError, match="ended fail"):
             ruled.set_alias(CHAMPION, "2", user="alice")
 
     def test_it_is_for_one_version_only(self, ruled: Guarded) -> None:
         ruled.set_tag("2", self.KEY, "sure", user="alice")
         ruled.versions.put("4", ruled.versions.kept[MODEL, "2"].tags)
-        with pytest.raises(Refused, match="ended fail"):
+        with pytest.raises(RefusedError, match="ended fail"):
             ruled.set_alias(CHAMPION, "4", user="alice")
 
     def test_without_a_policy_or_a_key_there_is_none(self, tmp_path: Path) -> None:
-        with pytest.raises(Refused, match="ONNX_OPS_PROMOTION_POLICY"):
+        with pytest.raises(RefusedError, match="ONNX_OPS_PROMOTION_POLICY"):
             Guarded(tmp_path, signs_overrides=True).set_tag("2", self.KEY, "sure")
-        with pytest.raises(Refused, match="ONNX_OPS_OVERRIDE_KEY"):
+        with pytest.raises(RefusedError, match="ONNX_OPS_OVERRIDE_KEY"):
             Guarded(tmp_path, policy=POLICY).set_tag("2", self.KEY, "sure", user="alice")
 
     def test_a_forged_record_counts_for_nothing(self, ruled: Guarded) -> None:
@@ -285,7 +287,7 @@ class TestOverride:
         payload = base64.b64encode(base64.b64decode(envelope.payload).replace(b"alice", b"bobby")).decode()
         forged = codec.dumps(replace(envelope, payload=payload)).decode()
         ruled.versions.change("2", **{f"{self.KEY}.by": forged})
-        with pytest.raises(Refused, match="ended fail"):
+        with pytest.raises(RefusedError, match="ended fail"):
             ruled.set_alias(CHAMPION, "2", user="alice")
 
 

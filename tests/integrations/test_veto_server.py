@@ -21,7 +21,7 @@ from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST
 from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.release.decided import standing_override
 from onnx_ops.testing.registries import publication
 from tests.integrations.veto_parts import CHALLENGER, CHAMPION, SLOW, TARGET, judged
@@ -118,7 +118,7 @@ def test_the_client_hears_the_same_reason(
     registry: Callable[[str], MlflowRegistry], versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     _, failed = versions
-    with pytest.raises(Refused, match="its gates on cpu-1t ended fail"):
+    with pytest.raises(RefusedError, match="its gates on cpu-1t ended fail"):
         registry("alice").set_alias(failed.model, CHALLENGER, failed.version)
 
 

@@ -20,7 +20,7 @@ from onnx_ops.domain.evidence import Divergence, ParityMeasurement
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Export, Stage, StageKind
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StageFailure
+from onnx_ops.errors import StageError
 from onnx_ops.measure import divergence
 from onnx_ops.measure.divergence import Look, locate, worst_of
 from onnx_ops.measure.files import TRAINED, put_folder
@@ -141,7 +141,7 @@ def test_why_no_node_is_named(source: Source, tmp_path: Path, golden: Golden) ->
     assert "the runtime's optimization departs" in source.located(source.path, worst, source.tracer).note
 
     def broken(inputs: Tensors, names: object) -> Any:
-        raise StageFailure("cannot be exported again", where="export")
+        raise StageError("cannot be exported again", where="export")
 
     assert "cannot be exported again" in source.located(path, worst, broken).note
 

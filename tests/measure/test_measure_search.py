@@ -20,7 +20,7 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.search import Budget, SearchRecord
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StageFailure
+from onnx_ops.errors import StageError
 from onnx_ops.measure.search import search
 from onnx_ops.measure.trying import Ground
 from tests.measure.search_parts import LAYERS, SLOW, fragile_ground, write_fragile, write_words
@@ -152,7 +152,7 @@ def test_another_file_from_the_same_recipe_is_refused(fragile: Callable[[str], P
             line["trial"]["model"] = f"sha256:{'0' * 64}"
         journal.append(line)
     shutil.rmtree(root / "trials")
-    with pytest.raises(StageFailure, match="another file"):
+    with pytest.raises(StageError, match="another file"):
         search(fragile_ground(root), journal, silent)
 
 

@@ -14,7 +14,7 @@ import pytest
 from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.load import FEWEST_EACH, FEWEST_WINDOWS, MOST_REQUESTS, MOST_WINDOWS, throughput_alone
 from onnx_ops.measure.speed import Contest, Speed, measure_speed
 from onnx_ops.measure.starts import starts_alone
@@ -69,7 +69,7 @@ class Scripted:
 
     def _costs(self, models: Sequence[Path], schedule: Any) -> Any:
         if set(models) & set(self.refused):
-            raise MeasurementFailure("it takes other inputs")
+            raise MeasurementError("it takes other inputs")
         self.asked.append(schedule)
         return self.typical_ns * np.array([float(model.read_text()) for model in models])
 
@@ -144,7 +144,7 @@ def test_a_champion_with_other_inputs_is_left_out_and_the_export_never_is(models
     found = measured(Scripted(refused=(models["champion"],)), models, EVERYTHING, "fp32", "champion")
     assert [c.against for c in found.comparisons] == ["fp32"]
     assert found.ratios == ()
-    with pytest.raises(MeasurementFailure):
+    with pytest.raises(MeasurementError):
         measured(Scripted(refused=(models["fp32"],)), models, EVERYTHING, "fp32")
 
 
@@ -183,9 +183,9 @@ def test_windows_are_neither_too_few_nor_too_many(tmp_path: Path, typical_ns: fl
 
 def test_starts_that_took_no_time_are_no_measurement(tmp_path: Path) -> None:
     (tmp_path / "m").write_text("0", encoding="utf-8")
-    with pytest.raises(MeasurementFailure, match="no measurable time"):
+    with pytest.raises(MeasurementError, match="no measurable time"):
         starts_alone(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 0)
-    with pytest.raises(MeasurementFailure, match="no measurable time"):
+    with pytest.raises(MeasurementError, match="no measurable time"):
         throughput_alone(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 4, 0)
 
 

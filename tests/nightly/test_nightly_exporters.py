@@ -12,7 +12,7 @@ from onnx_ops.adapters.isolation.exporter import IsolatedExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.ports import Dataset, ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
@@ -74,12 +74,12 @@ class TestPaddle(TestTensorflow):
 
 def test_what_is_no_model_of_the_framework_is_told(isolated: Isolated, tmp_path: Path) -> None:
     for framework, told in (("tensorflow", "Keras model"), ("paddle", "no static layer")):
-        with pytest.raises((UserError, StageFailure), match=told):
+        with pytest.raises((UserError, StageError), match=told):
             isolated(framework).train("tests.nightly.strange:train", {}, {}, tmp_path)
 
 
 def test_a_converter_that_aborts_is_told_with_its_last_words(isolated: Isolated, tmp_path: Path) -> None:
     """Paddle2ONNX at an opset that it does not know ends its process."""
-    with pytest.raises(StageFailure, match=r"signal SIGABRT|exit code") as failure:
+    with pytest.raises(StageError, match=r"signal SIGABRT|exit code") as failure:
         isolated("paddle").train("tests.nightly.strange:abort_at_opset_23", {}, {}, tmp_path)
     assert "opset" in failure.value.why.lower()

@@ -14,7 +14,7 @@ from onnx_ops.adapters.isolation.optimizer import IsolatedOptimizer
 from onnx_ops.adapters.isolation.process import Limits
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.weights import quantized_weights
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
@@ -93,7 +93,7 @@ def test_a_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path
 def test_a_pass_that_fails_or_changes_the_interface_fails_the_variant(
     olive: IsolatedOptimizer, tmp_path: Path, one: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(StageFailure, match=told):
+    with pytest.raises(StageError, match=told):
         olive.optimize(request_for(tmp_path, one))
 
 

@@ -14,7 +14,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.exporters.huggingface import HuggingfaceExporter
 from onnx_ops.adapters.exporters.keras import KerasExporter
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.ports import Dataset, Exporter, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
@@ -169,7 +169,7 @@ def test_what_is_no_model_of_the_framework_is_told(tmp_path: Path) -> None:
     for exporter in (KerasExporter(), HuggingfaceExporter()):
         with pytest.raises(UserError, match="Linear is no"):
             exporter.save(torch.nn.Linear(2, 2), tmp_path)
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             exporter.load(tmp_path)
 
 

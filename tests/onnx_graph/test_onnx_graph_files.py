@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.domain.artifact import TensorSpec, digest_file
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, OnnxOpsError, Refused, UserError
+from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.onnx_graph import files
 from onnx_ops.onnx_graph.check import ceiling, full_check
 from onnx_ops.onnx_graph.files import external_files, read_model, read_structure, tensors, write_model
@@ -67,7 +67,7 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
         write_external(path, "weights.bin")
         path.write_bytes(path.read_bytes().replace(b"weights.bin", b"./././/link"))
     for read in (info, full_check, read_model, read_lineage):
-        with pytest.raises(Refused, match="outside its folder"):
+        with pytest.raises(RefusedError, match="outside its folder"):
             read(path)
 
 
@@ -88,17 +88,17 @@ def test_a_hostile_path_in_a_subgraph_or_a_function_is_found(tmp_path: Path) -> 
         path = tmp_path / "model.onnx"
         path.write_bytes(model.SerializeToString())
         assert "hidden" in {tensor.name for tensor in tensors(model)}
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             read_structure(path)
 
 
 def test_missing_files_are_told_apart_from_wrong_ones(tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         info(tmp_path / "none.onnx")
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
     (tmp_path / "weights.bin").unlink()
-    with pytest.raises(NotFound, match=r"weights\.bin"):
+    with pytest.raises(NotFoundError, match=r"weights\.bin"):
         info(path)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import AttributeProto, TensorProto, helper
 
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, Refused, TooLarge
+from onnx_ops.errors import NotFoundError, RefusedError, TooLargeError
 from onnx_ops.onnx_graph.check import ceiling
 from onnx_ops.onnx_graph.files import graphs, nodes, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.inspect import info
@@ -83,7 +83,7 @@ def test_external_data_is_found_wherever_it_hides(hide: Callable[[onnx.ModelProt
     model = read_structure(path)
     hide(model)
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(Refused, match="outside its folder"):
+    with pytest.raises(RefusedError, match="outside its folder"):
         info(path)
 
 
@@ -94,7 +94,7 @@ def test_names_that_are_no_names_are_refused(location: str, tmp_path: Path) -> N
     model.graph.initializer[0].external_data[0].value = location
     model.graph.output.add(name="hidden")
     path.write_bytes(model.SerializeToString())
-    with pytest.raises((Refused, NotFound)):
+    with pytest.raises((RefusedError, NotFoundError)):
         read_structure(path)
 
 
@@ -105,7 +105,7 @@ def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
     model.graph.initializer[0].external_data[0].value = "circle"
     path.write_bytes(model.SerializeToString())
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         read_structure(path)
 
 
@@ -196,7 +196,7 @@ WRONG_PLACES = {
 @pytest.mark.parametrize("case", WRONG_PLACES)
 def test_weights_are_read_from_their_own_place_only(case: str, tmp_path: Path) -> None:
     weights, said = WRONG_PLACES[case]
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(RefusedError, match=said):
         read_structure(write_with(tmp_path, *weights))
 
 
@@ -212,11 +212,11 @@ def test_every_link_is_refused_with_its_reason_when_weights_are_read(tmp_path: P
     path = write_with(tmp_path / "model", external(("location", "w2")))
     (path.parent / "w2").symlink_to(path.parent / "w")
     read_structure(path)
-    with pytest.raises(Refused, match=r"not read.*symbolic link"):
+    with pytest.raises(RefusedError, match=r"not read.*symbolic link"):
         read_model(path)
     (path.parent / "w2").unlink()
     (path.parent / "w2").hardlink_to(path.parent / "w")
-    with pytest.raises(Refused, match=r"not read.*hard links"):
+    with pytest.raises(RefusedError, match=r"not read.*hard links"):
         read_model(path)
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_no_protobuf_can_be_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     with path.open("wb") as stream:
         stream.truncate(1 << 31)
-    with pytest.raises(TooLarge, match="2 GiB"):
+    with pytest.raises(TooLargeError, match="2 GiB"):
         read_structure(path)
 
 
@@ -240,7 +240,7 @@ def test_what_is_accepted_lies_in_the_file_and_apart(tmp_path: Path, spans: list
     path = write_with(tmp_path, *weights)
     try:
         read_structure(path)
-    except Refused:
+    except RefusedError:
         return
     starts = sorted(start for start, _ in spans)
     assert all(0 <= start <= 56 for start in starts)

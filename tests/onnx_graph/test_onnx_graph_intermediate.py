@@ -11,7 +11,7 @@ import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.onnx_graph.intermediate import LARGEST_NUMBER, SCOPES, computed_values, expose
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -79,7 +79,7 @@ def test_weights_outside_the_folder_are_refused(path: Path) -> None:
     hostile = onnx.load(path, load_external_data=False)
     hostile.graph.initializer[0].external_data[0].value = "../weights.bin"
     path.write_bytes(hostile.SerializeToString())
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         expose(path, ["first.sum"], path.with_name("copy.onnx"))
 
 

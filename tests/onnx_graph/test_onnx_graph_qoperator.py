@@ -13,7 +13,7 @@ from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
 from onnx_ops.adapters.optimizers.calibration import BatchReader
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.activations import AS_WRITTEN
 from onnx_ops.onnx_graph.activations import quantized_activations
 from onnx_ops.onnx_graph.files import read_model, write_model
@@ -77,7 +77,7 @@ def test_an_unknown_integer_operator_and_an_old_opset_are_not_passed_over(tmp_pa
     graph = helper.make_graph([node], "g", ends[:1], ends[1:])
     for opset, text in ((18, "QLinearReduceMean"), (12, "opset 12")):
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
-        with pytest.raises(MeasurementFailure, match=text):
+        with pytest.raises(MeasurementError, match=text):
             as_pairs(model, "model.onnx")
 
 

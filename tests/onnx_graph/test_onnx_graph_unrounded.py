@@ -11,7 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.activations import AS_WRITTEN
 from onnx_ops.onnx_graph.unrounded import write_unrounded, write_with_weights
 from onnx_ops.onnx_graph.weights import quantized_weights
@@ -90,7 +90,7 @@ def test_operator_that_hides_its_rounding_is_refused(source: Path) -> None:
     model = onnx.load(derived)
     model.graph.node[0].op_type = "QAttention"
     onnx.save(model, derived)
-    with pytest.raises(MeasurementFailure, match="QAttention"):
+    with pytest.raises(MeasurementError, match="QAttention"):
         write_unrounded(source, derived, source.with_name("exact.onnx"))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.weights import kept_weights, quantized_weights
 from onnx_ops.statistics.parity import weight_error
@@ -106,7 +106,7 @@ def test_a_weight_without_its_original_is_not_passed_over(source: Path) -> None:
             tensor.name = "folded_quantized"
     model.graph.node[0].input[0] = "folded_quantized"
     write_model(model, derived)
-    with pytest.raises(MeasurementFailure, match="folded"):
+    with pytest.raises(MeasurementError, match="folded"):
         quantized_weights(source, derived)
 
 
@@ -115,7 +115,7 @@ def test_a_weight_stored_in_an_unknown_way_is_not_passed_over(source: Path) -> N
     model.graph.initializer.append(helper.make_tensor("strange_quantized", TensorProto.INT8, [2], [1, 2]))
     derived = source.parent / "derived.onnx"
     write_model(model, derived)
-    with pytest.raises(MeasurementFailure, match="strange"):
+    with pytest.raises(MeasurementError, match="strange"):
         quantized_weights(source, derived)
 
 

@@ -15,7 +15,7 @@ from pydantic import SecretStr, ValidationError
 
 from onnx_ops.app.project import check
 from onnx_ops.domain.notification import trial
-from onnx_ops.errors import ServiceUnavailable, SpecError, UserError
+from onnx_ops.errors import ConfigError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.events import NAME
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> 
         "schema: 1\nname: p\nmodel: m.onnx\nexport: {framework: onnx, inputs: []}\nbenchmark: {targets: [t4, t5]}\n",
         encoding="utf-8",
     )
-    with project_of(PROD[3:]) as project, pytest.raises(SpecError) as refused:
+    with project_of(PROD[3:]) as project, pytest.raises(ConfigError) as refused:
         check(project, file)
     told = [problem.message for problem in refused.value.problems if problem.path.startswith("benchmark")]
     assert told == ["no target is called 't5'; targets here: 't4'"]
@@ -232,7 +232,7 @@ def test_a_server_that_is_down_is_told(saved: None, tmp_path: Path) -> None:
     from onnx_ops.orchestration.surroundings import environment
 
     settings: dict[Any, Any] = {PREFECT_API_URL: "http://127.0.0.1:9/api"}
-    with temporary_settings(settings), pytest.raises(ServiceUnavailable, match="onnx-ops-registry/prod"):
+    with temporary_settings(settings), pytest.raises(ServiceUnavailableError, match="onnx-ops-registry/prod"):
         environment(("onnx-ops-registry/prod",), tmp_path)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.domain.notification import Notification, What, trial
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
-from onnx_ops.errors import ServiceUnavailable, UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, telling
 from onnx_ops.ports import Following, Notifier
 from onnx_ops.release.notify import notify_due, notify_each, notify_test
@@ -164,7 +164,7 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
         assert "takes no events" in told[NAME].trouble
         assert [notice.what for notice in chat.received if notice.what is not What.HELD] == [What.FINISHED] * 2
         tell_run(scene.ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
-        with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9"):
+        with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:9"):
             post(list(run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)))
     later = {one.notifier: one for one in notify_each(ports, ("late",))}
     assert not later["chat"].sent

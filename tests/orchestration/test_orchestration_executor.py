@@ -15,7 +15,7 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.pipeline import RunResult, Silent, run
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class FakeHandler:
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         self.attempts[stage.id] = self.attempts.get(stage.id, 0) + 1
         if stage.kind is StageKind.TRAIN and self.attempts[stage.id] == 1:
-            raise MeasurementFailure("the machine had a bad moment", remedy="Run it again")
+            raise MeasurementError("the machine had a bad moment", remedy="Run it again")
         if stage.kind is StageKind.QUANTIZE:
             raise UserError("no node is called 'fc9'", where=stage.id)
         return self._result(stage)

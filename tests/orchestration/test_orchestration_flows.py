@@ -22,7 +22,7 @@ from onnx_ops.domain.ledger import Intent, Outcome
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.release.glance import Glance, ask
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import configure
@@ -139,7 +139,7 @@ def test_every_problem_of_a_wrong_file_ends_the_run(prefect_server: None, empty_
 
     (empty_project / "wrong.yaml").write_text(WRONG)
     state = end("pipeline", file="wrong.yaml")
-    assert (state.type, state.name) == (StateType.FAILED, "SpecError")
+    assert (state.type, state.name) == (StateType.FAILED, "ConfigError")
     assert state.message is not None
     assert "exprot" in state.message
     assert "nowhere" in state.message
@@ -241,7 +241,7 @@ def test_a_rollback_of_nothing_says_what_there_is(prefect_server: None, empty_pr
     from prefect.client.schemas.objects import StateType
 
     state = end("rollback", endpoints=["nowhere"])
-    assert (state.type, state.name) == (StateType.FAILED, "NotFound")
+    assert (state.type, state.name) == (StateType.FAILED, "NotFoundError")
     assert "Known endpoints: none" in (state.message or "")
 
 
@@ -255,7 +255,7 @@ def test_one_endpoint_that_cannot_be_settled_fails_the_run(prefect_server: None,
     from prefect.client.schemas.objects import StateType
 
     state = end("reconcile", endpoints=["nowhere"])
-    assert (state.type, state.name) == (StateType.FAILED, "NotFound")
+    assert (state.type, state.name) == (StateType.FAILED, "NotFoundError")
 
 
 @pytest.mark.parametrize("down", [False, True])
@@ -289,7 +289,7 @@ def test_a_run_without_a_release_ends_as_failed(code: int, name: str) -> None:
 
     from onnx_ops.orchestration.flows import conclusion
 
-    error = MeasurementFailure("the provider is missing", where="benchmark/fp32@cpu-1t")
+    error = MeasurementError("the provider is missing", where="benchmark/fp32@cpu-1t")
     state = conclusion(summary(UNSERVED, code), {"benchmark/fp32@cpu-1t": error})
     assert (state.type, state.name) == (StateType.FAILED, name)
     assert state.message is not None

@@ -13,7 +13,7 @@ import pytest
 
 from onnx_ops.domain.rollout import RolloutPolicy, Word
 from onnx_ops.domain.rollout_policy import Guardrail
-from onnx_ops.errors import NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.notifier import PrefectNotifier
 from onnx_ops.release.observe import RECORD_EVERY_S
 from onnx_ops.testing.fakes import FakeNotifier
@@ -154,7 +154,7 @@ def test_trouble_is_shown_once_and_tried_again(prefect_server: None, monkeypatch
     assert task_runs(state, "digits: trouble").count("digits: trouble") == 1
 
 
-@pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFound)])
+@pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFoundError)])
 def test_what_cannot_be_driven(limit: str, error: type[Exception]) -> None:
     from onnx_ops.orchestration import rollouts
 
@@ -178,7 +178,7 @@ def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> Non
         return together(states)
 
     state = story(return_state=True)
-    assert state.name == "NotFound"
+    assert state.name == "NotFoundError"
     assert "digits: v2 -> v1, 100 % of traffic. Reason: slow" in (state.message or "")
     assert set(task_runs(state, "rollback digits", "rollback nowhere")) == {"rollback digits", "rollback nowhere"}
     assert scene.traffic() == {"v1": 100}
@@ -224,6 +224,6 @@ def test_a_block_that_fails_is_tried_again(prefect_server: None, tmp_path: Any) 
         name="gone", url="http://127.0.0.1:9/hidden", json_data={"a": "{{body}}"}, headers=None, cookies=None
     )
     made.save("gone", overwrite=True)
-    with pytest.raises(ServiceUnavailable) as caught:
+    with pytest.raises(ServiceUnavailableError) as caught:
         PrefectNotifier("custom-webhook/gone", tmp_path).send(ROLLED_BACK)
     assert "hidden" not in str(caught.value)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.pipeline import code_digest, referred_modules, user_code
 
 SOURCES = {
@@ -73,7 +73,7 @@ def test_a_folder_without_init_is_a_package_too_and_functions_may_import(project
 
 def test_declared_files_count(project: Path) -> None:
     assert edited(project, "data.txt", depends=("data.txt",))
-    with pytest.raises(NotFound, match=r"missing\.txt"):
+    with pytest.raises(NotFoundError, match=r"missing\.txt"):
         user_code(("model:train",), project, ("missing.txt",))
 
 
@@ -104,7 +104,7 @@ def test_the_function_is_no_part_of_it_and_neither_is_the_place(
 
 @pytest.mark.parametrize("reference", ["nowhere:train", "tools.nowhere:train", ":train", "", "../model:train", "a b:c"])
 def test_a_module_that_is_not_there(project: Path, reference: str) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         user_code((reference,), project)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
-from onnx_ops.errors import StageFailure
+from onnx_ops.errors import StageError
 from onnx_ops.pipeline import InlineExecutor, RunResult, Silent, in_order, plan, run
 from onnx_ops.pipeline.crew import Crew
 from onnx_ops.testing.fakes import FakeClock
@@ -53,7 +53,7 @@ class Busy:
             self.done.append(stage.id)
         assert not missing
         if stage.id in self.failing:
-            raise StageFailure("it does not work", where=stage.id)
+            raise StageError("it does not work", where=stage.id)
         return Manifest(files={"result": digest_json([key])})
 
     def decision(self, manifest: Manifest) -> Decision | None:

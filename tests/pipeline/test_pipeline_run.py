@@ -13,13 +13,13 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.gate import SizeGate
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.errors import (
-    Conflict,
-    EnvironmentFailure,
+    ConflictError,
+    CorruptStateError,
+    InfrastructureError,
     OnnxOpsError,
-    Refused,
-    StageFailure,
-    StateCorrupt,
-    StorageFailure,
+    RefusedError,
+    StageError,
+    StorageError,
     UserError,
 )
 from onnx_ops.pipeline import InlineExecutor, RunResult, Silent, plan, preview, run
@@ -67,7 +67,7 @@ def test_fresh_kinds_run_again() -> None:
 
 
 def test_a_failure_stops_what_needs_it_and_nothing_else() -> None:
-    handler = CountingHandler(errors={"quantize/int8-static": [StageFailure("crashed", where="here")]})
+    handler = CountingHandler(errors={"quantize/int8-static": [StageError("crashed", where="here")]})
     result = go(handler)
     by_status = {
         status: {name for name, outcome in result.outcomes.items() if outcome.status is status}
@@ -87,7 +87,7 @@ def test_a_failure_stops_what_needs_it_and_nothing_else() -> None:
 def test_disk_that_cannot_be_used_stops_the_run(number: int) -> None:
     """The release would leave out a variant that is not to blame."""
     handler = CountingHandler(errors={"quantize/int8-static": [OSError(number, os.strerror(number))]})
-    with pytest.raises(StorageFailure) as stopped:
+    with pytest.raises(StorageError) as stopped:
         go(handler)
     assert stopped.value.where == "quantize/int8-static"
     assert handler.calls[-1] == "quantize/int8-static"
@@ -95,13 +95,13 @@ def test_disk_that_cannot_be_used_stops_the_run(number: int) -> None:
 
 
 def test_result_that_may_not_be_read_stops_the_run() -> None:
-    handler = CountingHandler(unreadable={"quantize/int8-static": StorageFailure("closed")})
-    with pytest.raises(StorageFailure):
+    handler = CountingHandler(unreadable={"quantize/int8-static": StorageError("closed")})
+    with pytest.raises(StorageError):
         go(handler)
 
 
 def test_what_was_tolerated_is_an_input_once_it_succeeds() -> None:
-    handler = CountingHandler(errors={"quantize/int8-static": [StageFailure("crashed")]})
+    handler = CountingHandler(errors={"quantize/int8-static": [StageError("crashed")]})
     before = go(handler).outcomes["register"].key
     after = go(handler)
     assert after.outcomes["register"].key != before
@@ -121,15 +121,15 @@ def test_a_stage_with_nothing_to_do_is_skipped_with_its_reason() -> None:
 
 
 def test_an_endpoint_is_bound_whatever_becomes_of_a_promotion() -> None:
-    result = go(CountingHandler(errors={"promote@cpu": [Refused("was rolled back")]}))
+    result = go(CountingHandler(errors={"promote@cpu": [RefusedError("was rolled back")]}))
     assert result.outcomes["promote@cpu"].status is StageStatus.FAILED
     assert result.outcomes["deploy/digits"].status is StageStatus.DONE
 
 
 def test_a_known_result_that_cannot_be_read_fails_its_stage_only() -> None:
-    result = go(CountingHandler(unreadable={"deploy/digits": StateCorrupt("torn", where="ledger")}))
+    result = go(CountingHandler(unreadable={"deploy/digits": CorruptStateError("torn", where="ledger")}))
     assert result.outcomes["deploy/digits"].status is StageStatus.FAILED
-    assert isinstance(result.errors["deploy/digits"], StateCorrupt)
+    assert isinstance(result.errors["deploy/digits"], CorruptStateError)
     assert result.outcomes["deploy/digits-edge"].status is StageStatus.DONE
 
 
@@ -183,12 +183,12 @@ def attempt(stage: Stage, *errors: OnnxOpsError) -> tuple[int, type[OnnxOpsError
 
 def test_only_failures_of_the_environment_are_tried_again() -> None:
     stage = replace(PLAN["train"], retries=2)
-    assert attempt(stage, StageFailure("a")) == (2, None)
-    assert attempt(stage, StageFailure("a"), EnvironmentFailure("b")) == (3, None)
-    assert attempt(stage, StageFailure("a"), StageFailure("b"), EnvironmentFailure("c")) == (3, EnvironmentFailure)
+    assert attempt(stage, StageError("a")) == (2, None)
+    assert attempt(stage, StageError("a"), InfrastructureError("b")) == (3, None)
+    assert attempt(stage, StageError("a"), StageError("b"), InfrastructureError("c")) == (3, InfrastructureError)
     assert attempt(stage, UserError("a")) == (1, UserError)
-    assert attempt(stage, Conflict("a")) == (1, Conflict)
-    assert attempt(replace(stage, retries=0), StageFailure("a")) == (1, StageFailure)
+    assert attempt(stage, ConflictError("a")) == (1, ConflictError)
+    assert attempt(replace(stage, retries=0), StageError("a")) == (1, StageError)
 
 
 def test_what_another_run_does_meanwhile_is_taken_and_not_done_again() -> None:

@@ -12,7 +12,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import MissingPackage, NotFound, OnnxOpsError, StageFailure, UserError
+from onnx_ops.errors import MissingPackageError, NotFoundError, OnnxOpsError, StageError, UserError
 from onnx_ops.pipeline.stages.train import execute
 from onnx_ops.testing.fakes import FakeWorld
 
@@ -29,14 +29,14 @@ def train(root: Path, body: str, function: str = "train") -> None:
 @pytest.mark.parametrize(
     ("body", "kind", "told"),
     [
-        ("import nowhere_at_all\n", MissingPackage, "pip install nowhere_at_all"),
+        ("import nowhere_at_all\n", MissingPackageError, "pip install nowhere_at_all"),
         ("undefined\n", UserError, "NameError"),
         ("1 / 0\n", UserError, "py:1: .* cannot be imported .ZeroDivisionError"),
         ("import json\ndef f(:\n", UserError, "py:2: .* cannot be imported .SyntaxError"),
-        ("other = 1\n", NotFound, "train"),
+        ("other = 1\n", NotFoundError, "train"),
         ("def train(data, seed):\n    raise KeyError('no such column')\n", UserError, "py:2: .* 'no such column'"),
         ("import json\ndef train(data, seed):\n    json.loads('{')\n", UserError, "py:3: .*JSONDecodeError"),
-        ("def train(data, seed):\n    raise ConnectionError('no answer')\n", StageFailure, "py:2: .* no answer"),
+        ("def train(data, seed):\n    raise ConnectionError('no answer')\n", StageError, "py:2: .* no answer"),
         ("def train(data):\n    return 1\n", UserError, "train.with: .* 'seed'"),
         ("def train(data, seed):\n    pass\n", UserError, "train.run: .* returned nothing"),
         ("def train(data, seed, depth):\n    return 1\n", UserError, "train.with: .* 'depth'"),

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.errors import Conflict, DigestMismatch, OnnxOpsError, ServiceUnavailable, StateCorrupt
+from onnx_ops.errors import ConflictError, CorruptStateError, DigestMismatchError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.protocol.admin import AdminState, error_from_bytes, error_to_bytes, read_message
 
 
-@pytest.mark.parametrize("kind", [Conflict, DigestMismatch, ServiceUnavailable])
+@pytest.mark.parametrize("kind", [ConflictError, DigestMismatchError, ServiceUnavailableError])
 def test_an_error_keeps_its_type_and_its_words(kind: type[OnnxOpsError]) -> None:
     error = kind("what", where="where", why="why", remedy="remedy")
     back = error_from_bytes(error_to_bytes(error))
@@ -16,7 +16,7 @@ def test_an_error_keeps_its_type_and_its_words(kind: type[OnnxOpsError]) -> None
 
 @pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b'{"error":"internal error"}', b"\xff\xfe"])
 def test_an_answer_that_is_not_ours_is_a_service_that_fails(data: bytes) -> None:
-    assert type(error_from_bytes(data)) is ServiceUnavailable
+    assert type(error_from_bytes(data)) is ServiceUnavailableError
 
 
 def test_an_unknown_type_is_still_an_error_of_ours() -> None:
@@ -27,5 +27,5 @@ def test_an_unknown_type_is_still_an_error_of_ours() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"1", b"{", b'{"state": 5}', b'{"state": null, "extra": 1}'])
 def test_a_message_that_is_none_is_told(data: bytes) -> None:
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(CorruptStateError):
         read_message(data, AdminState)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.errors import OnnxOpsError, Refused, SignatureInvalid, UserError
+from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, TOLERANCE, Recent, open_delivery, sign
 
 SECRET, NOW = "a secret of some length", 1_700_000_000.0
@@ -40,7 +40,7 @@ def test_clocks_may_differ_a_little(age: float) -> None:
 
 @pytest.mark.parametrize("age", [-TOLERANCE - 1, TOLERANCE + 1, 1e9])
 def test_a_stale_delivery_is_refused(age: float) -> None:
-    with pytest.raises(Refused, match="old, or from the future"):
+    with pytest.raises(RefusedError, match="old, or from the future"):
         open_delivery(headers(at=NOW - age), BODY, secret=SECRET, now=NOW)
 
 
@@ -50,19 +50,19 @@ def test_whatever_is_changed_it_is_refused(name: str, value: str | None) -> None
     given_headers = {key: text for key, text in headers().items() if key != name or value is not None}
     if value is not None:
         given_headers[name] = value
-    with pytest.raises(SignatureInvalid):
+    with pytest.raises(InvalidSignatureError):
         open_delivery(given_headers, BODY, secret=SECRET, now=NOW)
 
 
 @pytest.mark.parametrize("timestamp", ["", "soon", "-1", "1e9", "9" * 5000, "١٢٣"])
 def test_a_signed_timestamp_that_is_no_time_is_refused(timestamp: str) -> None:
     signed = {ID: "d-1", TIMESTAMP: timestamp, SIGNATURE: sign(SECRET, "d-1", timestamp, BODY)}
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         open_delivery(signed, BODY, secret=SECRET, now=NOW)
 
 
 def test_another_secret_is_refused() -> None:
-    with pytest.raises(SignatureInvalid):
+    with pytest.raises(InvalidSignatureError):
         open_delivery(headers(secret=SECRET.upper()), BODY, secret=SECRET, now=NOW)
 
 
@@ -71,7 +71,7 @@ def test_one_changed_byte_of_a_body_is_seen(body: bytes, place: int, change: int
     if place >= len(body):
         return
     changed = body[:place] + bytes([body[place] ^ change]) + body[place + 1 :]
-    with pytest.raises(SignatureInvalid):
+    with pytest.raises(InvalidSignatureError):
         open_delivery(headers(body), changed, secret=SECRET, now=NOW)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import digest_bytes, digest_json
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 from onnx_ops.protocol.table import Table, decode, encode, experiment, follow, slots
 
 
@@ -81,11 +81,11 @@ def test_an_experiment_lasts_while_its_candidate_has_traffic() -> None:
 def test_every_truncation_and_every_flipped_byte_is_refused() -> None:
     data = encode(follow(None, state({"a": 60, "b": 40}, generation=17)))
     for end in range(len(data)):
-        with pytest.raises(StateCorrupt):
+        with pytest.raises(CorruptStateError):
             decode(data[:end])
     for place in range(len(data)):
         altered = bytes([*data[:place], data[place] ^ 1, *data[place + 1 :]])
-        with pytest.raises(StateCorrupt):
+        with pytest.raises(CorruptStateError):
             decode(altered)
 
 
@@ -101,7 +101,7 @@ def test_foreign_documents_are_refused() -> None:
         {**good, "table": None},
         {**good, "table": content, "checksum": digest_json(content)},
     ):
-        with pytest.raises(StateCorrupt):
+        with pytest.raises(CorruptStateError):
             decode(json.dumps(document).encode())
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(CorruptStateError):
         decode(b'{"format":"onnx-ops/table","version":1,"checksum":"","table":NaN}')

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from onnx_ops.domain.ledger import LedgerEntry, Mirrored, Notified, Observed, Renewed
 from onnx_ops.domain.rollout import Roles
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, StillOwed
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, StillPendingError
 from onnx_ops.release.lease import LEASE_SECONDS
 from tests.release.disk_scenes import damage, disk_copies_of
 from tests.release.release_parts import Scene
@@ -108,7 +108,7 @@ def _faults(trouble: Trouble, moment: int) -> Faults:
     if trouble.startswith("kill"):
         return Faults(at=moment)
     if trouble == "lost":
-        return Faults(at=moment, error=ServiceUnavailable("injected"))
+        return Faults(at=moment, error=ServiceUnavailableError("injected"))
     number = getattr(errno, trouble)
     return Faults(at=moment, error=OSError(number, os.strerror(number)))
 
@@ -121,7 +121,7 @@ def _try(operation: Operation, scene: Scene, root: Path, point: Point, expected:
         with _disturbed(scene, root, _faults(trouble, moment), trouble):
             operation.act(scene)
             repeat = False
-    except StillOwed:
+    except StillPendingError:
         repeat = False
     except (Killed, OnnxOpsError):
         pass

@@ -8,7 +8,7 @@ import pytest
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Abandoned
-from onnx_ops.errors import Conflict, Refused, UserError
+from onnx_ops.errors import ConflictError, RefusedError, UserError
 from onnx_ops.release.abandon import leave_dropped, refuse_orphans
 from onnx_ops.release.journal import bound_endpoints
 from onnx_ops.release.promote import configure
@@ -36,7 +36,7 @@ def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
     scene: Scene, moved: dict[str, object], golden: Golden
 ) -> None:
     config, before = replace(here(), **moved), scene.world.ledger.read("digits")  # type: ignore[arg-type]
-    with pytest.raises(Refused) as told:
+    with pytest.raises(RefusedError) as told:
         configure(scene.ports, config, AT_ONCE)
     golden("errors", str(told.value))
     assert scene.world.ledger.read("digits") == before
@@ -58,7 +58,7 @@ def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
 def test_endpoint_that_the_file_names_no_longer_is_refused_and_unbound_with_a_reason(scene: Scene) -> None:
     configs = [replace(here(), endpoint="numbers")]
     pipeline = here().pipeline
-    with pytest.raises(Refused, match="digits would be left behind"):
+    with pytest.raises(RefusedError, match="digits would be left behind"):
         refuse_orphans(scene.ports, pipeline, configs)
     refuse_orphans(scene.ports, "another", configs)
     refuse_orphans(scene.ports, pipeline, [*configs, here()])
@@ -87,7 +87,7 @@ def test_endpoint_that_somebody_changes_is_not_left(scene: Scene) -> None:
     apply = scene.world.provider.apply
 
     def interrupted(*_: object, **__: object) -> None:
-        with pytest.raises(Conflict, match="changing this endpoint"):
+        with pytest.raises(ConflictError, match="changing this endpoint"):
             configure(scene.world.ports("process-2"), here(region="b"), AT_ONCE, abandon="it moves")
         raise KeyboardInterrupt
 

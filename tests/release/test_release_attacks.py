@@ -32,7 +32,7 @@ from onnx_ops.domain.ledger import Body, LedgerEntry, ReleaseState
 from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word, rollback
-from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.promote import configure, promote
 from onnx_ops.release.reconcile import settle
@@ -533,6 +533,6 @@ def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider(
         endpoint=ENDPOINT, sequence=scene.state().head + 1, at=1e9, actor="alice", body=begun(bringing(forged))
     )
     scene.world.ledger.append(entry)
-    with pytest.raises(Refused, match="no signed decision names its files"):
+    with pytest.raises(RefusedError, match="no signed decision names its files"):
         settle(scene.ports, ENDPOINT)
     assert scene.traffic() == {"v1": 100}

@@ -16,7 +16,7 @@ from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_of
 from onnx_ops.domain.ledger import Frozen, LedgerEntry
 from onnx_ops.domain.rollout import DAY
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import Ports
 from onnx_ops.release.collect import collect, digests_in, reachable, unneeded
 from onnx_ops.release.prune import plan_pruning, prune
@@ -94,7 +94,7 @@ def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Por
     ports.store.put_bytes(b"unused")
     scene.world.clock.advance(MONTH)
     scene.world.registry.down = True
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(ServiceUnavailableError):
         unneeded(ports, older_than_s=DAY)
 
 

@@ -14,7 +14,7 @@ from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.cli.main import app
 from onnx_ops.domain.rollout import DAY, RolloutPolicy
-from onnx_ops.errors import StateCorrupt
+from onnx_ops.errors import CorruptStateError
 from onnx_ops.ports import Ports
 from onnx_ops.release.bell import Bell
 from onnx_ops.release.journal import bound_endpoints, damage
@@ -84,7 +84,7 @@ def test_the_owed_aliases_of_another_model_are_written(site: Site, number: int) 
     site.break_entry("faces", number)
     assert settle(site.ports, "digits")[-1].settled
     assert site.scene.aliases()[CHAMPION] == "1"
-    with pytest.raises(StateCorrupt, match="not JSON"):
+    with pytest.raises(CorruptStateError, match="not JSON"):
         settle(site.ports, "faces")
 
 
@@ -106,7 +106,7 @@ def test_a_pass_over_all_moves_the_others_and_tells_of_the_one(site: Site) -> No
     assert site.scene.traffic()["v2"] == 100
     found, untold = status_each(site.ports, wanted_endpoints(site.ports, Wanted()))
     assert [one.state.endpoint for one in found] == ["digits", "faces-eu"]
-    assert isinstance(untold["faces"], StateCorrupt)
+    assert isinstance(untold["faces"], CorruptStateError)
 
 
 def test_a_watch_goes_on_with_the_others(site: Site) -> None:
@@ -174,7 +174,7 @@ def test_a_rollback_of_all_moves_what_it_can_and_tells_of_the_rest(pair: Site) -
 
 def test_nothing_is_pruned_while_nobody_knows_what_an_endpoint_needs(pair: Site) -> None:
     pair.scene.world.clock.advance(90 * DAY)
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(CorruptStateError):
         plan_pruning(pair.ports, [MODEL], keep=0, older_than_s=DAY)
 
 
@@ -204,7 +204,7 @@ def test_the_commands_about_all_end_with_4_and_tell_both(
     result = CliRunner().invoke(app, ["status", "--json"])
     assert result.exit_code == 4
     told = {one["endpoint"]: one for one in json.loads(capfd.readouterr().out)}
-    assert told["faces"]["error"] == "StateCorrupt"
+    assert told["faces"]["error"] == "CorruptStateError"
     assert told["faces-eu"]["config"]["model"] == "faces"
     for command in ("status", "history"):
         result = CliRunner().invoke(app, [command])
@@ -224,7 +224,7 @@ def test_a_history_tells_what_came_before_the_damage(
     assert CliRunner().invoke(app, ["history", "digits", "--json"]).exit_code == 4
     *lines, error = json.loads(capfd.readouterr().out)
     assert [line["sequence"] for line in lines] == [1, 2]
-    assert (error["endpoint"], error["error"]) == ("digits", "StateCorrupt")
+    assert (error["endpoint"], error["error"]) == ("digits", "CorruptStateError")
     lines_of_model, errors = history(site.ports, Wanted(model="other"))
     assert lines_of_model == ()
     assert list(errors) == ["faces"]  # nobody can tell any more what it was bound to
@@ -236,5 +236,5 @@ def test_the_part_before_the_damage_is_sound(site: Site) -> None:
     assert site.ports.ledger.sound("digits") == whole
     site.break_entry("digits", 3)
     assert site.ports.ledger.sound("digits") == whole[:2]
-    assert isinstance(damage(site.ports, "digits"), StateCorrupt)
+    assert isinstance(damage(site.ports, "digits"), CorruptStateError)
     assert damage(site.ports, "faces") is None

@@ -20,7 +20,7 @@ from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import Refused, SignatureInvalid
+from onnx_ops.errors import InvalidSignatureError, RefusedError
 from onnx_ops.release.decided import counts, override_of, passing_decision, standing_override
 from onnx_ops.testing.fakes import FakeSigner
 
@@ -92,7 +92,7 @@ def test_no_field_can_be_changed_under_its_signature(field: str, data: st.DataOb
     }
     genuine = signed(record(verdict=Verdict.FAIL, verdicts={"latency": Verdict.FAIL}))
     lie = replace(genuine, record=replace(genuine.record, **{field: data.draw(values[field])}))
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         passing_decision(version(lie), TARGET, SIGNER)
 
 
@@ -109,7 +109,7 @@ def test_a_genuine_pass_about_anything_else_is_refused(**about: Any) -> None:
     if genuine.record == record():
         passing_decision(here, TARGET, SIGNER)
         return
-    with pytest.raises(SignatureInvalid, match="about another model, version or target"):
+    with pytest.raises(InvalidSignatureError, match="about another model, version or target"):
         passing_decision(here, TARGET, SIGNER)
 
 
@@ -119,9 +119,9 @@ def test_a_signature_of_nobody_is_refused(noise: bytes, claims_trusted: bool) ->
     key = (SIGNER if claims_trusted else STRANGER).key
     noisy = Signature(keyid=key, sig=base64.b64encode(noise).decode())
     forged = replace(genuine, envelope=replace(genuine.envelope, signatures=(noisy,)))
-    with pytest.raises(SignatureInvalid):
+    with pytest.raises(InvalidSignatureError):
         passing_decision(version(forged), TARGET, SIGNER)
-    with pytest.raises(SignatureInvalid, match="is not trusted"):
+    with pytest.raises(InvalidSignatureError, match="is not trusted"):
         passing_decision(version(signed(record(), STRANGER)), TARGET, SIGNER)
 
 
@@ -134,7 +134,7 @@ def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: 
     if worst == Verdict.PASS.rank:
         assert passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence == latest
     else:
-        with pytest.raises(Refused, match="its gates on cpu ended"):
+        with pytest.raises(RefusedError, match="its gates on cpu ended"):
             passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
@@ -146,12 +146,12 @@ def test_what_does_not_count_changes_nothing(others: list[tuple[int, bool, str]]
                STRANGER if stranger else SIGNER)
         for number, stranger, name in others
     ]  # fmt: skip
-    with pytest.raises(Refused, match="ended fail"):
+    with pytest.raises(RefusedError, match="ended fail"):
         passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
 def test_a_pass_elsewhere_is_no_decision_here() -> None:
-    with pytest.raises(Refused, match="no signed decision"):
+    with pytest.raises(RefusedError, match="no signed decision"):
         passing_decision(version(), TARGET, SIGNER, others=[signed(record(sequence=99))])
 
 
@@ -166,7 +166,7 @@ def tags(value: str) -> dict[str, str]:
 def test_no_tag_that_was_not_signed_lets_it_serve(value: str) -> None:
     read = read_record("digits", "1", tags(value))
     assert read is not None
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         passing_decision(read, TARGET, SIGNER)
 
 
@@ -220,7 +220,7 @@ def changed(old: str, new: str) -> str:
 def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
     read = read_record("digits", "1", tags(value))
     assert read is not None
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         passing_decision(read, TARGET, SIGNER)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import Deleted
-from onnx_ops.errors import Conflict, NotFound, Refused, StillOwed
+from onnx_ops.errors import ConflictError, NotFoundError, RefusedError, StillPendingError
 from onnx_ops.release.delete import delete
 from onnx_ops.release.journal import Journal, bound_endpoints
 from onnx_ops.release.reconcile import settle
@@ -34,7 +34,7 @@ def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
         Deleted(reason="no longer needed", done=True),
     ]
     assert scene.aliases()[CHAMPION] == "2"
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         delete(scene.ports, "digits")
 
 
@@ -86,7 +86,7 @@ def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene)
     assert scene.traffic() == {"v1": 100}
     assert scene.state().generation > generation
     assert scene.state().rejected == rejected
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         scene.promote("2")
 
 
@@ -94,7 +94,7 @@ def test_not_while_somebody_is_at_work(scene: Scene) -> None:
     apply = scene.world.provider.apply
 
     def interrupted(*_: object, **__: object) -> None:
-        with pytest.raises(Conflict, match="changing this endpoint"):
+        with pytest.raises(ConflictError, match="changing this endpoint"):
             delete(scene.world.ports("process-2"), "digits")
         raise KeyboardInterrupt
 
@@ -110,7 +110,7 @@ def test_not_while_somebody_is_at_work(scene: Scene) -> None:
 
 def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
     scene.world.provider.down = True
-    with pytest.raises(StillOwed):
+    with pytest.raises(StillPendingError):
         delete(scene.ports, "digits")
     scene.world.provider.down = False
     withdraw(scene.ports, "digits", reason="it is needed")
@@ -122,7 +122,7 @@ def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
     served = next(name for name, weight in scene.traffic().items() if weight)
     scene.world.provider.down = True
     for command in (scene.roll_back, lambda: delete(scene.ports, "digits")):
-        with pytest.raises(StillOwed):
+        with pytest.raises(StillPendingError):
             command()
     scene.world.provider.down = False
     withdraw(scene.ports, "digits", reason="it is needed")
@@ -132,9 +132,9 @@ def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
 
 def test_an_endpoint_that_cannot_be_reached_stays_to_be_deleted(scene: Scene) -> None:
     scene.world.provider.down = True
-    with pytest.raises(StillOwed):
+    with pytest.raises(StillPendingError):
         delete(scene.ports, "digits")
-    with pytest.raises(Refused, match="being deleted"):
+    with pytest.raises(RefusedError, match="being deleted"):
         scene.roll_back()
     scene.world.provider.down = False
     assert settle(scene.ports, "digits")[-1].did == "deleted"

@@ -16,7 +16,7 @@ import pytest
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Frozen, Override, Spoken, Withdrawn
 from onnx_ops.domain.rollout import Word
-from onnx_ops.errors import Conflict, NotFound, Refused, ServiceUnavailable, StillOwed
+from onnx_ops.errors import ConflictError, NotFoundError, RefusedError, ServiceUnavailableError, StillPendingError
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import promote
 from onnx_ops.release.reconcile import settle
@@ -175,14 +175,14 @@ def test_any_call_may_fail(name: str, sweep: Sweep) -> None:
     expected = play(scenario, counted)
     for moment in sweep(range(counted.moments)):
         scene = scenario.setup()
-        scene.faults = Faults(at=moment, error=ServiceUnavailable("injected", where=name))
+        scene.faults = Faults(at=moment, error=ServiceUnavailableError("injected", where=name))
         try:
             scenario.act(scene)
-        except ServiceUnavailable:
+        except ServiceUnavailableError:
             scene.faults = None
             if not scenario.done(scene):
                 scenario.act(scene)
-        except StillOwed:
+        except StillPendingError:
             assert scene.state().pending_rollback is not None or went_back(scene)
         scene.restart()
         scene.settle_all()
@@ -237,7 +237,7 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
                     settle(other, endpoint)  # noqa: B023 (called in this turn of the loop)
 
         scene.faults = Faults(between=drive)
-        with contextlib.suppress(Conflict):
+        with contextlib.suppress(ConflictError):
             scenario.act(scene)
         scene.faults = None
         if not scenario.done(scene):
@@ -268,7 +268,7 @@ def test_two_drivers_that_saw_the_same_ledger_cannot_both_write() -> None:
     scene = serving("a")
     one, two = (Journal.open(scene.world.ports(name), "digits") for name in ("one", "two"))
     one.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         two.append(Withdrawn(reason="y"))
 
 
@@ -311,8 +311,8 @@ def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> N
 def test_a_promotion_that_was_killed_is_refused_if_its_release_was_rolled_back_meanwhile() -> None:
     scene = serving("a", "b")
     scene.roll_back()
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         promote(scene.ports, MODEL, "2", TARGET)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         promote(scene.ports, MODEL, "7", TARGET)
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}

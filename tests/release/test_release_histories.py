@@ -28,7 +28,7 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.rollout import Action, ActionKind, RolloutPolicy, Word
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, SignatureInvalid
+from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import Ports
 from onnx_ops.release.delete import delete
 from onnx_ops.release.reconcile import settle
@@ -115,7 +115,7 @@ class Judge:
     def _take(self, given: Override) -> None:
         try:
             about = verified(given.signed, OverrideRecord, self.signer)
-        except SignatureInvalid:
+        except InvalidSignatureError:
             return
         if about.manifest == given.manifest and given.signed.digest() not in self.used:
             self.overridden.add(about.manifest)
@@ -162,7 +162,7 @@ class Histories(RuleBasedStateMachine):
 
             scene.faults = {
                 "kill": lambda: Faults(at=moment),
-                "error": lambda: Faults(at=moment, error=ServiceUnavailable("injected")),
+                "error": lambda: Faults(at=moment, error=ServiceUnavailableError("injected")),
                 "overtake": lambda: Faults(between=drive),
             }[kind]()
         try:

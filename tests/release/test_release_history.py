@@ -6,7 +6,7 @@ import pytest
 
 from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome
 from onnx_ops.domain.rollout import DAY
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Ports
 from onnx_ops.release.delete import delete
 from onnx_ops.release.promote import promote
@@ -100,7 +100,7 @@ def test_a_deleted_endpoint_keeps_its_history(scene: Scene) -> None:
     delete(scene.ports, "digits", reason="moved")
     lines = history(scene.ports, Wanted(endpoints=("digits",), model=MODEL))
     assert [(line.kind, line.why) for line in lines][-2:] == [("deleted", "moved"), ("deleted", "moved")]
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         wanted_endpoints(scene.ports, Wanted(endpoints=("digits",)))
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         history(scene.ports, Wanted(endpoints=("nothing",)))

@@ -8,7 +8,7 @@ from onnx_ops.domain.ledger import Frozen, Observed
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally
 from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
-from onnx_ops.errors import Refused, ServiceUnavailable
+from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.release.decided import told_rollback
 from onnx_ops.release.observe import RECORD_EVERY_S
 from tests.release.release_parts import CHALLENGER, CHAMPION, Scene, effects
@@ -75,7 +75,7 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     assert told.why == asked.action.why[:400]
     traffic(scene, 1000)
     assert scene.traffic() == {"v1": 100}
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         scene.promote("2")
 
 
@@ -99,7 +99,7 @@ def test_a_rollout_does_not_begin_blindly() -> None:
     scene.settle()
     scene.world.provider.counted.down = True
     scene.promote(scene.publish("b"))
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(ServiceUnavailableError):
         scene.settle()
     assert scene.traffic() == {"v1": 100}
     scene.world.provider.counted.down = False

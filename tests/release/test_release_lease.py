@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Renewed
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.release import lease
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.lease import LEASE_SECONDS
@@ -121,7 +121,7 @@ def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -
     def unreachable(entry: LedgerEntry) -> None:
         if isinstance(entry.body, Renewed) and len(failed) < 3:
             failed.append(entry)
-            raise ServiceUnavailable("the ledger does not answer")
+            raise ServiceUnavailableError("the ledger does not answer")
         append(entry)
 
     ledger.append = unreachable  # type: ignore[method-assign]

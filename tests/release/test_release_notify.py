@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.ledger import Held, LedgerEntry, Notified, Spoken, fold
 from onnx_ops.domain.notification import QUIET_S, Notification, What, news
 from onnx_ops.domain.rollout import ActionKind, Wait, WaitKind, Word, abort
-from onnx_ops.errors import Conflict, OnnxOpsError, ServiceUnavailable
+from onnx_ops.errors import ConflictError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.notify import Herald, Told, note_wait, notify_due, notify_each, notify_test
 from onnx_ops.release.reconcile import settle
@@ -260,7 +260,7 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
         if isinstance(entry.body, Notified) and busy[0]:
             busy[0] -= 1
             Journal.open(scene.world.ports("other"), "digits").append(Spoken(word=Word.PAUSE))
-            raise Conflict("somebody else was faster")
+            raise ConflictError("somebody else was faster")
         append(entry)
 
     scene.world.ledger.append = late  # type: ignore[method-assign]
@@ -348,7 +348,7 @@ def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
 
     def down(notice: Notification) -> None:
         tries.append(notice)
-        raise ServiceUnavailable("does not answer", where="chat")
+        raise ServiceUnavailableError("does not answer", where="chat")
 
     monkeypatch.setattr(chat, "send", down)
     passes = Passes(scene)

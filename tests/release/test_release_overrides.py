@@ -11,7 +11,7 @@ from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import LedgerEntry, Override
 from onnx_ops.domain.override import reason_tag, record_tag
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry, FakeSigner, FakeWorld
 from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene
 
@@ -81,7 +81,7 @@ class SigningRegistry(FakeRegistry):
         reason = tags.get(reason_tag(TARGET))
         if reason is not None and record_tag(TARGET) not in tags:
             if self.refusing:
-                raise Refused("policy.yaml:6 lets only alice override")
+                raise RefusedError("policy.yaml:6 lets only alice override")
             self.scene.give_override(version, reason)
         super().annotate(model, version, tags)
 
@@ -107,7 +107,7 @@ def test_a_promotion_with_override_is_the_same_override_as_the_servers() -> None
 
 def test_who_may_not_override_at_the_server_does_not_override_in_the_ledger() -> None:
     scene = behind_a_server(refusing=True)
-    with pytest.raises(Refused, match="lets only alice override"):
+    with pytest.raises(RefusedError, match="lets only alice override"):
         scene.promote("2", override=True, reason="sure")
     assert overrides(scene) == []
 
@@ -123,7 +123,7 @@ class VetoingRegistry(FakeRegistry):
     def set_alias(self, model: str, alias: str, version: str) -> None:
         self.asked.append(alias)
         if version in self.vetoed:
-            raise Refused("the key of its decision was retired")
+            raise RefusedError("the key of its decision was retired")
         super().set_alias(model, alias, version)
 
 
@@ -140,7 +140,7 @@ def test_a_rollback_stands_although_the_server_refuses_its_alias() -> None:
     scene, registry = vetoing()
     registry.vetoed = {"1"}
     scene.roll_back()
-    with pytest.raises(Refused, match="retired"):
+    with pytest.raises(RefusedError, match="retired"):
         scene.settle()
     assert scene.traffic()["v1"] == 100
     assert scene.aliases()[CHAMPION] == "2"
@@ -202,7 +202,7 @@ def test_what_was_rolled_back_stays_so_in_a_ledger_that_does_not_know(alias: str
     assert refused.why.startswith("digits/2: endpoint digits rolled this release back")
     assert "v2" not in scene.traffic()
     assert overrides(scene) == []
-    with pytest.raises(Refused, match="rolled this release back"):
+    with pytest.raises(RefusedError, match="rolled this release back"):
         scene.promote("2")
 
 

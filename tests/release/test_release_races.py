@@ -15,7 +15,7 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Body, Deleted, Frozen, LedgerEntry, Mirrored, Override, Spoken
 from onnx_ops.domain.rollout import Word
-from onnx_ops.errors import Overtaken
+from onnx_ops.errors import LedgerConflictError
 from onnx_ops.ports import Ports
 from onnx_ops.release.delete import delete
 from onnx_ops.release.journal import LOOKS, Journal
@@ -86,7 +86,7 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
 
     before = len(scene.world.ledger.read("digits"))
     monkeypatch.setattr(ledger, "append", overtaken)
-    with pytest.raises(Overtaken, match="somebody else wrote"):
+    with pytest.raises(LedgerConflictError, match="somebody else wrote"):
         scene.settle()
     written = scene.world.ledger.read("digits")[before:]
     assert {type(entry.body) for entry in written} == {Frozen}

@@ -15,7 +15,14 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Spoken
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
-from onnx_ops.errors import MissingPackage, NotFound, Refused, ServiceUnavailable, StillOwed, UserError
+from onnx_ops.errors import (
+    MissingPackageError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+    StillPendingError,
+    UserError,
+)
 from onnx_ops.release import rollback
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import configure
@@ -61,14 +68,14 @@ def test_back_to_the_previous_version(scene: Scene) -> None:
 def test_back_to_a_version_by_name(scene: Scene) -> None:
     assert scene.roll_back(to="v1").moved_to == "v1"
     assert scene.traffic() == {"v1": 100, "v3": 0, "v2": 0}
-    with pytest.raises(NotFound, match="v9 never served here") as caught:
+    with pytest.raises(NotFoundError, match="v9 never served here") as caught:
         scene.roll_back(to="9")
     assert "v1, v2, v3" in caught.value.remedy
 
 
 def test_a_version_that_was_rolled_back_is_no_way_back_unless_a_person_insists(scene: Scene) -> None:
     scene.roll_back()
-    with pytest.raises(Refused, match="v3 is known to be bad"):
+    with pytest.raises(RefusedError, match="v3 is known to be bad"):
         scene.roll_back(to="3")
     scene.roll_back(to="3", force=True)
     assert scene.traffic()["v3"] == 100
@@ -99,7 +106,7 @@ def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(sc
     goal = "v3" if aborted else "v2"
     scene.world.provider.down = True
     for _ in range(2):
-        with pytest.raises(StillOwed):
+        with pytest.raises(StillPendingError):
             scene.roll_back()
     scene.world.provider.down = False
     scene.settle()
@@ -112,7 +119,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
     """A slow endpoint would else never get there, however often it is asked."""
     monkeypatch.setattr(rollback, "PATIENCE_S", 0.01)
     scene.world.provider.down = True
-    with pytest.raises(StillOwed):
+    with pytest.raises(StillPendingError):
         scene.roll_back()
     scene.world.provider.down = False
     pending = scene.state().pending_rollback
@@ -120,7 +127,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
     other = Journal.open(scene.world.ports("other"), "digits")
     expires = scene.world.clock.now() + 120
     other.append(Intent(action=pending.action, holder="other", expires_at=expires))
-    with pytest.raises(StillOwed) as caught:
+    with pytest.raises(StillPendingError) as caught:
         scene.roll_back()
     assert "other is at work" in caught.value.why
     assert scene.state().head == other.state.head
@@ -171,7 +178,7 @@ def test_without_a_previous_version_there_is_no_way_back() -> None:
     scene = Scene()
     scene.bind()
     scene.serve(scene.publish("a"))
-    with pytest.raises(NotFound, match="no previous version"):
+    with pytest.raises(NotFoundError, match="no previous version"):
         scene.roll_back()
 
 
@@ -192,7 +199,7 @@ def test_a_candidate_is_taken_out(trial: Scene) -> None:
     trial.settle()
     assert trial.traffic() == {"v3": 100}
     assert trial.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         trial.promote("4")
 
 
@@ -208,7 +215,7 @@ def test_past_a_candidate_and_the_stable_version(trial: Scene) -> None:
     trial.settle()
     assert trial.traffic()["v1"] == 100
     for bad in ("3", "4"):
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             trial.promote(bad)
 
 
@@ -249,7 +256,7 @@ def test_a_person_who_moves_the_alias_later_outranks_it(scene: Scene) -> None:
 def test_what_was_rolled_back_does_not_come_back_by_itself(scene: Scene) -> None:
     scene.roll_back()
     scene.settle()
-    with pytest.raises(Refused, match="does not come back by itself") as caught:
+    with pytest.raises(RefusedError, match="does not come back by itself") as caught:
         scene.promote("3")
     assert caught.value.why == "it is slow"
     for alias in (CHALLENGER, CHAMPION):
@@ -268,13 +275,13 @@ def test_an_override_brings_it_back(scene: Scene) -> None:
     assert scene.traffic()["v3"] == 100
     scene.roll_back()
     scene.settle()
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         scene.promote("3")
 
 
 def test_what_cannot_be_done_yet_is_owed_and_outranks_everything(scene: Scene) -> None:
     scene.world.provider.down = True
-    with pytest.raises(StillOwed) as caught:
+    with pytest.raises(StillPendingError) as caught:
         scene.roll_back()
     assert caught.value.exit_code == 4
     state = scene.state()
@@ -282,7 +289,7 @@ def test_what_cannot_be_done_yet_is_owed_and_outranks_everything(scene: Scene) -
     assert state.pending_rollback is not None
     assert (state.pending_rollback.attempts, bool(state.pending_rollback.error)) == (1, True)
     scene.promote(scene.publish("d"))
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(ServiceUnavailableError):
         scene.settle()
     scene.world.provider.down = False
     assert scene.settle()[0].did == "rollback"
@@ -298,7 +305,7 @@ def test_an_effect_whose_answer_was_lost_is_seen_and_no_more_is_owed(scene: Scen
 
     def lose(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         roll_back(config, state, generation=generation)
-        raise ServiceUnavailable("the answer was lost")
+        raise ServiceUnavailableError("the answer was lost")
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(provider, "roll_back", lose)
@@ -309,7 +316,7 @@ def test_an_effect_whose_answer_was_lost_is_seen_and_no_more_is_owed(scene: Scen
 def test_an_endpoint_that_did_not_get_there_is_no_success(scene: Scene) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scene.world.provider, "roll_back", lambda *_, generation: None)
-        with pytest.raises(StillOwed):
+        with pytest.raises(StillPendingError):
             scene.roll_back()
     assert scene.traffic()["v3"] == 100
     scene.settle()
@@ -323,13 +330,13 @@ def test_lost_files_of_the_way_back_are_fetched_again(scene: Scene) -> None:
 
     def load(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         if scene.world.files.location(manifest) is None:
-            raise NotFound("the files are not there")
+            raise NotFoundError("the files are not there")
         roll_back(config, state, generation=generation)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(provider, "roll_back", load)
         scene.world.registry.down = True
-        with pytest.raises(StillOwed):
+        with pytest.raises(StillPendingError):
             scene.roll_back()
         scene.world.registry.down = False
         assert scene.settle()[0].did == "rollback"
@@ -338,7 +345,7 @@ def test_lost_files_of_the_way_back_are_fetched_again(scene: Scene) -> None:
 
 def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> None:
     scene.world.provider.down = True
-    with pytest.raises(StillOwed):
+    with pytest.raises(StillPendingError):
         scene.roll_back()
     scene.world.provider.down = False
     with pytest.raises(UserError):
@@ -347,7 +354,7 @@ def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> No
     scene.settle()
     assert scene.traffic()["v3"] == 100
     assert scene.state().rejected == {}
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         withdraw(scene.ports, "digits", reason="again")
 
 
@@ -380,7 +387,7 @@ def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: b
     assert scene.traffic()["v3"] == 100
     assert scene.aliases()[CHAMPION] == "3"
     assert CHALLENGER not in scene.aliases()
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         scene.promote("4")
 
 
@@ -403,7 +410,7 @@ def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> Non
     scene.settle()
     assert scene.traffic()["v1"] == 100
     for bad in ("2", "3"):
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             scene.promote(bad)
 
 
@@ -414,7 +421,7 @@ def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial:
     trial.restart()
     rolled = trial.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         trial.promote("4")
 
 
@@ -615,7 +622,7 @@ def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
 
 
 def no_client(*_: object) -> NoReturn:
-    raise MissingPackage("package mlflow is not installed", where="registry")
+    raise MissingPackageError("package mlflow is not installed", where="registry")
 
 
 def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(scene: Scene) -> None:
@@ -637,12 +644,12 @@ def test_what_fails_for_want_of_a_package_is_not_tried_again(scene: Scene) -> No
         no_client()
 
     ports = replace(scene.ports, provider=no_provider)
-    with pytest.raises(StillOwed, match="mlflow is not installed"):
+    with pytest.raises(StillPendingError, match="mlflow is not installed"):
         roll_back(ports, "digits")
     tries.clear()
-    with pytest.raises(MissingPackage):
+    with pytest.raises(MissingPackageError):
         settle(ports, "digits")
     once = len(tries)
     _, errors = settle_owed(ports, ("digits",), for_s=2.5)
-    assert isinstance(errors["digits"], MissingPackage)
+    assert isinstance(errors["digits"], MissingPackageError)
     assert len(tries) == 2 * once

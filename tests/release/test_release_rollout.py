@@ -14,7 +14,7 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import RefusedVersion
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word, split_state
-from onnx_ops.errors import NotFound, Refused, RolledBackByAlarm, ServiceUnavailable, UserError
+from onnx_ops.errors import AlarmRollbackError, NotFoundError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.release.promote import configure, promote
 from onnx_ops.release.reconcile import settle, step
 from onnx_ops.release.status import Wanted, history, status
@@ -152,7 +152,7 @@ def test_an_abort_by_word_rejects_the_release(trial: Scene) -> None:
     trial.settle()
     assert trial.traffic() == {"v1": 100}
     assert trial.aliases() == {CHAMPION: "1"}
-    with pytest.raises(Refused, match="rolled this release back"):
+    with pytest.raises(RefusedError, match="rolled this release back"):
         trial.promote("2")
 
 
@@ -191,7 +191,7 @@ def test_a_version_of_the_same_release_that_was_aborted_does_not_condemn_the_oth
     scene.abort()
     scene.settle()
     assert scene.aliases() == {CHAMPION: "1"}
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         scene.promote("2")
     scene.serve(scene.publish("c"))
     assert scene.roll_back().moved_to == "v1"
@@ -275,7 +275,7 @@ def test_what_is_not_approved_does_not_serve_and_its_alias_is_put_back(scene: Sc
 def test_what_is_not_approved_is_not_promoted(scene: Scene, reason: str) -> None:
     version = scene.publish("b")
     scene.forge(version, **SPOILT[reason](scene, scene.record(version)))
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(RefusedError, match=reason):
         scene.promote(version)
     assert scene.aliases() == {}
 
@@ -373,10 +373,10 @@ def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
 
 def test_unknown_names(scene: Scene) -> None:
     for call in (step, status, lambda ports, name: history(ports, Wanted(endpoints=(name,)))):
-        with pytest.raises(NotFound) as caught:
+        with pytest.raises(NotFoundError) as caught:
             call(scene.ports, "faces")
         assert "digits" in caught.value.remedy
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         scene.promote("9")
 
 
@@ -392,7 +392,7 @@ def test_a_registry_that_is_down_changes_nothing_and_is_told(trial: Scene) -> No
 def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
     scene.promote(scene.publish("a"))
     scene.world.provider.down = True
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(ServiceUnavailableError):
         settle(scene.ports, "digits")
     assert scene.state().open_intent is None
     assert [line.what for line in history(scene.ports, Wanted(endpoints=("digits",)))[0]][-1].startswith("failed")
@@ -447,7 +447,7 @@ def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
         applied += 1
         if left_open and applied == 1:
             raise KeyboardInterrupt
-        raise RolledBackByAlarm("the alarm fired", where=config.endpoint)
+        raise AlarmRollbackError("the alarm fired", where=config.endpoint)
 
     monkeypatch.setattr(provider, "apply", apply)
     if left_open:
@@ -460,7 +460,7 @@ def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
     assert (state.pending_rollback, state.open_intent, state.roles.candidate) == (None, None, None)
     assert "the alarm fired" in str(state.why_rejected(scene.record(bad)))
     assert (scene.traffic()["v1"], CHALLENGER in scene.aliases()) == (100, False)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         scene.promote(bad)
     scene.settle()
     assert applied == 1 + left_open
@@ -471,9 +471,9 @@ def test_an_alarm_that_fires_at_a_repair_rejects_nothing(scene: Scene, monkeypat
     scene.world.provider.interfere("digits", None)
 
     def apply(*_: object, **__: object) -> None:
-        raise RolledBackByAlarm("the alarm fired")
+        raise AlarmRollbackError("the alarm fired")
 
     monkeypatch.setattr(scene.world.provider, "apply", apply)
-    with pytest.raises(RolledBackByAlarm):
+    with pytest.raises(AlarmRollbackError):
         scene.settle()
     assert scene.state().rejected == {}

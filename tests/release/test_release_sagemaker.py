@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.errors import EnvironmentFailure, Refused
+from onnx_ops.errors import InfrastructureError, RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.bell import Bell
 from onnx_ops.release.promote import configure
@@ -117,7 +117,7 @@ def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_t
         scene.alarm(firing)
         scene.settle()
         scene.watch(3)
-    with pytest.raises(Refused, match="rolled this release back"):
+    with pytest.raises(RefusedError, match="rolled this release back"):
         scene.promote(bad)
     scene.set_alias(CHALLENGER, bad)
     scene.settle()
@@ -128,7 +128,7 @@ def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_t
     # A person's signed override lets it come, never past the alarm.
     scene.alarm("ALARM")
     scene.promote(bad, override=True, reason="the alarm was about something else")
-    with pytest.raises(EnvironmentFailure, match="alarm failing fires"):
+    with pytest.raises(InfrastructureError, match="alarm failing fires"):
         scene.settle()
     scene.watch(3)
     assert len(scene.fake.updates("digits")) == 1

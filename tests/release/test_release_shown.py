@@ -12,7 +12,7 @@ from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.endpoint_tables import history_table, status_document, status_report
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.errors import StillOwed
+from onnx_ops.errors import StillPendingError
 from onnx_ops.ports import EndpointProvider
 from onnx_ops.release.delete import delete
 from onnx_ops.release.metrics import owed_metrics
@@ -79,7 +79,7 @@ def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
 ) -> None:
     scene = serving("a", "b")
     scene.world.provider.down = True
-    with pytest.raises(StillOwed):
+    with pytest.raises(StillPendingError):
         scene.roll_back()
     pending = status_document(status(scene.ports, "digits"))["pending_rollback"]
     assert (pending["to"], pending["attempts"]) == ("v1", 1)
@@ -98,7 +98,7 @@ def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
     assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
     assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 0\n' in owed_metrics(scene.ports)
     scene.world.provider.down = True
-    with pytest.raises(StillOwed):
+    with pytest.raises(StillPendingError):
         delete(scene.ports, "digits")
     assert 'onnx_ops_deletion_owed{endpoint="digits"} 1\n' in owed_metrics(scene.ports)
 

@@ -13,7 +13,7 @@ import pytest
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.ports import Registry
 from onnx_ops.release.bell import Bell
 from onnx_ops.release.glance import Glance, Seen, ask
@@ -179,7 +179,7 @@ def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias(
     set_alias = registry.set_alias
 
     def vetoed(model: str, alias: str, version: str) -> None:
-        raise Refused("MLflow refused", where=alias)
+        raise RefusedError("MLflow refused", where=alias)
 
     registry.set_alias = vetoed  # type: ignore[method-assign]
     watch = Watch(scene)
@@ -307,7 +307,7 @@ def test_a_registry_that_says_no_counts_as_down() -> None:
     scene = serving("a")
 
     def forbidden() -> Mapping[str, Mapping[str, str]]:
-        raise Refused("MLflow refused", where="all models")
+        raise RefusedError("MLflow refused", where="all models")
 
     scene.world.registry.all_aliases = forbidden  # type: ignore[method-assign]
     assert ask(scene.ports) == Seen(aliases={}, down="all models: MLflow refused")

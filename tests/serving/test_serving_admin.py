@@ -11,7 +11,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.admin import TOKEN_FILE
 from onnx_ops.serving.admin import read_token
 from onnx_ops.serving.http import read_body
@@ -22,7 +22,7 @@ def test_a_token_that_others_may_use_is_refused(tmp_path: Path, others: int) -> 
     token = read_token(tmp_path)
     assert read_token(tmp_path) == token
     (tmp_path / TOKEN_FILE).chmod(0o600 | others)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         read_token(tmp_path)
 
 

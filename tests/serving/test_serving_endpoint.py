@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import Conflict, DigestMismatch, EnvironmentFailure, NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import (
+    ConflictError,
+    DigestMismatchError,
+    InfrastructureError,
+    NotFoundError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.protocol.table import Table
 from onnx_ops.protocol.table_file import TableFile
 from onnx_ops.serving import residents
@@ -34,7 +41,7 @@ class Loads:
 
     def __call__(self, deployment: Deployment, row: Row, twin: bool) -> Resident:
         if twin and not self.twins:
-            raise EnvironmentFailure("there is no memory for another one")
+            raise InfrastructureError("there is no memory for another one")
         self.names.append(f"twin of {deployment.name}" if twin else deployment.name)
         model = load_model(deployment)
         lane: Lane[Any] = Lane(Hands(), lambda _: None, limit=1, together=1, threads=1, row=row, run_time=RunTime())
@@ -189,11 +196,11 @@ def test_the_same_state_again_is_settled(server: Server, blue: Deployment) -> No
 def test_generations_are_ordered(server: Server, folder: Path, blue: Deployment, green: Deployment) -> None:
     both = state_of(blue, green, blue=50, green=50)
     server.publish(5, both)
-    with pytest.raises(Conflict, match="generation 4 is older"):
+    with pytest.raises(ConflictError, match="generation 4 is older"):
         server.publish(4, both)
-    with pytest.raises(Conflict, match="another content"):
+    with pytest.raises(ConflictError, match="another content"):
         server.publish(5, state_of(blue, blue=100))
-    with pytest.raises(Conflict, match="another content"):
+    with pytest.raises(ConflictError, match="another content"):
         server.publish(5, replace(both, split=replace(both.split, shadow={"green": 10})))
     server.publish(6, both)
     assert TableFile(folder).read() == server.table
@@ -206,14 +213,14 @@ def test_a_failed_load_or_write_changes_nothing(
     server.publish(1, state_of(blue, blue=100))
     before = server.residents.current()
     forged = replace(green, manifest=blue.manifest)
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(DigestMismatchError):
         server.publish(2, state_of(blue, forged, blue=50, green=50))
 
     def full(_: object, __: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TableFile, "write", full)
-    with pytest.raises(ServiceUnavailable, match="could not be written"):
+    with pytest.raises(ServiceUnavailableError, match="could not be written"):
         server.publish(2, state_of(green, green=100))
     assert server.residents.current() is before
     assert TableFile(folder).read() == before.table
@@ -222,7 +229,7 @@ def test_a_failed_load_or_write_changes_nothing(
 def test_one_endpoint_serves_one_model(server: Server, blue: Deployment, green: Deployment) -> None:
     with pytest.raises(UserError, match="exactly one model"):
         server.publish(0, state_of(blue, replace(green, model="other"), blue=50, green=50))
-    with pytest.raises(ServiceUnavailable, match="no deployment is published"):
+    with pytest.raises(ServiceUnavailableError, match="no deployment is published"):
         server.residents.current()
     assert server.residents.snapshot is None
 
@@ -242,9 +249,9 @@ def test_a_restart_serves_what_it_can(server: Server, folder: Path, blue: Deploy
     assert not snapshot.ready()
     assert snapshot.loaded("blue").deployment == blue
     assert set(snapshot.failed) == {"green"}
-    with pytest.raises(ServiceUnavailable, match="'green' is not loaded"):
+    with pytest.raises(ServiceUnavailableError, match="'green' is not loaded"):
         snapshot.loaded("green")
-    with pytest.raises(NotFound, match="no version '9'"):
+    with pytest.raises(NotFoundError, match="no version '9'"):
         snapshot.version("9")
     totals = [again.shared.totals(edition.slots[name]) for name in ("blue", "green")]
     assert [(row[LOADS], row[LOAD_FAILURES]) for row in totals] == [(1, 0), (0, 1)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.options import ServerOptions
 from onnx_ops.serving.host_policy import HostPolicy
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
@@ -30,7 +30,7 @@ def is_allowed(
     given = {b"host": host, b"origin": origin}
     try:
         policy.check({name: value.encode() for name, value in given.items() if value is not None})
-    except Refused:
+    except RefusedError:
         return False
     return True
 

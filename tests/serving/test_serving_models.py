@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, UserError
+from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, UserError
 from onnx_ops.serving.http import Unfit
 from onnx_ops.serving.models import load_model
 from tests.serving.serving_process import deploy
@@ -50,7 +50,7 @@ def test_external_data_in_the_folder_is_loaded_and_covered_by_the_manifest(tmp_p
     (y,) = load_model(deployment).run(("y",), {"x": np.zeros((1, 4), np.float32)})
     np.testing.assert_array_equal(y, [[7, 7, 7, 7]])
     (folder / "weights.bin").write_bytes(np.full(4, 8, np.float32).tobytes())
-    with pytest.raises(DigestMismatch, match="digest mismatch"):
+    with pytest.raises(DigestMismatchError, match="digest mismatch"):
         load_model(deployment)
 
 
@@ -62,19 +62,19 @@ def test_external_data_outside_the_folder_is_refused(tmp_path: Path, kind: str) 
     external_model(folder, place)
     if kind == "link":
         (folder / "link.bin").symlink_to("../secret.bin")
-    with pytest.raises(EnvironmentFailure, match="cannot load"):
+    with pytest.raises(InfrastructureError, match="cannot load"):
         load_model(deploy(folder))
 
 
 def test_files_that_are_missing_or_broken(tmp_path: Path, blue: Deployment) -> None:
-    with pytest.raises(NotFound, match="folder is not there"):
+    with pytest.raises(NotFoundError, match="folder is not there"):
         load_model(replace(blue, location=str(tmp_path / "nowhere")))
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(NotFound, match=r"no model\.onnx"):
+    with pytest.raises(NotFoundError, match=r"no model\.onnx"):
         load_model(deploy(empty))
     (empty / "model.onnx").write_bytes(b"not a model")
-    with pytest.raises(EnvironmentFailure, match="cannot load"):
+    with pytest.raises(InfrastructureError, match="cannot load"):
         load_model(deploy(empty))
 
 
@@ -115,7 +115,7 @@ def test_a_model_that_fails_on_one_row_is_refused(build: Callable[..., Deploymen
     shape = helper.make_node("Constant", [], ["s"], value=helper.make_tensor("s", INT, [1], [3]))
     reshape = helper.make_node("Reshape", ["x", "s"], ["y"])
     deployment = build([shape, reshape], [("x", FLOAT, ["b", 2])], [("y", FLOAT, [3])])
-    with pytest.raises(EnvironmentFailure, match="fails on zeros"):
+    with pytest.raises(InfrastructureError, match="fails on zeros"):
         load_model(deployment)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFoundError
 from onnx_ops.protocol.table import Table, follow
 from onnx_ops.serving.router import Router, mixed
 
@@ -80,5 +80,5 @@ def test_pins_name_a_deployment() -> None:
     assert router.pinned({b"x-amzn-sagemaker-target-variant": b"new"}) == "new"
     assert router.pinned({b"azureml-model-deployment": b"old"}) == "old"
     assert router.pinned({b"x-user-key": b"a"}) is None
-    with pytest.raises(NotFound, match="'grey'"):
+    with pytest.raises(NotFoundError, match="'grey'"):
         router.pinned({b"azureml-model-deployment": b"grey"})

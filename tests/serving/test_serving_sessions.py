@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution, Provider, SessionSettings
-from onnx_ops.errors import EnvironmentFailure
+from onnx_ops.errors import InfrastructureError
 from onnx_ops.serving import sessions
 from onnx_ops.serving.models import load_model
 from onnx_ops.serving.sessions import Prepacked
@@ -81,7 +81,7 @@ def test_what_was_measured_on_a_device_that_is_not_here_is_not_served_on_the_pro
 ) -> None:
     elsewhere = replace(network, execution=Execution(providers=(Provider(name="CUDAExecutionProvider"),)))
     for prepacked in (None, cache):
-        with pytest.raises(EnvironmentFailure, match="measured on CUDAExecutionProvider"):
+        with pytest.raises(InfrastructureError, match="measured on CUDAExecutionProvider"):
             load_model(elsewhere, prepacked)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics.parity import LARGEST, measure, weight_error, with_pooled_noise
 
 LIMIT = ParityGate().noise_factor
@@ -123,9 +123,9 @@ class TestFloats:
         assert beyond.ratio > LIMIT
 
     def test_no_answer_is_a_failure_to_measure(self) -> None:
-        with pytest.raises(MeasurementFailure, match="no answer"):
+        with pytest.raises(MeasurementError, match="no answer"):
             measured(np.ones(2), None, None)
-        with pytest.raises(MeasurementFailure, match="different shapes"):
+        with pytest.raises(MeasurementError, match="different shapes"):
             measured(np.ones(2), np.ones(3), np.ones(2))
 
     @given(

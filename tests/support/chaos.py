@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from tests.support.dying import Order, give, moments
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records, stale
 from tests.support.server import ServerFamily
@@ -134,5 +134,5 @@ def _begun(server: ServerFamily, first: Deployment) -> tuple[Publisher, Iterator
     for _ in range(_GENERATION - 1):
         answer = publisher.publish(next(upcoming))
         if answer.status != 200:
-            raise MeasurementFailure("the first publications were refused", why=repr(answer))
+            raise MeasurementError("the first publications were refused", why=repr(answer))
     return publisher, upcoming

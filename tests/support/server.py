@@ -17,7 +17,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import MeasurementFailure, StateCorrupt
+from onnx_ops.errors import CorruptStateError, MeasurementError
 from onnx_ops.protocol.admin import (
     COUNTS_PATH,
     SERVER_FILE,
@@ -71,14 +71,14 @@ class ServerFamily:
     def supervisor(self) -> int:
         """The process that was started last."""
         if self.process is None:
-            raise MeasurementFailure("the server was not started")
+            raise MeasurementError("the server was not started")
         return self.process.pid
 
     def start(self) -> ServerRecord:
         """Start a server on the folder, beside whatever is left of an earlier one; returns once it is ready.
 
         Raises:
-            MeasurementFailure: it ended, or was not ready within a minute.
+            MeasurementError: it ended, or was not ready within a minute.
         """
         self.folder.mkdir(mode=0o700, exist_ok=True)
         command = [
@@ -97,15 +97,15 @@ class ServerFamily:
         self.sessions.append(self.process.pid)
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
-            with suppress(FileNotFoundError, StateCorrupt):
+            with suppress(FileNotFoundError, CorruptStateError):
                 record = self.record()
                 if record.pid == self.process.pid:
                     self.port = record.port
                     return record
             if self.process.poll() is not None:
-                raise MeasurementFailure("the server ended at once", why=self.log()[-2000:])
+                raise MeasurementError("the server ended at once", why=self.log()[-2000:])
             time.sleep(_PAUSE_S)
-        raise MeasurementFailure("the server was not ready in time", why=self.log()[-2000:])
+        raise MeasurementError("the server was not ready in time", why=self.log()[-2000:])
 
     def stop(self) -> int:
         """SIGTERM, and the exit code."""
@@ -157,14 +157,14 @@ class ServerFamily:
     def state(self) -> EndpointState | None:
         answer = self._admin("GET", None)
         if answer.status != 200:
-            raise MeasurementFailure("the server does not show its state", why=str(answer))
+            raise MeasurementError("the server does not show its state", why=str(answer))
         return read_message(answer.body, AdminState).state
 
     def counts(self, watch: Watch | None = None) -> Counts:
         body = None if watch is None else codec.dumps(watch)
         answer = self._admin("GET" if body is None else "POST", body, COUNTS_PATH)
         if answer.status != 200:
-            raise MeasurementFailure("the server does not show its counts", why=str(answer))
+            raise MeasurementError("the server does not show its counts", why=str(answer))
         return read_message(answer.body, Counts)
 
     def _admin(self, method: str, body: bytes | None, path: str = STATE_PATH) -> Answer:

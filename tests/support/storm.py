@@ -10,7 +10,7 @@ from time import monotonic_ns
 import numpy as np
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from tests.support.load import LoadPlan, LoadProcess, Publication, Records, stale
 from tests.support.load.records import FOREVER_NS
 from tests.support.server import Answer, ServerFamily
@@ -81,7 +81,7 @@ def storm(server: ServerFamily, first: Deployment, plan: LoadPlan, *, publicatio
     """Publish that many times under load, as fast as the server takes it.
 
     Raises:
-        MeasurementFailure: a publication was refused.
+        MeasurementError: a publication was refused.
     """
     publisher = Publisher(server)
     upcoming = states(first)
@@ -96,4 +96,4 @@ def storm(server: ServerFamily, first: Deployment, plan: LoadPlan, *, publicatio
 def _publish(publisher: Publisher, state: EndpointState) -> None:
     answer = publisher.publish(state)
     if answer.status != 200:
-        raise MeasurementFailure("a publication was refused", why=f"{answer.status} {answer.body[:500]!r}")
+        raise MeasurementError("a publication was refused", why=f"{answer.status} {answer.body[:500]!r}")

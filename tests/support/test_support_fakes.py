@@ -13,7 +13,7 @@ import pytest
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import DigestMismatch, ServiceUnavailable, SignatureInvalid
+from onnx_ops.errors import DigestMismatchError, InvalidSignatureError, ServiceUnavailableError
 from onnx_ops.ports import EndpointProvider, Registry
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
 from onnx_ops.testing.fakes import FakeModelFiles, FakeProvider, FakeRegistry, FakeSigner, FakeWorld
@@ -72,7 +72,7 @@ class TestFakeProvider(EndpointProviderSuite):
             if fault != "error":
                 apply(config, state, generation=generation)
             if fault != "none":
-                raise Killed if fault == "kill" else ServiceUnavailable("injected")
+                raise Killed if fault == "kill" else ServiceUnavailableError("injected")
 
         with patch.object(self.fake, "apply", faulty):
             yield asked
@@ -93,7 +93,7 @@ def test_a_registry_that_is_down_answers_nothing(tmp_path: Path) -> None:
     world.registry.publish(publication(tmp_path, model="m", seed="a"))
     world.registry.down = True
     for call in (world.registry.aliases, lambda model: world.registry.version(model, "1")):
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(ServiceUnavailableError):
             call("m")
     world.registry.down = False
     assert world.ports().registry().version("m", "1").variant == "fp32"
@@ -108,7 +108,7 @@ def test_signers_trust_only_themselves() -> None:
         (b"data", other.sign(b"data"), mine.key),
         (b"data", "no base64!", mine.key),
     ):
-        with pytest.raises(SignatureInvalid):
+        with pytest.raises(InvalidSignatureError):
             mine.verify(data, signature, key)
 
 
@@ -119,7 +119,7 @@ def test_model_files_are_verified(tmp_path: Path) -> None:
     assert files.location(manifest.digest()) is None
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(DigestMismatchError):
         files.admit(folder, manifest)
     (folder / "model.onnx").write_bytes(release.variants[0].files["model.onnx"].read_bytes())
     assert files.admit(folder, manifest) == files.location(manifest.digest())

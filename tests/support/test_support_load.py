@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from tests.support.load import Failure, LoadPlan, LoadProcess, Payload, Publication, Records, stale
 from tests.support.load.plan import Requests
 from tests.support.load.records import FOREVER_NS
@@ -176,9 +176,9 @@ def test_a_load_that_cannot_begin_says_why(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     nobody = LoadPlan(url=f"http://127.0.0.1:{port}/", payloads=[Payload(body=b"")])
-    with pytest.raises(MeasurementFailure, match="takes no connection"):
+    with pytest.raises(MeasurementError, match="takes no connection"):
         LoadProcess(nobody).start()
-    with pytest.raises(MeasurementFailure, match="not ended"):
+    with pytest.raises(MeasurementError, match="not ended"):
         _ = LoadProcess(nobody).records
 
 

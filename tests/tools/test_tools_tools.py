@@ -20,7 +20,7 @@ from onnx_ops.domain.evidence import Evidence, ParityMeasurement
 from onnx_ops.domain.gate import LatencyGate, ParityGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.measuring import Asked, asked_by
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure import load, starts
 from onnx_ops.onnx_graph.input_bounds import input_bounds
 from onnx_ops.statistics.latency import LOOKS
@@ -313,7 +313,7 @@ class TestCompare:
         path = graph(
             tmp_path / "r.onnx", [helper.make_node("RandomNormalLike", ["x"], ["y"])], {"x": kind}, {"y": kind}
         )
-        with pytest.raises(MeasurementFailure, match="another one each time"):
+        with pytest.raises(MeasurementError, match="another one each time"):
             compared(path, path)
 
     def test_models_of_other_inputs_are_refused(self, model: Path, tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ class TestBench:
 
     def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))
-        with pytest.raises(MeasurementFailure, match="CPUExecutionProvider was asked for, OtherProvider ran"):
+        with pytest.raises(MeasurementError, match="CPUExecutionProvider was asked for, OtherProvider ran"):
             bench_pair(runtime, CPU, model, model, rows(1), gates=FIVE, conditions=dict)
 
     def test_a_model_too_new_for_the_target_is_refused(self, model: Path) -> None:

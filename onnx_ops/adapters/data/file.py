@@ -12,7 +12,7 @@ from typing import IO, Any
 from onnx_ops.adapters.data.table import SUFFIXES, read_table
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
-from onnx_ops.errors import NotFound, Refused, UserError, quoted
+from onnx_ops.errors import NotFoundError, RefusedError, UserError, quoted
 from onnx_ops.ports.data import Array, Sample
 
 _SMALL_BYTES = 16 << 20
@@ -59,7 +59,7 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
 
     Raises:
         UserError: it is no such file.
-        MissingPackage: what reads tables is not installed.
+        MissingPackageError: what reads tables is not installed.
     """
     suffix = Path(name or path).suffix.lower()
     _check_content(path, where)
@@ -146,13 +146,13 @@ def _path(section: DataSection, root: Path) -> Path:
     try:
         path = (root / section.file).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a zero byte
-        raise NotFound("no such file", where=section.file, why=str(error)) from error
+        raise NotFoundError("no such file", where=section.file, why=str(error)) from error
     if not path.is_relative_to(root.resolve()):
-        raise Refused("data must lie below the project's root", where=section.file)
+        raise RefusedError("data must lie below the project's root", where=section.file)
     if os.path.isdir(path):
-        raise NotFound("a folder, not a file", where=str(path), remedy="Name one .npz, .csv or .parquet file.")
+        raise NotFoundError("a folder, not a file", where=str(path), remedy="Name one .npz, .csv or .parquet file.")
     if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
-        raise NotFound("no such file", where=str(path), remedy=_remedy(path))
+        raise NotFoundError("no such file", where=str(path), remedy=_remedy(path))
     return path
 
 

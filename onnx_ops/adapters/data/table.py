@@ -27,7 +27,7 @@ def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = 
     value is NaN, which makes a column of numbers or truth values float32; in a column of text it is the empty text.
 
     Raises:
-        MissingPackage: pyarrow is not installed.
+        MissingPackageError: pyarrow is not installed.
         UserError: it is no such table, or holds a column of another type.
     """
     require("pyarrow", where=where)

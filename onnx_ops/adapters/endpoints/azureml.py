@@ -34,7 +34,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import NotFound, OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports.release import MetricsSource
 from onnx_ops.protocol import container
 from onnx_ops.protocol.execution import unservable
@@ -102,20 +102,20 @@ class AzureEndpoints:
         """None also where a deployment is lost, traffic is not what any state says, or Azure does not answer."""
         try:
             return self._observed(config)[0]
-        except ServiceUnavailable:
+        except ServiceUnavailableError:
             return None
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Returns when Azure routes by it and what it does not need is gone.
 
         Raises:
-            Conflict: a later generation, or another state of this one, was applied already.
-            DigestMismatch: a deployment's files are not those of its manifest.
-            NotFound: a deployment's files are not there.
+            ConflictError: a later generation, or another state of this one, was applied already.
+            DigestMismatchError: a deployment's files are not those of its manifest.
+            NotFoundError: a deployment's files are not there.
             UserError: the endpoint's name or settings are not for Azure, or the state asks for copies.
-            Refused: Azure does not let us, or a thing of that name is somebody else's.
-            EnvironmentFailure: a deployment does not start, or there is no quota for it.
-            ServiceUnavailable: Azure does not answer.
+            RefusedError: Azure does not let us, or a thing of that name is somebody else's.
+            InfrastructureError: a deployment does not start, or there is no quota for it.
+            ServiceUnavailableError: Azure does not answer.
         """
         change, _, _ = self._parts(config)
         change.to(planned(state, generation=generation, name=change.deployments.name, where=config.endpoint))
@@ -124,7 +124,7 @@ class AzureEndpoints:
         """One change of traffic where the endpoint holds the deployment that gets all of it; else as `apply`."""
         try:
             held, names = self._observed(config)
-        except ServiceUnavailable:
+        except ServiceUnavailableError:
             held, names = None, {}
         if held is not None and held.held(state.leader()) is not None:
             goal = rolled_back(held, state)
@@ -147,7 +147,7 @@ class AzureEndpoints:
         """Deployments without traffic that the endpoint's state does not list, and uploaded models that nobody needs.
 
         Raises:
-            ServiceUnavailable: Azure does not answer.
+            ServiceUnavailableError: Azure does not answer.
         """
         change, client, name = self._parts(config)
         _, names = self._observed(config)
@@ -171,7 +171,7 @@ class AzureEndpoints:
         return tuple(found)
 
     def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
-        """Raises Conflict for a deployment that has traffic by now."""
+        """Raises ConflictError for a deployment that has traffic by now."""
         change, _, _ = self._parts(config)
         if leftover.kind == "deployment":
             change.deployments.deleted(leftover.name)
@@ -182,12 +182,12 @@ class AzureEndpoints:
         """What clients send in the header `Authorization`: the endpoint's first key, or a token.
 
         Raises:
-            NotFound: there is no such endpoint.
+            NotFoundError: there is no such endpoint.
         """
         _, client, name = self._parts(config)
         found = client.read(f"endpoint {name}", lambda: client.ml.online_endpoints.get_keys(name))
         if found is None:
-            raise NotFound("there is no such endpoint", where=config.endpoint)
+            raise NotFoundError("there is no such endpoint", where=config.endpoint)
         return f"Bearer {getattr(found, 'primary_key', None) or getattr(found, 'access_token', '')}"
 
     def invoke(self, config: EndpointConfig, document: object, *, deployment: str | None = None) -> object:
@@ -199,12 +199,12 @@ class AzureEndpoints:
             deployment: name of a deployment here; whichever has traffic without it.
 
         Raises:
-            NotFound: there is no such endpoint or deployment.
-            ServiceUnavailable: it does not answer, or fails.
+            NotFoundError: there is no such endpoint or deployment.
+            ServiceUnavailableError: it does not answer, or fails.
         """
         address = self.address(config)
         if address is None:
-            raise NotFound("there is no such endpoint", where=config.endpoint)
+            raise NotFoundError("there is no such endpoint", where=config.endpoint)
         headers = {"Content-Type": "application/json", "Authorization": self.authorization(config)}
         if deployment is not None:
             headers[_PIN] = self._azure_name(config, deployment)
@@ -215,7 +215,7 @@ class AzureEndpoints:
             ) as answer:
                 return json.load(answer)
         except (OSError, ValueError) as error:
-            raise ServiceUnavailable(
+            raise ServiceUnavailableError(
                 "the endpoint does not answer", where=config.endpoint, why=first_line(error)
             ) from error
 
@@ -237,7 +237,7 @@ class AzureEndpoints:
     def _azure_name(self, config: EndpointConfig, deployment: str) -> str:
         _, names = self._observed(config)
         if deployment not in names:
-            raise NotFound(f"there is no deployment {deployment}", where=config.endpoint)
+            raise NotFoundError(f"there is no deployment {deployment}", where=config.endpoint)
         return names[deployment]
 
     def _parts(self, config: EndpointConfig) -> tuple[Change, AzureClient, str]:

@@ -23,7 +23,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
     without_ours,
 )
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
-from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable
+from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError, ServiceUnavailableError
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
@@ -52,8 +52,8 @@ class Change:
         self._owner = owner
 
     def to(self, plan: Plan) -> None:
-        """Raises Conflict if a later generation was applied, or another state of this one."""
-        last = ServiceUnavailable("Azure is busy with it for too long", where=self._owner)
+        """Raises ConflictError if a later generation was applied, or another state of this one."""
+        last = ServiceUnavailableError("Azure is busy with it for too long", where=self._owner)
         for _ in self._client.pace.tries(self._client.pace.patience):
             self._exists(plan)
             before = self._client.deployments(self._name)
@@ -62,7 +62,7 @@ class Change:
             try:
                 self.routed(plan)
             except Gone as error:  # somebody took a deployment away meanwhile
-                last = ServiceUnavailable("a deployment went away meanwhile", where=self._owner, why=str(error))
+                last = ServiceUnavailableError("a deployment went away meanwhile", where=self._owner, why=str(error))
                 continue
             self._tidy(plan, before)
             return
@@ -83,7 +83,7 @@ class Change:
         else:
             self._memory.believe(None if found is None else generation_of(found.tags or {}))
         if found is not None and not self._is_ours(found):
-            raise Refused(
+            raise RefusedError(
                 f"an endpoint {self._name} stands in the workspace that is not ours",
                 where=self._owner,
                 why=f"neither its tag {OWNER} nor that of a deployment in it says {self._owner}",
@@ -101,7 +101,7 @@ class Change:
 
     def removed(self) -> None:
         """Delete the endpoint with all of its deployments, and their files."""
-        last: OnnxOpsError = ServiceUnavailable("it could not be ended", where=self._owner)
+        last: OnnxOpsError = ServiceUnavailableError("it could not be ended", where=self._owner)
         for _ in self._client.pace.tries(self._client.pace.patience):
             if self.present() is None:
                 break
@@ -111,7 +111,7 @@ class Change:
                 self._client.write(
                     f"endpoint {self._name}", lambda: self._client.ml.online_endpoints.begin_delete(self._name)
                 )
-            except (Busy, ServiceUnavailable) as error:
+            except (Busy, ServiceUnavailableError) as error:
                 last = error
             except Gone:
                 pass
@@ -124,7 +124,7 @@ class Change:
 
     def _exists(self, plan: Plan) -> None:
         """Create the endpoint if it is not there. Only then is anything sent that has no traffic in it."""
-        last: OnnxOpsError = ServiceUnavailable("it could not be created", where=self._owner)
+        last: OnnxOpsError = ServiceUnavailableError("it could not be created", where=self._owner)
         for _ in self._client.pace.tries(self._client.pace.patience):
             found = self.present()
             if found is not None:
@@ -136,7 +136,7 @@ class Change:
                 with self._memory.alone(_LOCK_S):
                     self._memory.sending(0)
                     self._client.write(f"endpoint {self._name}", self._creation)
-            except (Busy, ServiceUnavailable) as error:
+            except (Busy, ServiceUnavailableError) as error:
                 last = error
         raise last
 
@@ -160,13 +160,13 @@ class Change:
         Raises:
             Gone: one of the deployments is not there.
         """
-        last: OnnxOpsError = ServiceUnavailable("Azure is busy with it for too long", where=self._owner)
+        last: OnnxOpsError = ServiceUnavailableError("Azure is busy with it for too long", where=self._owner)
         for _ in self._client.pace.tries(self._client.pace.patience):
             try:
                 with self._memory.alone(_LOCK_S):
                     if self._shows(plan) or (self._put(plan) and self._becomes(plan)):
                         return
-            except (Busy, ServiceUnavailable) as error:
+            except (Busy, ServiceUnavailableError) as error:
                 last = error
         raise last
 
@@ -223,9 +223,11 @@ class Change:
     def _fence(self, endpoint: ManagedOnlineEndpoint, plan: Plan) -> None:
         there = generation_of(endpoint.tags or {})
         if there > plan.generation:
-            raise Conflict(f"generation {there} was applied already, later than {plan.generation}", where=self._owner)
+            raise ConflictError(
+                f"generation {there} was applied already, later than {plan.generation}", where=self._owner
+            )
         if there == plan.generation and (endpoint.tags or {}).get(STATE) != plan.digest:
-            raise Conflict(f"another state of generation {there} was applied already", where=self._owner)
+            raise ConflictError(f"another state of generation {there} was applied already", where=self._owner)
 
 
 def _is(endpoint: ManagedOnlineEndpoint, plan: Plan) -> bool:

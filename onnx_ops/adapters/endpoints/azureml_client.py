@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_ops.adapters.azure import ANSWER_S, Workspace, credential, timeouts
 from onnx_ops.adapters.endpoints.azureml_errors import Busy, Gone, explaining
-from onnx_ops.errors import EnvironmentFailure, ServiceUnavailable
+from onnx_ops.errors import InfrastructureError, ServiceUnavailableError
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class AzureClient:
         return _ml_client(None, self.answer_s, registry=name)
 
     def connect(self, where: str) -> None:
-        """Raises MissingPackage without the extra `azure`; ServiceUnavailable if the cloud does not say what it is."""
+        """Raises MissingPackageError without extra `azure`; ServiceUnavailableError if the cloud is not identified."""
         require(*EXTRAS["azure"], where=where)
         with explaining(where):
             _ = self.ml
@@ -92,7 +92,7 @@ class AzureClient:
         """The endpoint once Azure does not change it any more.
 
         Raises:
-            ServiceUnavailable: Azure is at it for too long.
+            ServiceUnavailableError: Azure is at it for too long.
         """
         return self._settled(f"endpoint {name}", lambda: self.endpoint(name))
 
@@ -109,18 +109,18 @@ class AzureClient:
         Raises:
             Busy: something else changes it, or there are too many requests; nothing was done.
             Gone: what it needs is not there; nothing was done.
-            ServiceUnavailable: Azure does not answer; the operation may be under way.
-            EnvironmentFailure: it failed.
+            ServiceUnavailableError: Azure does not answer; the operation may be under way.
+            InfrastructureError: it failed.
         """
         try:
             with explaining(where, instances=instances):
                 poller = begin()
-        except ServiceUnavailable as error:
+        except ServiceUnavailableError as error:
             if getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS:
                 raise Busy(error.what, where=where, why=error.why, remedy=error.remedy) from error
             raise
         # It is under way; a look at it that fails says nothing about it.
-        with contextlib.suppress(Gone, ServiceUnavailable), explaining(where, instances=instances):
+        with contextlib.suppress(Gone, ServiceUnavailableError), explaining(where, instances=instances):
             poller.wait(self.pace.patience)
             if poller.done():
                 poller.result()
@@ -129,16 +129,16 @@ class AzureClient:
         """What a read finds; None if it is not there.
 
         Raises:
-            ServiceUnavailable: Azure does not answer for `pace.answers` seconds.
+            ServiceUnavailableError: Azure does not answer for `pace.answers` seconds.
         """
-        last = ServiceUnavailable("Azure does not answer", where=where)
+        last = ServiceUnavailableError("Azure does not answer", where=where)
         for _ in self.pace.tries(self.pace.answers):
             try:
                 with explaining(where):
                     return get()
             except Gone:
                 return None
-            except ServiceUnavailable as error:
+            except ServiceUnavailableError as error:
                 last = error
         raise last
 
@@ -146,15 +146,15 @@ class AzureClient:
         """Do what may be done twice until it is done.
 
         Raises:
-            ServiceUnavailable: Azure does not answer for `pace.answers` seconds.
+            ServiceUnavailableError: Azure does not answer for `pace.answers` seconds.
         """
-        last = ServiceUnavailable("Azure does not answer", where=where)
+        last = ServiceUnavailableError("Azure does not answer", where=where)
         for _ in self.pace.tries(self.pace.answers):
             try:
                 with explaining(where):
                     do()
                 return
-            except ServiceUnavailable as error:
+            except ServiceUnavailableError as error:
                 last = error
         raise last
 
@@ -163,7 +163,9 @@ class AzureClient:
             found = get()
             if found is None or _state(found) in _SETTLED:
                 return found
-        raise ServiceUnavailable("Azure is busy with it for too long", where=where, remedy="Look at it in the portal.")
+        raise ServiceUnavailableError(
+            "Azure is busy with it for too long", where=where, remedy="Look at it in the portal."
+        )
 
 
 def succeeded(found: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:
@@ -199,7 +201,7 @@ def _ml_client(place: Workspace | None, answer_s: float, *, registry: str = "") 
             **timeouts(answer_s),
         )
     except LookupError as error:
-        raise EnvironmentFailure("no such cloud", why=str(error)) from error
+        raise InfrastructureError("no such cloud", why=str(error)) from error
     _quieten()
     return client
 

@@ -17,7 +17,7 @@ from onnx_ops.adapters.endpoints.azureml_scaling import Scaling
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import Conflict, OnnxOpsError, Refused, ServiceUnavailable
+from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.container import OPTION_VARIABLE, TRUSTED_KEYS_VARIABLE
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Deployments:
 
     def runs(self, name: str, deployment: Deployment) -> None:
         """Make the deployment if it is not there, with as many instances as the settings say."""
-        last: OnnxOpsError = ServiceUnavailable("it could not be made", where=f"deployment {name}")
+        last: OnnxOpsError = ServiceUnavailableError("it could not be made", where=f"deployment {name}")
         for _ in self._client.pace.tries(self._client.pace.patience):
             try:
                 found = self._client.settled_deployment(self._name, name)
@@ -92,7 +92,7 @@ class Deployments:
                     instances=self._settings.instances,
                 )
                 self._seen(name)
-            except (Busy, ServiceUnavailable) as error:
+            except (Busy, ServiceUnavailableError) as error:
                 last = error
         raise last
 
@@ -133,22 +133,22 @@ class Deployments:
         """Delete a deployment that has no traffic. No error if it is not there.
 
         Raises:
-            Conflict: it has traffic.
+            ConflictError: it has traffic.
         """
-        last: OnnxOpsError = ServiceUnavailable("it could not be deleted", where=f"deployment {name}")
+        last: OnnxOpsError = ServiceUnavailableError("it could not be deleted", where=f"deployment {name}")
         for _ in self._client.pace.tries(self._client.pace.patience):
             endpoint = self._client.endpoint(self._name)
             found = self._client.settled_deployment(self._name, name)
             if endpoint is None or found is None:
                 return
             if _used(endpoint, name):
-                raise Conflict("it has traffic", where=f"deployment {name}", remedy="Move the traffic first.")
+                raise ConflictError("it has traffic", where=f"deployment {name}", remedy="Move the traffic first.")
             try:
                 self._scaling.let_go(found)
                 self._client.write(
                     f"deployment {name}", lambda: self._client.ml.online_deployments.begin_delete(name, self._name)
                 )
-            except (Busy, ServiceUnavailable) as error:
+            except (Busy, ServiceUnavailableError) as error:
                 last = error
             except Gone:
                 return
@@ -162,7 +162,7 @@ class Deployments:
 
     def _check_ours(self, found: ManagedOnlineDeployment) -> None:
         if (found.tags or {}).get(OWNER) != self._owner or record_of(found.tags or {}) is None:
-            raise Refused(
+            raise RefusedError(
                 f"a deployment {found.name} stands there that is not ours",
                 where=self._owner,
                 remedy="Delete it, or choose another `name` for the endpoint.",

@@ -12,7 +12,7 @@ from onnx_ops.adapters.endpoints.azureml_errors import SPARE
 from onnx_ops.adapters.endpoints.azureml_image import image_findings
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_settings
 from onnx_ops.domain.finding import Finding
-from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.plugins import EXTRAS, absent, install_hint, version
 
 _WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
@@ -68,7 +68,7 @@ def _workspace(settings: AzureSettings) -> Iterator[Finding]:
     check = f"azure workspace {place.workspace}"
     try:
         there = ask(f"{place.path}?{_API}")
-    except Refused as error:
+    except RefusedError as error:
         unseen = "HTTP 404" in error.why
         remedy = "Look at subscription, resource_group and workspace; make it with infra/." if unseen else ROLE_REMEDY
         yield Finding(check=check, ok=False, found="it is not there" if unseen else error.why, remedy=remedy)
@@ -83,7 +83,7 @@ def _seen(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """What nobody needs to be permitted to see is no fault."""
     try:
         yield from findings
-    except Refused as error:
+    except RefusedError as error:
         yield Finding(check=check, ok=True, found=f"may not be looked at: {error.why}")
 
 

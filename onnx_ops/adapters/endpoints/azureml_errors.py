@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, first_line
-from onnx_ops.errors import Conflict, EnvironmentFailure, OnnxOpsError, Refused, ServiceUnavailable
+from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUOTA = re.compile(r"quota|OutOfCapacity|not enough (cores|capacity)", re.IGNORECASE)
@@ -19,11 +19,11 @@ SPARE = 1.2
 """Azure keeps a fifth of a deployment's instances in reserve for its upgrades, and counts them."""
 
 
-class Busy(Conflict):
+class Busy(ConflictError):
     """Azure changes the same thing just now."""
 
 
-class Gone(EnvironmentFailure):
+class Gone(InfrastructureError):
     """What was asked about is not there."""
 
 
@@ -39,11 +39,13 @@ def explained(error: BaseException, *, where: str, instances: int = 1) -> OnnxOp
     status = getattr(error, "status_code", None)
     text = first_line(error)
     if isinstance(error, ClientAuthenticationError) and status is None and _UNHEARD.search(str(error)):
-        return ServiceUnavailable("nobody answers who gives out tokens", where=where, why=text, remedy="Try again.")
+        return ServiceUnavailableError(
+            "nobody answers who gives out tokens", where=where, why=text, remedy="Try again."
+        )
     if isinstance(error, ClientAuthenticationError) or status == 401:
-        return Refused("Azure does not know who we are", where=where, why=text, remedy=LOGIN_REMEDY)
+        return RefusedError("Azure does not know who we are", where=where, why=text, remedy=LOGIN_REMEDY)
     if status == 403:
-        return Refused("Azure does not let us do that", where=where, why=text, remedy=ROLE_REMEDY)
+        return RefusedError("Azure does not let us do that", where=where, why=text, remedy=ROLE_REMEDY)
     if _QUOTA.search(f"{getattr(getattr(error, 'error', None), 'code', '')} {text}"):
         return _no_quota(text, where, instances)
     if status == 409 or (status == 400 and _BUSY.search(text)):
@@ -51,9 +53,9 @@ def explained(error: BaseException, *, where: str, instances: int = 1) -> OnnxOp
     if status == 404:
         return Gone("it is not there", where=where, why=text)
     if status in _TRANSIENT or not isinstance(error, HttpResponseError) or isinstance(error, ServiceRequestError):
-        return ServiceUnavailable("Azure does not answer", where=where, why=text, remedy="Try again.")
+        return ServiceUnavailableError("Azure does not answer", where=where, why=text, remedy="Try again.")
     remedy = f"See its log: az ml online-deployment get-logs (or the portal), under {where}."
-    return EnvironmentFailure("Azure could not do it", where=where, why=text, remedy=remedy)
+    return InfrastructureError("Azure could not do it", where=where, why=text, remedy=remedy)
 
 
 @contextmanager
@@ -68,9 +70,9 @@ def explaining(where: str, *, instances: int = 1) -> Iterator[None]:
         raise explained(error, where=where, instances=instances) from error
 
 
-def _no_quota(text: str, where: str, instances: int) -> EnvironmentFailure:
+def _no_quota(text: str, where: str, instances: int) -> InfrastructureError:
     needed = math.ceil(instances * SPARE)
-    return EnvironmentFailure(
+    return InfrastructureError(
         "there is not enough quota",
         where=where,
         why=text,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from onnx_ops.adapters.objects import durable_file
-from onnx_ops.errors import Conflict
+from onnx_ops.errors import ConflictError
 
 _PAUSE_S = 0.02
 
@@ -25,7 +25,7 @@ class Memory:
         """Keep other processes of this machine from changing the endpoint's traffic meanwhile.
 
         Raises:
-            Conflict: somebody else is at it for longer than `patience_s`.
+            ConflictError: somebody else is at it for longer than `patience_s`.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         deadline = time.monotonic() + patience_s
@@ -35,7 +35,9 @@ class Memory:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise Conflict("somebody else is changing this endpoint", where=self._folder.name) from None
+                        raise ConflictError(
+                            "somebody else is changing this endpoint", where=self._folder.name
+                        ) from None
                     time.sleep(_PAUSE_S)
                 else:
                     break

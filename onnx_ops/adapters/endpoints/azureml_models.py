@@ -21,7 +21,7 @@ from onnx_ops.adapters.endpoints.azureml_registry import VERSION, SharedModels
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError
+from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class AzureModels:
         uploaded if it is not there.
 
         Raises:
-            NotFound: its files are not on this machine.
-            DigestMismatch: they are not those of its manifest.
-            ServiceUnavailable: Azure does not take them.
-            Refused: the registry has another model of that name.
+            NotFoundError: its files are not on this machine.
+            DigestMismatchError: they are not those of its manifest.
+            ServiceUnavailableError: Azure does not take them.
+            RefusedError: the registry has another model of that name.
         """
         if not self._settings.registry:
             return f"{self._client.place.path}/models/{self._own_asset(name, deployment)}/versions/{VERSION}"
@@ -103,11 +103,11 @@ class AzureModels:
             return
         folder = Path(deployment.location)
         if not folder.is_dir():
-            raise NotFound("the files of the model are not there", where=deployment.name, why=str(folder))
+            raise NotFoundError("the files of the model are not there", where=deployment.name, why=str(folder))
         paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         found = Manifest(files={relative: digest_file(path) for relative, path in paths.items()}).digest()
         if found != deployment.manifest:
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"its files are {short(found)}, not {short(deployment.manifest)}",
                 where=f"{deployment.model}/{deployment.version}",
                 remedy="They were changed after they were verified; delete the folder, then they are fetched again.",

@@ -12,7 +12,7 @@ from onnx_ops.adapters.endpoints.azureml_client import AzureClient
 from onnx_ops.adapters.endpoints.azureml_errors import Gone
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import NotFound, Refused, ServiceUnavailable
+from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError
 
 VERSION = "1"
 """Of every model: what stands under a name never changes."""
@@ -35,9 +35,9 @@ class SharedModels:
         """Whether the model of the deployment of that name is there.
 
         Raises:
-            NotFound: there is no such registry.
-            Refused: another model has its name.
-            ServiceUnavailable: Azure does not answer.
+            NotFoundError: there is no such registry.
+            RefusedError: another model has its name.
+            ServiceUnavailableError: Azure does not answer.
         """
         models = self._models()
         found: Any = self._client.read(self._where, lambda: models.get(_model(name), VERSION))
@@ -45,7 +45,7 @@ class SharedModels:
             return False
         manifest = (found.tags or {}).get(MANIFEST, deployment.manifest)
         if manifest != deployment.manifest:
-            raise Refused(
+            raise RefusedError(
                 f"another model is called {_model(name)}",
                 where=self._where,
                 why=f"its manifest is {manifest}",
@@ -58,7 +58,7 @@ class SharedModels:
 
         Raises:
             Busy: somebody else is copying it.
-            ServiceUnavailable: Azure does not answer, or does not show it.
+            ServiceUnavailableError: Azure does not answer, or does not show it.
         """
         from azure.ai.ml.entities import WorkspaceModelReference
 
@@ -78,14 +78,16 @@ class SharedModels:
         for _ in self._client.pace.tries(self._client.pace.lag):
             if self._client.read(self._where, lambda: models.get(_model(name), VERSION)) is not None:
                 return
-        raise ServiceUnavailable("the model was copied and does not appear", where=self._where, remedy="Try again.")
+        raise ServiceUnavailableError(
+            "the model was copied and does not appear", where=self._where, remedy="Try again."
+        )
 
     def _models(self) -> Any:
         found: list[Any] = []
         try:
             self._client.again(self._where, lambda: found.append(self._client.registry(self._registry).models))
         except Gone as error:
-            raise NotFound(
+            raise NotFoundError(
                 "there is no such registry, or we may not see it",
                 where=self._where,
                 why=error.why,

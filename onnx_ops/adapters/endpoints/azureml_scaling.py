@@ -14,7 +14,7 @@ from onnx_ops.adapters.endpoints.azureml_client import AzureClient
 from onnx_ops.adapters.endpoints.azureml_errors import Busy
 from onnx_ops.adapters.endpoints.azureml_plan import NOT_SCALED, OWNER, SCALING
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
-from onnx_ops.errors import Refused, ServiceUnavailable
+from onnx_ops.errors import RefusedError, ServiceUnavailableError
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment
@@ -87,7 +87,7 @@ class Scaling:
         """Whether somebody made an autoscale setting for this deployment."""
         try:
             listed = self._ask(f"{self._group}?{_MONITOR}")
-        except Refused:  # who does not use autoscaling needs no permission to look at it
+        except RefusedError:  # who does not use autoscaling needs no permission to look at it
             return False
         targets = (one["properties"].get("targetResourceUri", "") for one in (listed or {}).get("value", ()))
         return self._deployment(name).lower() in map(str.lower, targets)
@@ -140,22 +140,22 @@ class Scaling:
 
         Raises:
             Busy: something else changes it.
-            Refused: it does not let us.
-            ServiceUnavailable: it does not answer.
+            RefusedError: it does not let us.
+            ServiceUnavailableError: it does not answer.
         """
-        last = ServiceUnavailable("Azure does not answer", where=self._owner)
+        last = ServiceUnavailableError("Azure does not answer", where=self._owner)
         for _ in self._client.pace.tries(self._client.pace.answers):
             try:
                 return ask(path, method=method, document=document)
-            except ServiceUnavailable as error:
+            except ServiceUnavailableError as error:
                 last = error
-            except Refused as error:
+            except RefusedError as error:
                 if error.why.startswith("HTTP 404"):
                     return None
                 if error.why.startswith("HTTP 409"):
                     raise Busy("Azure is busy with it", where=self._owner, why=error.why) from error
                 what = "Azure does not let us scale a deployment"
-                raise Refused(what, where=self._owner, why=error.why, remedy=_REMEDY) from error
+                raise RefusedError(what, where=self._owner, why=error.why, remedy=_REMEDY) from error
         raise last
 
 

@@ -19,7 +19,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, StateCorrupt, UserError
+from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.protocol.admin import (
     AUDIT_FILE,
@@ -77,12 +77,12 @@ class LocalEndpoints:
         """What the running server has counted; by user, too, what is to be watched.
 
         Raises:
-            ServiceUnavailable: none runs, or it does not answer.
+            ServiceUnavailableError: none runs, or it does not answer.
         """
         server = self._server(config)
         record = server.record()
         if record is None:
-            raise ServiceUnavailable("the endpoint's server does not run", where=config.endpoint)
+            raise ServiceUnavailableError("the endpoint's server does not run", where=config.endpoint)
         if watch is None:
             status, body = server.ask(record, "GET", path=COUNTS_PATH, timeout_s=_OBSERVE_S)
         else:
@@ -125,7 +125,7 @@ class LocalEndpoints:
         try:
             status, body = server.ask(record, "GET", timeout_s=_OBSERVE_S)
             found = read_message(body, AdminState) if status == 200 else AdminState(state=None)
-        except (ServiceUnavailable, StateCorrupt):
+        except (ServiceUnavailableError, CorruptStateError):
             return None
         if found.failed or found.state is None:
             return None
@@ -150,19 +150,19 @@ class LocalEndpoints:
         """Start the server if it does not run, and publish the state; returns once requests are answered by it.
 
         Raises:
-            Conflict: a later generation, or another state of this generation, was applied already.
-            DigestMismatch: a deployment's files are not those of its manifest.
-            NotFound: a deployment's files are not there.
+            ConflictError: a later generation, or another state of this generation, was applied already.
+            DigestMismatchError: a deployment's files are not those of its manifest.
+            NotFoundError: a deployment's files are not there.
             UserError: the endpoint's name, its port or the state is not one.
-            ServiceUnavailable: the port is taken, or the server cannot be started or does not answer.
-            EnvironmentFailure: a model cannot be loaded.
+            ServiceUnavailableError: the port is taken, or the server cannot be started or does not answer.
+            InfrastructureError: a model cannot be loaded.
         """
         server = self._server(config)
         body = codec.dumps(replace(state, generation=generation))
         with server.alone():
             try:
                 status, answer = server.ask(self._running(server, config), "PUT", body, timeout_s=_APPLY_S)
-            except ServiceUnavailable:
+            except ServiceUnavailableError:
                 if not server.gone(_DEATH_S):
                     raise
                 # It died under our hands; publishing the same generation again is safe.
@@ -175,9 +175,9 @@ class LocalEndpoints:
         deployment with all traffic. Its workers go on answering until the new ones are ready.
 
         Raises:
-            Conflict: a later generation was applied already, or somebody else is changing the endpoint.
-            NotFound, DigestMismatch: the deployment is not loaded, and its files are lost or damaged.
-            ServiceUnavailable: the port is taken, or the server cannot be started or does not answer.
+            ConflictError: a later generation was applied already, or somebody else is changing the endpoint.
+            NotFoundError, DigestMismatchError: the deployment is not loaded, and its files are lost or damaged.
+            ServiceUnavailableError: the port is taken, or the server cannot be started or does not answer.
             OSError: the endpoint's folder cannot be written.
         """
         server = self._server(config)
@@ -192,7 +192,7 @@ class LocalEndpoints:
             tables.write(follow(tables.read(), without_spare(state)))
             self._running(server, config)
             if not self._took_back(server, state):
-                raise ServiceUnavailable("the endpoint server does not answer", where=config.endpoint)
+                raise ServiceUnavailableError("the endpoint server does not answer", where=config.endpoint)
 
     @staticmethod
     def _took_back(server: ServerProcess, state: EndpointState) -> bool:
@@ -207,7 +207,7 @@ class LocalEndpoints:
             loads = held is None or held.held(state.leader()) is None
             timeout_s = _APPLY_S if loads else _HURRY_S
             status, answer = server.ask(record, "PUT", codec.dumps(wanted), timeout_s=timeout_s)
-        except (ServiceUnavailable, StateCorrupt):
+        except (ServiceUnavailableError, CorruptStateError):
             return False
         if status != 200:
             raise error_from_bytes(answer)
@@ -282,11 +282,11 @@ class LocalEndpoints:
             port = _FIRST_PORT + (first + offset) % _PORTS
             if _is_free(port):
                 return port
-        raise ServiceUnavailable("no port is free", where=server.folder.name)
+        raise ServiceUnavailableError("no port is free", where=server.folder.name)
 
 
-def _taken(port: int, config: EndpointConfig, server: ServerProcess) -> ServiceUnavailable:
-    return ServiceUnavailable(
+def _taken(port: int, config: EndpointConfig, server: ServerProcess) -> ServiceUnavailableError:
+    return ServiceUnavailableError(
         f"port {port} is taken by another program",
         where=f"endpoint {config.endpoint}",
         remedy=f"Stop that program, or choose a port: `port` in this endpoint's settings "

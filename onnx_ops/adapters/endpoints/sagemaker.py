@@ -38,7 +38,7 @@ from onnx_ops.domain.endpoint import (
 )
 from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import EnvironmentFailure, NotFound, OnnxOpsError, ServiceUnavailable, UserError
+from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import container
 from onnx_ops.protocol.execution import unservable
@@ -101,7 +101,7 @@ class SageMakerEndpoints:
 
         Raises:
             UserError: there are no credentials, or the settings are wrong.
-            Refused: AWS does not permit to look.
+            RefusedError: AWS does not permit to look.
         """
         settings, connected = self._connect(config)
         try:
@@ -122,21 +122,21 @@ class SageMakerEndpoints:
             if state is None:
                 return None
             return replace(state, drift=(*self._config_drift(config, found, state), *drift))
-        except EnvironmentFailure:
+        except InfrastructureError:
             return None
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Upload what is missing, make models and config, move the endpoint there, and wait until it is.
 
         Raises:
-            Conflict: a later generation, or another state of this generation, was begun already.
-            DigestMismatch: a deployment's files are not those of its manifest.
-            NotFound: a deployment's files are needed and not there, or an alarm does not exist.
+            ConflictError: a later generation, or another state of this generation, was begun already.
+            DigestMismatchError: a deployment's files are not those of its manifest.
+            NotFoundError: a deployment's files are needed and not there, or an alarm does not exist.
             UserError: the settings or the state cannot be had at SageMaker.
-            Refused: AWS does not permit it, or the endpoint is somebody else's.
-            ServiceUnavailable: AWS does not answer, or the update did not end in time.
-            RolledBackByAlarm: an alarm took it back, now or in an earlier try.
-            EnvironmentFailure: SageMaker could not do it, or took it back by itself; says why.
+            RefusedError: AWS does not permit it, or the endpoint is somebody else's.
+            ServiceUnavailableError: AWS does not answer, or the update did not end in time.
+            AlarmRollbackError: an alarm took it back, now or in an earlier try.
+            InfrastructureError: SageMaker could not do it, or took it back by itself; says why.
         """
         self._apply(config, replace(state, generation=generation))
 
@@ -168,7 +168,7 @@ class SageMakerEndpoints:
         claims.take(rolled_back(held, state))
         try:
             Mover(connected, config.endpoint, settings, claims, generation).shift(variant_of(state.leader().name))
-        except NotFound:  # what was claimed last never got there
+        except NotFoundError:  # what was claimed last never got there
             self._apply(config, rolled_back(held, state), back=True)
 
     def address(self, config: EndpointConfig) -> str | None:
@@ -180,7 +180,7 @@ class SageMakerEndpoints:
                 return None
             if not is_ours(connected("sagemaker"), found, config.endpoint):
                 return None
-        except EnvironmentFailure:
+        except InfrastructureError:
             return None
         base = str(connected("sagemaker-runtime").meta.endpoint_url).rstrip("/")
         return f"{base}/endpoints/{config.endpoint}"
@@ -220,7 +220,7 @@ class SageMakerEndpoints:
         scaling = Scaling(connected, endpoint, settings)
         while (found := describe(sagemaker, endpoint)) is not None and is_ours(sagemaker, found, endpoint):
             if time.monotonic() > deadline:
-                raise ServiceUnavailable(
+                raise ServiceUnavailableError(
                     "the endpoint did not end in time", where=endpoint, why=f"it is {found['EndpointStatus']}"
                 )
             if found["EndpointStatus"] != "Deleting":
@@ -276,7 +276,7 @@ def _create(sagemaker: Any, noun: str, named: Mapping[str, str], request: Mappin
     """Create what cannot be changed afterwards; what has its name already must be the same.
 
     Raises:
-        EnvironmentFailure: it is another thing.
+        InfrastructureError: it is another thing.
     """
     from botocore.exceptions import ClientError
 
@@ -289,7 +289,7 @@ def _create(sagemaker: Any, noun: str, named: Mapping[str, str], request: Mappin
             found = getattr(sagemaker, f"describe_{noun}")(**named)
             asked = {key: value for key, value in request.items() if key != "Tags"}
             if not _within(asked, found):
-                raise EnvironmentFailure(
+                raise InfrastructureError(
                     f"another {noun.replace('_', ' ')} has the name {next(iter(named.values()))}",
                     where=endpoint,
                     remedy="Somebody made it by hand; delete it.",

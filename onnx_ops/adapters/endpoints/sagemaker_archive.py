@@ -20,7 +20,7 @@ from onnx_ops.adapters.aws import code_of, create_once, translated
 from onnx_ops.adapters.endpoints.sagemaker_layout import document_of
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import DigestMismatch, NotFound
+from onnx_ops.errors import DigestMismatchError, NotFoundError
 from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
 
 PART_BYTES = 64 << 20
@@ -32,13 +32,13 @@ def pack(deployment: Deployment, target: IO[bytes]) -> None:
     """Write `deployment.json` and `model/` with the version's files as a tar.gz.
 
     Raises:
-        NotFound: the files are not there.
-        DigestMismatch: they are not those of the deployment's manifest.
+        NotFoundError: the files are not there.
+        DigestMismatchError: they are not those of the deployment's manifest.
     """
     folder = Path(deployment.location)
     files = sorted(path for path in folder.rglob("*") if path.is_file()) if deployment.location else []
     if not files:
-        raise NotFound(
+        raise NotFoundError(
             f"the files of {deployment.name} are not there",
             where=str(folder),
             remedy="Run this where the version was fetched, or `onnx-ops reconcile` to fetch it again.",
@@ -46,7 +46,7 @@ def pack(deployment: Deployment, target: IO[bytes]) -> None:
     named = {path.relative_to(folder).as_posix(): path for path in files}
     manifest = Manifest(files={name: digest_file(path) for name, path in named.items()}).digest()
     if manifest != deployment.manifest:
-        raise DigestMismatch(
+        raise DigestMismatchError(
             f"the files of {deployment.name} are not those of its manifest {short(deployment.manifest)}",
             where=str(folder),
             remedy="They were changed after they were verified; remove the folder, and it is fetched again.",
@@ -80,9 +80,9 @@ class Archives:
         """See that the deployment's archive lies under its key. What lies there already is left alone.
 
         Raises:
-            NotFound: the files are needed and not there.
-            DigestMismatch: the files are not those of the manifest.
-            ServiceUnavailable: S3 does not answer.
+            NotFoundError: the files are needed and not there.
+            DigestMismatchError: the files are not those of the manifest.
+            ServiceUnavailableError: S3 does not answer.
         """
         if self.holds(key):
             return

@@ -17,7 +17,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.adapters.aws import code_of, create_once, translated
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import Conflict
+from onnx_ops.errors import ConflictError
 
 _MISSING = frozenset({"404", "NoSuchKey", "NotFound", "NoSuchBucket"})
 
@@ -51,7 +51,7 @@ class Claims:
         """Claim the state's generation.
 
         Raises:
-            Conflict: a later one is claimed, or this one for another state.
+            ConflictError: a later one is claimed, or this one for another state.
         """
         self.hold(state.generation)
         self._create(self._key(state.generation), codec.dumps(state))
@@ -60,7 +60,7 @@ class Claims:
             raise self._conflict(state.generation)
 
     def hold(self, generation: int) -> None:
-        """Raises Conflict if a later generation is claimed."""
+        """Raises ConflictError if a later generation is claimed."""
         keys = self._keys()
         if keys and keys[-1] > self._key(generation):
             raise self._conflict(generation)
@@ -126,8 +126,8 @@ class Claims:
     def _key(self, generation: int) -> str:
         return f"{self._claims}{generation:016d}.json"
 
-    def _conflict(self, generation: int) -> Conflict:
-        return Conflict(
+    def _conflict(self, generation: int) -> ConflictError:
+        return ConflictError(
             f"a later generation than {generation} was begun",
             where=self._endpoint,
             remedy="Somebody else acts on this endpoint: see `onnx-ops history`.",

@@ -11,7 +11,7 @@ from onnx_ops.adapters.aws import Clients, Scalar, clients, code_of, translated
 from onnx_ops.adapters.endpoints.sagemaker_image import image_found, role_pulls
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed, settings_of
 from onnx_ops.domain.finding import Finding
-from onnx_ops.errors import OnnxOpsError, Refused
+from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.plugins import install_hint
 
 _PRINCIPAL = "sagemaker.amazonaws.com"
@@ -66,7 +66,7 @@ def _looked(check: str, look: Callable[[], Finding]) -> Finding:
     try:
         with translated(""):
             return look()
-    except Refused as error:
+    except RefusedError as error:
         return Finding(check=check, ok=True, found=f"may not be looked at: {error.why}")
     except OnnxOpsError as error:
         return Finding(check=check, ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)

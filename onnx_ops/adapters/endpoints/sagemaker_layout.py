@@ -17,7 +17,7 @@ from onnx_ops.adapters.aws import GUARDED_VARIANT, is_name, variant_of
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
 from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import StateCorrupt, UserError
+from onnx_ops.errors import CorruptStateError, UserError
 from onnx_ops.protocol.container import TRUSTED_KEYS_VARIABLE, option_variables
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
@@ -65,7 +65,7 @@ def deployment_in(environment: Mapping[str, str]) -> Deployment | None:
         text += piece
     try:
         return codec.loads(text.encode(), Deployment)
-    except StateCorrupt:
+    except CorruptStateError:
         return None
 
 

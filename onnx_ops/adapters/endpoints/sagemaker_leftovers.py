@@ -12,7 +12,7 @@ from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.adapters.endpoints.sagemaker_update import describe, tag_of
 from onnx_ops.domain.artifact import Digest, hex_of
 from onnx_ops.domain.endpoint import Leftover
-from onnx_ops.errors import Conflict, Refused, UserError
+from onnx_ops.errors import ConflictError, RefusedError, UserError
 
 _UPLOAD = "#"
 """Between key and id in the name of an upload that nobody completed."""
@@ -47,10 +47,10 @@ class Leftovers:
         """Remove it; no error if it is gone.
 
         Raises:
-            Conflict: the live endpoint uses it by now. SageMaker itself would let it go all the same.
+            ConflictError: the live endpoint uses it by now. SageMaker itself would let it go all the same.
         """
         if (leftover.kind, leftover.name) in self._used():
-            raise Conflict(f"{leftover.kind} {leftover.name} is in use by now", where=self._endpoint)
+            raise ConflictError(f"{leftover.kind} {leftover.name} is in use by now", where=self._endpoint)
         deletions = {
             "endpoint-config": ("endpoint_config", "EndpointConfigName"),
             "model": ("model", "ModelName"),
@@ -130,7 +130,7 @@ class Leftovers:
             try:
                 arn = getattr(sagemaker, f"describe_{noun}")(**{parameter: name})[arn_key]
                 if tag_of(sagemaker, arn) != self._endpoint:
-                    raise Refused(f"{name} does not carry our tag", where=self._endpoint)
+                    raise RefusedError(f"{name} does not carry our tag", where=self._endpoint)
                 getattr(sagemaker, f"delete_{noun}")(**{parameter: name})
             except ClientError as error:
                 if not says(error, "could not find"):

@@ -9,7 +9,7 @@ from onnx_ops.adapters.aws import Clients, code_of, translated
 from onnx_ops.adapters.endpoints.sagemaker_drift import instance_drift
 from onnx_ops.adapters.endpoints.sagemaker_layout import Layout
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 
 _NAMESPACE = {"ServiceNamespace": "sagemaker"}
 _DIMENSION = {**_NAMESPACE, "ScalableDimension": "sagemaker:variant:DesiredInstanceCount"}
@@ -103,7 +103,7 @@ class Scaling:
             with translated(self._endpoint):
                 scaling = self._clients("application-autoscaling")
                 found = scaling.describe_scalable_targets(**_DIMENSION, ResourceIds=list(resources))
-        except Refused:
+        except RefusedError:
             if self._settings.scaled:
                 raise
             return {}

@@ -17,7 +17,13 @@ from onnx_ops.adapters.endpoints.sagemaker_drift import instance_drift
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG, Layout
 from onnx_ops.adapters.endpoints.sagemaker_scaling import Scaling
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
-from onnx_ops.errors import EnvironmentFailure, NotFound, Refused, RolledBackByAlarm, ServiceUnavailable
+from onnx_ops.errors import (
+    AlarmRollbackError,
+    InfrastructureError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+)
 
 _BUSY = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"})
 _RETAINED_NOT = [{"VariantPropertyType": "DesiredWeight"}, {"VariantPropertyType": "DataCaptureConfig"}]
@@ -72,11 +78,11 @@ class Mover:
         """Return once the endpoint is in service with this layout and these weights.
 
         Raises:
-            Conflict: a later generation was begun.
-            Refused: an endpoint of that name is somebody else's.
-            RolledBackByAlarm: an alarm took this layout back, now or in an earlier try.
-            EnvironmentFailure: SageMaker could not do it, or took it back; or an alarm that guards it fires already.
-            ServiceUnavailable: it did not end in time.
+            ConflictError: a later generation was begun.
+            RefusedError: an endpoint of that name is somebody else's.
+            AlarmRollbackError: an alarm took this layout back, now or in an earlier try.
+            InfrastructureError: SageMaker could not do it, or took it back; or an alarm that guards it fires already.
+            ServiceUnavailableError: it did not end in time.
         """
         deadline = time.monotonic() + self._settings.timeout_s
         course, found = _Course(), describe(self._sagemaker, self._endpoint)
@@ -93,7 +99,7 @@ class Mover:
             elif course.asked:
                 course.began, course.bad = True, 0
             time.sleep(self._settings.poll_s)
-        raise ServiceUnavailable(
+        raise ServiceUnavailableError(
             "the endpoint did not get where it should in time",
             where=self._endpoint,
             why=f"it is {(found or {}).get('EndpointStatus', 'not there')}",
@@ -104,9 +110,9 @@ class Mover:
         """Return once one of the variants that run has all traffic. Nothing but weights is changed.
 
         Raises:
-            Conflict: a later generation was begun.
-            NotFound: the variant does not run.
-            ServiceUnavailable: it did not end in time.
+            ConflictError: a later generation was begun.
+            NotFoundError: the variant does not run.
+            ServiceUnavailableError: it did not end in time.
         """
         deadline, found = time.monotonic() + self._settings.timeout_s, None
         wait = 0
@@ -114,7 +120,7 @@ class Mover:
             found = describe(self._sagemaker, self._endpoint)
             names = [one["VariantName"] for one in (found or {}).get("ProductionVariants", ())]
             if found is None or variant not in names or not is_ours(self._sagemaker, found, self._endpoint):
-                raise NotFound(f"no variant {variant} runs", where=self._endpoint)
+                raise NotFoundError(f"no variant {variant} runs", where=self._endpoint)
             weights = {name: 100.0 if name == variant else 0.0 for name in names}
             if found["EndpointStatus"] == "InService":
                 if has_weights(found, weights):
@@ -125,7 +131,7 @@ class Mover:
                     wait = _PATIENCE
                 wait -= 1
             time.sleep(self._settings.poll_s)
-        raise ServiceUnavailable(
+        raise ServiceUnavailableError(
             "the endpoint did not get its weights in time",
             where=self._endpoint,
             why=f"it is {(found or {}).get('EndpointStatus', 'not there')}",
@@ -164,7 +170,7 @@ class Mover:
                 self._create(layout, course)
             return
         if not is_ours(self._sagemaker, found, self._endpoint):
-            raise Refused(
+            raise RefusedError(
                 "an endpoint of that name exists that onnx-ops did not make",
                 where=self._endpoint,
                 remedy="Choose another name in the pipeline file, or delete that endpoint yourself.",
@@ -198,7 +204,7 @@ class Mover:
         from botocore.exceptions import ClientError
 
         if course.asked and not course.deleted:
-            raise EnvironmentFailure(
+            raise InfrastructureError(
                 "SageMaker could not start the endpoint",
                 where=self._endpoint,
                 why=_reason(found),
@@ -254,15 +260,15 @@ class Mover:
         """Return how the traffic is shifted, and under which alarms.
 
         Raises:
-            NotFound: there is no such alarm.
-            EnvironmentFailure: an alarm fires already, so it could not guard what comes.
+            NotFoundError: there is no such alarm.
+            InfrastructureError: an alarm fires already, so it could not guard what comes.
         """
         states = self._alarm_states()
         firing = [name for name, state in states.items() if state.startswith("ALARM")]
         if self._claims.stands(layout.config_name):  # somebody changed the endpoint: this brings nothing new
             return guarded(self._settings, [one for one in states if one not in firing], hurry=bool(firing))
         if firing:
-            raise EnvironmentFailure(
+            raise InfrastructureError(
                 f"alarm {', '.join(firing)} fires, so it cannot guard an update",
                 where=self._endpoint,
                 remedy=f"Wait until it is quiet, or `onnx-ops rollback {self._endpoint}`, which no alarm hinders.",
@@ -272,7 +278,7 @@ class Mover:
         return guarded(self._settings, list(states), hurry=self._back)
 
     def _refuse_condemned(self, layout: Layout, found: Mapping[str, Any] | None) -> None:
-        """Raise RolledBackByAlarm if an update to this layout was begun, and an alarm changed its state since.
+        """Raise AlarmRollbackError if an update to this layout was begun, and an alarm changed its state since.
 
         It was not finished, or it would stand. An alarm that has been quiet again meanwhile counts: in doubt the
         layout does not come again, as what SageMaker says of its reasons is text.
@@ -282,7 +288,7 @@ class Mover:
         now = self._alarm_states()
         changed = [name for name, state in before.items() if now.get(name, state) != state]
         if changed:
-            raise RolledBackByAlarm(
+            raise AlarmRollbackError(
                 f"SageMaker took the update back: alarm {', '.join(changed)} fired",
                 where=self._endpoint,
                 why=_reason(found or {}),
@@ -293,7 +299,7 @@ class Mover:
         """Return each guarding alarm's state, and when it came to it.
 
         Raises:
-            NotFound: there is no such alarm.
+            NotFoundError: there is no such alarm.
         """
         if not self._alarms:
             return {}
@@ -303,7 +309,7 @@ class Mover:
             )
         alarms = {a["AlarmName"]: a for kind in ("MetricAlarms", "CompositeAlarms") for a in found.get(kind, ())}
         if missing := sorted(set(self._alarms) - set(alarms)):
-            raise NotFound(
+            raise NotFoundError(
                 f"no alarm is called {', '.join(missing)}",
                 where=self._endpoint,
                 remedy="Make it in CloudWatch (infra does), or take it out of `alarms`.",
@@ -324,7 +330,7 @@ class Mover:
             course.bad += 1
             if course.bad >= _SURE and moved:
                 self._refuse_condemned(layout, found)
-                raise EnvironmentFailure(
+                raise InfrastructureError(
                     "SageMaker could neither finish the update nor take it back; old and new instances both answer",
                     where=self._endpoint,
                     why=_reason(found),
@@ -337,7 +343,7 @@ class Mover:
                 self._refuse_condemned(layout, found)
                 if self._alarms:
                     self._claims.end_update(layout.config_name)
-                raise EnvironmentFailure(
+                raise InfrastructureError(
                     "SageMaker took the update back",
                     where=self._endpoint,
                     why=_reason(found),

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onnx_ops.adapters.objects import durable_file
-from onnx_ops.errors import Conflict, Refused, ServiceUnavailable, StateCorrupt
+from onnx_ops.errors import ConflictError, CorruptStateError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol import processes
 from onnx_ops.protocol.admin import LOCK_FILE, SERVER_FILE, STATE_PATH, TOKEN_FILE, ServerRecord, read_message
 from onnx_ops.protocol.options import ServerOptions, flags
@@ -50,7 +50,7 @@ class ServerProcess:
         """Keep others from starting, stopping or changing this server meanwhile.
 
         Raises:
-            Conflict: somebody else is at it for longer than `patience_s`.
+            ConflictError: somebody else is at it for longer than `patience_s`.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
@@ -58,7 +58,7 @@ class ServerProcess:
         with (self.folder / APPLY_LOCK).open("a") as stream:
             while not _locked(stream.fileno(), fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
-                    raise Conflict("somebody else is changing this endpoint", where=self.folder.name)
+                    raise ConflictError("somebody else is changing this endpoint", where=self.folder.name)
                 time.sleep(_PAUSE_S)
             yield
 
@@ -69,7 +69,7 @@ class ServerProcess:
             return None
         try:
             record = read_message((self.folder / SERVER_FILE).read_bytes(), ServerRecord)
-        except (FileNotFoundError, StateCorrupt):
+        except (FileNotFoundError, CorruptStateError):
             return None
         return record if record.pid == pid else None
 
@@ -93,7 +93,7 @@ class ServerProcess:
         """Start the server and wait until it is ready.
 
         Raises:
-            ServiceUnavailable: it ended, or was not ready in time; the error holds the end of its log.
+            ServiceUnavailableError: it ended, or was not ready in time; the error holds the end of its log.
         """
         self._make_token()
         log = self.folder / LOG_FILE
@@ -169,7 +169,7 @@ class ServerProcess:
         """Status and body of the server's answer to an admin request.
 
         Raises:
-            ServiceUnavailable: it does not answer.
+            ServiceUnavailableError: it does not answer.
         """
         connection = http.client.HTTPConnection(_LOOPBACK, record.admin_port, timeout=timeout_s)
         try:
@@ -179,7 +179,7 @@ class ServerProcess:
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise ServiceUnavailable(
+            raise ServiceUnavailableError(
                 "the endpoint server does not answer",
                 where=self.folder.name,
                 why=str(error) or type(error).__name__,
@@ -205,12 +205,12 @@ class ServerProcess:
             with durable_file(path) as temporary:  # made with mode 0600
                 temporary.write_text(secrets.token_urlsafe(32), encoding="utf-8")
         if path.stat().st_mode & 0o077:
-            raise Refused("others may read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}")
+            raise RefusedError("others may read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}")
 
-    def _failure(self, what: str) -> ServiceUnavailable:
+    def _failure(self, what: str) -> ServiceUnavailableError:
         log = self.folder / LOG_FILE
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-        return ServiceUnavailable(
+        return ServiceUnavailableError(
             what, where=self.folder.name, why="its log ends: " + " | ".join(lines), remedy=f"The whole log is {log}."
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.torch import TorchExporter
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
 
@@ -41,7 +41,9 @@ class HuggingfaceExporter(TorchExporter):
         """A folder that `save_pretrained` wrote. Nothing is asked of a hub, and no code of the folder runs."""
         transformers = importlib.import_module("transformers")
         if not (folder / CONFIG).is_file():
-            raise NotFound(f"no {CONFIG}", where=str(folder), remedy="Bring a folder that save_pretrained has written.")
+            raise NotFoundError(
+                f"no {CONFIG}", where=str(folder), remedy="Bring a folder that save_pretrained has written."
+            )
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         names = config.architectures or []
         if len(names) != 1 or not hasattr(transformers, names[0]):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.exporters.torch import TorchExporter
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 FILE = "model.keras"
 BACKEND = "torch"
@@ -35,7 +35,9 @@ class KerasExporter(TorchExporter):
     def load(self, folder: Path) -> object:
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1:
-            raise NotFound(f"{len(files)} .keras files there", where=str(folder), remedy="There must be exactly one.")
+            raise NotFoundError(
+                f"{len(files)} .keras files there", where=str(folder), remedy="There must be exactly one."
+            )
         keras = _keras()
         try:
             import_classes(files[0])

@@ -44,7 +44,7 @@ class OnnxExporter:
 
         Raises:
             UserError: it is not ONNX.
-            Refused: it names external data outside its folder.
+            RefusedError: it names external data outside its folder.
         """
         source = model_file(Path(str(model)))
         if drop_zipmaps(read_structure(source)):
@@ -86,7 +86,7 @@ class OnnxExporter:
 
         Raises:
             ValueError: the model refuses the inputs.
-            NotFound, DigestMismatch: a library of operators is missing, or is another one.
+            NotFoundError, DigestMismatchError: a library of operators is missing, or is another one.
         """
         if precision == "float64":
             return None

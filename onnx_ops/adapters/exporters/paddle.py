@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.naming import check_opset, name_axes, output_names, output_values, rename_outputs
 from onnx_ops.adapters.exporters.section import check_section
-from onnx_ops.errors import NotFound, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
@@ -53,7 +53,7 @@ class PaddleExporter:
     def load(self, folder: Path) -> object:
         files = sorted(folder.glob("*.json"))
         if len(files) != 1:
-            raise NotFound(
+            raise NotFoundError(
                 f"{len(files)} .json files there",
                 where=str(folder),
                 remedy="Bring a folder that paddle.jit.save has written: model.json and model.pdiparams.",

@@ -14,7 +14,7 @@ from onnx_ops.adapters.exporters.known_wrong import check_convertible
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.adapters.exporters.sklearn_inputs import Layout, connect, layout_of, rows_of
 from onnx_ops.adapters.exporters.sklearn_outputs import check_runnable, tidy_outputs
-from onnx_ops.errors import NotFound, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.hygiene import renumber
 from onnx_ops.ports.data import Array, Tensors
@@ -59,7 +59,7 @@ class SklearnExporter:
         """Unpickles, which runs code: of a folder that the store has verified, or of the user's own `model:`."""
         files = [folder / FILE] if (folder / FILE).is_file() else sorted(p for p in folder.iterdir() if p.is_file())
         if len(files) != 1:
-            raise NotFound(f"no {FILE}, and not one file only", where=str(folder))
+            raise NotFoundError(f"no {FILE}, and not one file only", where=str(folder))
         try:
             return _joblib().load(files[0])
         except Exception as error:

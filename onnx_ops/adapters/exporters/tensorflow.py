@@ -19,7 +19,7 @@ from onnx_ops.adapters.exporters.naming import (
     rename_outputs,
 )
 from onnx_ops.adapters.exporters.section import check_section
-from onnx_ops.errors import NotFound, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.hygiene import renumber
 from onnx_ops.ports.data import Array, Tensors
@@ -63,12 +63,12 @@ class TensorflowExporter:
         """A `.keras` file, or a SavedModel.
 
         Raises:
-            NotFound: the folder holds neither.
+            NotFoundError: the folder holds neither.
             UserError: it cannot be read.
         """
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1 and not (folder / SAVED_MODEL).is_file():
-            raise NotFound(f"neither one .keras file nor {SAVED_MODEL}", where=str(folder))
+            raise NotFoundError(f"neither one .keras file nor {SAVED_MODEL}", where=str(folder))
         tf = tensorflow()
         try:
             if files:
@@ -142,7 +142,9 @@ class TfliteExporter:
     def load(self, folder: Path) -> object:
         files = sorted(folder.glob("*.tflite"))
         if len(files) != 1:
-            raise NotFound(f"{len(files)} .tflite files there", where=str(folder), remedy="There must be exactly one.")
+            raise NotFoundError(
+                f"{len(files)} .tflite files there", where=str(folder), remedy="There must be exactly one."
+            )
         return files[0]
 
     def export(self, model: object, request: ExportRequest) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from onnx_ops.adapters.exporters.naming import free_axes, output_names, output_values
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
-from onnx_ops.errors import NotFound, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.measure.user_code import load_function
 from onnx_ops.onnx_graph.files import graphs, nodes, write_model
 from onnx_ops.onnx_graph.hygiene import DEFAULT_DOMAINS
@@ -57,7 +57,7 @@ class TorchExporter:
         torch = importlib.import_module("torch")
         files = [folder / FILE] if (folder / FILE).is_file() else sorted(p for p in folder.iterdir() if p.is_file())
         if len(files) != 1:
-            raise NotFound(f"no {FILE}, and not one file only", where=str(folder))
+            raise NotFoundError(f"no {FILE}, and not one file only", where=str(folder))
         try:
             return torch.load(files[0], map_location="cpu", weights_only=False)
         except Exception as error:

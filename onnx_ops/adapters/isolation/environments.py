@@ -14,7 +14,7 @@ from onnx_ops.adapters.isolation.places import made_once, run_installer
 from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
 """What the inner side of the protocol imports, beside this package itself. `onnx` and `numpy` stay loose: the
@@ -49,8 +49,8 @@ class Environments:
 
         Raises:
             UserError: a requirement is none.
-            NotFound: there is no such Python.
-            StageFailure: the packages could not be installed.
+            NotFoundError: there is no such Python.
+            StageError: the packages could not be installed.
         """
         place = self.place(wanted)
         python = place / "bin" / "python"
@@ -100,7 +100,7 @@ def _interpreter(asked: str | None) -> str:
         return sys.executable
     found = shutil.which(f"python{asked}")
     if found is None:
-        raise NotFound(
+        raise NotFoundError(
             f"there is no python{asked} here",
             where="env.python",
             remedy="Install it, or install uv, which brings it.",

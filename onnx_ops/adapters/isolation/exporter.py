@@ -15,7 +15,7 @@ from onnx_ops.adapters.isolation.interpreter import interpreter
 from onnx_ops.adapters.isolation.process import Limits, Process
 from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFoundError
 from onnx_ops.ports.data import Array, Dataset, Tensors
 from onnx_ops.ports.export import ExportRequest
 
@@ -76,7 +76,7 @@ class IsolatedExporter:
         elif source.is_file():
             shutil.copyfile(source, folder / source.name)
         else:
-            raise NotFound("no such model", where=str(source))
+            raise NotFoundError("no such model", where=str(source))
 
     def load(self, folder: Path) -> object:
         process = self._start("export")

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from onnx_ops.errors import OnnxOpsError, StageFailure, quoted
+from onnx_ops.errors import OnnxOpsError, StageError, quoted
 
 
 class Worker(Protocol):
@@ -71,14 +71,14 @@ def _answer(worker: Worker, request: dict[str, Any], limit: int) -> dict[str, An
         faulthandler.cancel_dump_traceback_later()
 
 
-def _no_memory(worker: Worker, limit: int) -> StageFailure:
-    return StageFailure(
+def _no_memory(worker: Worker, limit: int) -> StageError:
+    return StageError(
         f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
         where=worker.where,
         remedy="Raise `env.memory` if the machine has more.",
     )
 
 
-def _unexpected(worker: Worker, error: Exception) -> StageFailure:
+def _unexpected(worker: Worker, error: Exception) -> StageError:
     lines = "".join(traceback.format_exception(error)).splitlines()
-    return StageFailure(f"{type(error).__name__}: {quoted(error)}", where=worker.where, why="\n".join(lines[-15:]))
+    return StageError(f"{type(error).__name__}: {quoted(error)}", where=worker.where, why="\n".join(lines[-15:]))

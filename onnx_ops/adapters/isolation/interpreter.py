@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from onnx_ops.errors import NotFound
+from onnx_ops.errors import NotFoundError
 
 PACKAGE = "onnx_ops"
 
@@ -39,6 +39,6 @@ def _place(name: str) -> Path:
     """The folder or file of a top-level package or module of this installation."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise NotFound(f"package {name} has no file", remedy="An isolated exporter must be a module or a package.")
+        raise NotFoundError(f"package {name} has no file", remedy="An isolated exporter must be a module or a package.")
     path = Path(spec.origin)
     return path.parent if path.name == "__init__.py" else path

@@ -13,7 +13,7 @@ from pathlib import Path
 from onnx_ops.adapters.isolation.places import made_once, run_installer
 from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 
 _PINNED = re.compile(r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<version>\d+\.\d+\.\d+[\w.+-]*)")
 
@@ -36,8 +36,8 @@ class NpmPackages:
 
         Raises:
             UserError: a requirement is not an exact version.
-            MeasurementFailure: there is no npm to make it with.
-            StageFailure: the packages could not be installed.
+            MeasurementError: there is no npm to make it with.
+            StageError: the packages could not be installed.
         """
         pinned(requirements)
         place = self.folder / ("npm-" + digest_json([_LAYOUT, sorted(requirements)]).removeprefix("sha256:")[:16])
@@ -65,7 +65,7 @@ def pinned(requirements: Sequence[str]) -> Mapping[str, str]:
 def _make(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
     npm = shutil.which("npm")
     if npm is None:
-        raise MeasurementFailure("there is no npm here to install its packages", why="", remedy=NPM_REMEDY)
+        raise MeasurementError("there is no npm here to install its packages", why="", remedy=NPM_REMEDY)
     place.mkdir()
     (place / "package.json").write_text('{"private": true}\n', encoding="utf-8")
     quiet = ("--ignore-scripts", "--no-audit", "--no-fund", "--no-progress", "--save-exact", "--loglevel=error")

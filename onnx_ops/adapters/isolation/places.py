@@ -13,7 +13,7 @@ from pathlib import Path
 from onnx_ops.adapters.isolation.output import last_lines
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import StageFailure
+from onnx_ops.errors import StageError
 
 MARKER = "onnx-ops.json"
 """Written last: a folder without it was being made when its maker died."""
@@ -41,7 +41,7 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
     """What it prints.
 
     Raises:
-        StageFailure: it failed.
+        StageError: it failed.
     """
     done = subprocess.run(
         command,
@@ -53,7 +53,7 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
         check=False,
     )
     if done.returncode:
-        raise StageFailure(
+        raise StageError(
             "its environment cannot be made",
             where="env.requirements",
             why=last_lines(done.stdout),

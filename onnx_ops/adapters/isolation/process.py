@@ -19,7 +19,7 @@ from typing import Any
 from onnx_ops.adapters.isolation.environments import clean_environ
 from onnx_ops.adapters.isolation.interpreter import Command
 from onnx_ops.adapters.isolation.output import Tail, ending
-from onnx_ops.errors import StageFailure, from_document
+from onnx_ops.errors import StageError, from_document
 from onnx_ops.scratch import Scratch
 
 GRACE_S = 5.0
@@ -75,9 +75,9 @@ class Process:
 
     @property
     def folder(self) -> Path:
-        """A folder that both sides see. Raises StageFailure if the process has ended."""
+        """A folder that both sides see. Raises StageError if the process has ended."""
         if not self._end.alive:
-            raise StageFailure("its process has ended before", where=self._where, remedy="Load the model again.")
+            raise StageError("its process has ended before", where=self._where, remedy="Load the model again.")
         return self._scratch.path
 
     def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
@@ -85,7 +85,7 @@ class Process:
 
         Raises:
             ValueError: what was asked refuses its inputs.
-            OnnxOpsError: what was raised there; StageFailure if the process crashed, or took longer than `timeout`.
+            OnnxOpsError: what was raised there; StageError if the process crashed, or took longer than `timeout`.
         """
         request = json.dumps({"do": do, "timeout": timeout, **arguments}).encode("utf-8")
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -115,13 +115,13 @@ class Process:
             received += part
         return received
 
-    def _crashed(self, do: str) -> StageFailure:
+    def _crashed(self, do: str) -> StageError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code, said = self._process.poll(), self._tail.summary()
         self.stop()
         how = "closed its answers" if code is None else f"ended with {ending(code)}"
-        return StageFailure(
+        return StageError(
             f"its process {how} while it was to {do}",
             where=self._where,
             why=said or "it printed nothing",
@@ -129,12 +129,12 @@ class Process:
             "`env.memory`. Another version of a package may help: see `env.requirements`.",
         )
 
-    def _late(self, do: str, timeout: float | None) -> StageFailure:
+    def _late(self, do: str, timeout: float | None) -> StageError:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         said = self._tail.summary()
         self.stop()
-        return StageFailure(
+        return StageError(
             f"it took longer than {timeout:g} s to {do} and was stopped",
             where=self._where,
             why=said,

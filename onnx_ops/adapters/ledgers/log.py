@@ -14,7 +14,7 @@ from onnx_ops.domain import ledger as fold_module
 from onnx_ops.domain import rollout, rollout_observed
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, fold, follow
-from onnx_ops.errors import OnnxOpsError, Overtaken, StateCorrupt
+from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"\d{8}\.json")
@@ -74,7 +74,7 @@ class ObjectLedger:
     def append(self, entry: LedgerEntry) -> None:
         data = codec.dumps(entry)
         if not self._objects.create(_name(entry.endpoint, entry.sequence), data):
-            raise Overtaken(
+            raise LedgerConflictError(
                 f"somebody else wrote entry {entry.sequence} first",
                 where=f"ledger {entry.endpoint}",
                 remedy="Look at `onnx-ops status` and try again.",
@@ -89,7 +89,7 @@ class ObjectLedger:
         """The entries after a sequence, found by asking for one after the other.
 
         Raises:
-            StateCorrupt: one cannot be read, or is missing before another one.
+            CorruptStateError: one cannot be read, or is missing before another one.
         """
         entries: list[LedgerEntry] = []
         while (data := self._objects.read(_name(endpoint, after + len(entries) + 1))) is not None:
@@ -99,7 +99,7 @@ class ObjectLedger:
             # Unless it was written just now.
             if self._objects.read(_name(endpoint, last + 1)) is None:
                 where = f"ledger {_name(endpoint, last + 1)}"
-                raise StateCorrupt("the entry is missing", where=where, remedy=_REMEDY)
+                raise CorruptStateError("the entry is missing", where=where, remedy=_REMEDY)
             return (*entries, *self._following(endpoint, last))
         return tuple(entries)
 
@@ -110,7 +110,7 @@ class ObjectLedger:
             return None
         try:
             kept = codec.loads(data, Snapshot)
-        except StateCorrupt:
+        except CorruptStateError:
             return None
         last = self._objects.read(_name(endpoint, kept.state.head))
         fits = last is not None and digest_bytes(last) == kept.entry and kept.state.endpoint == endpoint
@@ -130,13 +130,13 @@ class ObjectLedger:
         except (OnnxOpsError, OSError, ValueError) as error:
             _log.warning("no snapshot of ledger %s: %s", endpoint, error)
 
-    def _readable(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], StateCorrupt | None]:
+    def _readable(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], CorruptStateError | None]:
         names = [name for name in self._objects.names(endpoint) if _NAME.fullmatch(name)]
         entries = list(self._read.get(endpoint, ())[: len(names)])
         for position, name in enumerate(names[len(entries) :], start=len(entries) + 1):
             try:
                 entries.append(_entry(endpoint, position, self._objects.read(f"{endpoint}/{name}") or b""))
-            except StateCorrupt as error:
+            except CorruptStateError as error:
                 return tuple(entries), error
         self._read[endpoint] = tuple(entries)
         return self._read[endpoint], None
@@ -154,13 +154,13 @@ def _name(endpoint: str, sequence: int) -> str:
 
 
 def _entry(endpoint: str, sequence: int, data: bytes) -> LedgerEntry:
-    """Raises StateCorrupt, with the remedy."""
+    """Raises CorruptStateError, with the remedy."""
     where = f"ledger {_name(endpoint, sequence)}"
     try:
         entry = codec.loads(data, LedgerEntry, where=where)
         if entry.sequence != sequence or entry.endpoint != endpoint:
-            raise StateCorrupt("the entry is not where it belongs", where=where)
-    except StateCorrupt as error:
+            raise CorruptStateError("the entry is not where it belongs", where=where)
+    except CorruptStateError as error:
         error.remedy = _REMEDY
         raise
     return entry
@@ -187,5 +187,7 @@ class MemoryLedger:
     def append(self, entry: LedgerEntry) -> None:
         entries = self._entries.setdefault(entry.endpoint, [])
         if entry.sequence != len(entries) + 1:
-            raise Overtaken(f"somebody else wrote entry {entry.sequence} first", where=f"ledger {entry.endpoint}")
+            raise LedgerConflictError(
+                f"somebody else wrote entry {entry.sequence} first", where=f"ledger {entry.endpoint}"
+            )
         entries.append(entry)

@@ -16,7 +16,7 @@ from onnx_ops.adapters.azure import Scalar, ask, endpoint_name, missing_credenti
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
-from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, UserError, quoted
+from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.admin import FAILURES
 
@@ -99,8 +99,8 @@ class AzureMonitorMetrics:
         path = f"{place.path}/onlineEndpoints/{name}/providers/Microsoft.Insights/metrics"
         try:
             found = ask(f"{path}?{urlencode(query, quote_via=quote)}")
-        except Refused as error:
-            raise ServiceUnavailable(
+        except RefusedError as error:
+            raise ServiceUnavailableError(
                 "Azure Monitor tells nothing",
                 where=config.endpoint,
                 why=str(error),
@@ -110,7 +110,7 @@ class AzureMonitorMetrics:
             return list(_rows(found))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = "that is no answer of Azure Monitor's"
-            raise ServiceUnavailable(what, where=config.endpoint, why=quoted(repr(found))) from error
+            raise ServiceUnavailableError(what, where=config.endpoint, why=quoted(repr(found))) from error
 
 
 def _rows(found: Any) -> Iterator[tuple[str, str, str, list[float]]]:

@@ -15,7 +15,7 @@ from typing import Any
 from onnx_ops.adapters.aws import ANSWER_S, Clients, Scalar, clients, missing_credentials, translated, variant_of
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, UserError, quoted
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError, quoted
 
 _KNOWN = ("delay_s", "profile", "region")
 _DELAY_S = 120
@@ -99,7 +99,7 @@ class CloudWatchMetrics:
         """Now, and when the endpoint was changed last."""
         found = sagemaker.describe_endpoint(EndpointName=endpoint)
         if found["EndpointStatus"] != "InService":
-            raise ServiceUnavailable(
+            raise ServiceUnavailableError(
                 "the endpoint is being changed; its counts begin anew", where=endpoint, why=found["EndpointStatus"]
             )
         now = parsedate_to_datetime(found["ResponseMetadata"]["HTTPHeaders"]["date"])
@@ -137,7 +137,7 @@ def _figures(cloudwatch: Any, asked: list[dict[str, Any]], begin: datetime, end:
     for page in pages:
         for result in page["MetricDataResults"]:
             if result.get("StatusCode") not in ("Complete", "PartialData"):
-                raise ServiceUnavailable("CloudWatch answers in part", why=quoted(result.get("Messages", "")))
+                raise ServiceUnavailableError("CloudWatch answers in part", why=quoted(result.get("Messages", "")))
             found.setdefault(result["Id"], []).extend(map(float, result["Values"]))
     return found
 

@@ -19,7 +19,7 @@ from onnx_ops.adapters.metrics.selecting import Names, Scalar, names_of
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
-from onnx_ops.errors import Refused, ServiceUnavailable, UserError, quoted
+from onnx_ops.errors import RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.protocol.admin import FAILURES, REFUSALS
 
 VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
@@ -90,7 +90,7 @@ class PrometheusMetrics:
         for sample in self._query(self._names.query(config.endpoint, (*_SHADOW, *_OUTCOMES), _SCRAPED), config):
             _add(page, self._names, *_sample(sample, config))
         if not page.origins or not math.isfinite(page.scraped_at):
-            raise ServiceUnavailable(
+            raise ServiceUnavailableError(
                 "Prometheus knows nothing of the endpoint now",
                 where=config.endpoint,
                 why=f"no series {self._names.origin} was scraped within its look-back",
@@ -105,14 +105,14 @@ class PrometheusMetrics:
         url = f"{self._url}/api/v1/query?query={quote(query, safe='')}"
         try:
             found = exchange("GET", url, host=host, headers=headers)
-        except Refused as error:
-            raise ServiceUnavailable("Prometheus tells nothing", where=config.endpoint, why=str(error)) from error
+        except RefusedError as error:
+            raise ServiceUnavailableError("Prometheus tells nothing", where=config.endpoint, why=str(error)) from error
         try:
             partial, samples = found.get("warnings"), found["data"]["result"]
         except (AttributeError, KeyError, TypeError) as error:
             raise _nonsense(config, found) from error
         if partial:  # what only some of the stores know is less than was counted
-            raise ServiceUnavailable("Prometheus answers in part", where=config.endpoint, why=quoted(partial))
+            raise ServiceUnavailableError("Prometheus answers in part", where=config.endpoint, why=quoted(partial))
         if not isinstance(samples, list):
             raise _nonsense(config, found)
         return samples
@@ -163,5 +163,5 @@ def _over(buckets: Mapping[float, int], bound_s: float) -> int | None:
     return max(buckets.values()) - below[0] if below else None
 
 
-def _nonsense(config: EndpointConfig, found: object) -> ServiceUnavailable:
-    return ServiceUnavailable("that is no answer of Prometheus'", where=config.endpoint, why=quoted(repr(found)))
+def _nonsense(config: EndpointConfig, found: object) -> ServiceUnavailableError:
+    return ServiceUnavailableError("that is no answer of Prometheus'", where=config.endpoint, why=quoted(repr(found)))

@@ -12,7 +12,7 @@ from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.adapters.metrics.selecting import Scalar
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.errors import OnnxOpsError, Refused, ServiceUnavailable, StateCorrupt, UserError
+from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.admin import COUNTS_PATH, Counts, Watch
 
 VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
@@ -43,8 +43,7 @@ class SeveralServers(ServerMetrics):
         """The counts of every server.
 
         Raises:
-            ServiceUnavailable: a server does not answer, or they split users differently, as while a publication goes
-                round.
+            ServiceUnavailableError: a server does not answer, or they split users differently, as during a publication.
         """
         found = [self._ask(url) for url in self._hosts]
         _check(found, config)
@@ -55,7 +54,7 @@ class SeveralServers(ServerMetrics):
         watched = [self._ask(url, watch) for url in self._hosts]
         _check(watched, config)
         if [one.origin for one in watched] != [one.origin for one in found]:
-            raise ServiceUnavailable("a server has just begun to count anew", where=config.endpoint)
+            raise ServiceUnavailableError("a server has just begun to count anew", where=config.endpoint)
         return watched
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
@@ -70,8 +69,8 @@ class SeveralServers(ServerMetrics):
         try:
             answer = exchange(method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers)
             return codec.from_json(answer, Counts, where=host)
-        except (Refused, StateCorrupt) as error:
-            raise ServiceUnavailable("a server does not show its counts", where=host, why=str(error)) from error
+        except (RefusedError, CorruptStateError) as error:
+            raise ServiceUnavailableError("a server does not show its counts", where=host, why=str(error)) from error
 
 
 def _check(found: Sequence[Counts], config: EndpointConfig) -> None:
@@ -81,9 +80,9 @@ def _check(found: Sequence[Counts], config: EndpointConfig) -> None:
     elif len({(one.split, one.bounds_s) for one in found}) > 1:
         why = "they split users differently, or are of different releases"
     if why:
-        raise ServiceUnavailable("the servers' counts cannot be added", where=config.endpoint, why=why)
+        raise ServiceUnavailableError("the servers' counts cannot be added", where=config.endpoint, why=why)
 
 
-def _no_token(where: str = "") -> ServiceUnavailable:
+def _no_token(where: str = "") -> ServiceUnavailableError:
     remedy = "It is the content of the servers' file `token`."
-    return ServiceUnavailable(f"{VARIABLE} is not set", where=where, remedy=remedy)
+    return ServiceUnavailableError(f"{VARIABLE} is not set", where=where, remedy=remedy)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from onnx_ops.adapters.github import REPOSITORY, Repository, plain
 from onnx_ops.adapters.private import read_private
 from onnx_ops.domain.notification import Notification
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 VARIABLES = ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN")
 LABEL = "onnx-ops"
@@ -72,7 +72,7 @@ class GitHubNotifier:
         try:
             return plain(read_private(self._file, "the GitHub token"), str(self._file))
         except FileNotFoundError as error:
-            raise NotFound(
+            raise NotFoundError(
                 "there is no GitHub token for notifications",
                 where=str(self._file),
                 remedy=f"Put one that may write issues into {VARIABLES[0]}, or into that file with mode 0600.",

@@ -9,7 +9,7 @@ from typing import Any
 from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.adapters.private import read_private
 from onnx_ops.domain.notification import Notification, Severity
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 VARIABLE = "ONNX_OPS_NOTIFY_WEBHOOK"
 _FILE = "notify.webhook"
@@ -50,7 +50,7 @@ class WebhookNotifier:
         try:
             return read_private(self._file, _WHAT)
         except FileNotFoundError as error:
-            raise NotFound(
+            raise NotFoundError(
                 "nobody has said where to send notifications",
                 where=str(self._file),
                 remedy=f"Put the chat's webhook address into {VARIABLE}, or into that file with mode 0600.",

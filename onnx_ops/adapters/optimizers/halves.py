@@ -9,7 +9,7 @@ from typing import Any
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, Kind, read_options
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.errors import TooLarge, UserError
+from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.onnx_graph.exclusion import follow
 from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, constants, read_model, write_model
 from onnx_ops.onnx_graph.hygiene import like_source
@@ -34,7 +34,7 @@ class HalfOptimizer:
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         options = read_options(request.section, self.options)
         if info(request.source).size_bytes > PROTOBUF_LIMIT:
-            raise TooLarge(
+            raise TooLargeError(
                 "the model has more than 2 GiB, which the converter does not take",
                 where=f"variant {request.section.name}",
                 remedy="Convert it before its export, as in torch with model.half(), or use method: weight-only.",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.errors import OnnxOpsError, StageFailure, UserError, quoted
+from onnx_ops.errors import OnnxOpsError, StageError, UserError, quoted
 from onnx_ops.onnx_graph.files import constants, nodes
 from onnx_ops.onnx_graph.inspect import info
 
@@ -51,14 +51,14 @@ def told(what: str, variant: str, remedy: str) -> Iterator[None]:
     """A failure of the library is one of the stage.
 
     Raises:
-        StageFailure: whatever the library raised, in one line.
+        StageError: whatever the library raised, in one line.
     """
     try:
         yield
     except OnnxOpsError:
         raise
     except Exception as error:
-        raise StageFailure(
+        raise StageError(
             what, where=f"variant {variant}", why=f"{type(error).__name__}: {quoted(error)}", remedy=remedy
         ) from error
 
@@ -67,12 +67,12 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
     """Clients and gates go by names, types and free dimensions.
 
     Raises:
-        StageFailure: the tool changed one.
+        StageError: the tool changed one.
     """
     before, after = info(source), info(derived)
     for side, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
         if old != new:
-            raise StageFailure(
+            raise StageError(
                 f"{tool} changed the model's {side}",
                 where=where,
                 why=f"they were {list(map(str, old))} and became {list(map(str, new))}",

@@ -16,7 +16,7 @@ from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.optimizers.options import Kind, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFound, StageFailure, UserError, quoted
+from onnx_ops.errors import NotFoundError, StageError, UserError, quoted
 from onnx_ops.onnx_graph.exclusion import follow, still_quantized
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.hygiene import like_source
@@ -77,7 +77,7 @@ class OliveOptimizer:
         """The section with the part of the configuration that decides the variant, in place of its file's name.
 
         Raises:
-            NotFound, UserError, SpecError: there is no such file, or it is not of that kind.
+            NotFoundError, UserError, ConfigError: there is no such file, or it is not of that kind.
         """
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
@@ -125,7 +125,9 @@ def _read(root: Path, name: str, where: str) -> Any:
     if not path.is_relative_to(root.resolve()):
         raise UserError(f"{name} is not in the project", where=where, remedy="Copy it to configs/olive/.")
     if not path.is_file():
-        raise NotFound(f"there is no file {name}", where=where, remedy="Paths are relative to the project's folder.")
+        raise NotFoundError(
+            f"there is no file {name}", where=where, remedy="Paths are relative to the project's folder."
+        )
     return read_file(path).value
 
 
@@ -245,7 +247,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
     """The model that Olive made of it.
 
     Raises:
-        StageFailure: it failed, or made none: Olive calls both done.
+        StageError: it failed, or made none: Olive calls both done.
     """
     where = f"variant {variant}"
     remedy = "Try the configuration with `olive run`, or name the packages of its passes in `env.requirements`."
@@ -254,11 +256,11 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
             done = importlib.import_module("olive.workflows").run(dict(workflow))
         except Exception as error:
             why = f"{type(error).__name__}: {quoted(error)}"
-            raise StageFailure("Olive failed", where=where, why=why, remedy=remedy) from error
+            raise StageError("Olive failed", where=where, why=why, remedy=remedy) from error
     best = done.get_best_candidate() if done is not None and done.has_output_model() else None
     if best is None or not best.model_path:
         why = "; ".join(said)[:600] or "it does not say why"
-        raise StageFailure("Olive made no model", where=where, why=why, remedy=remedy)
+        raise StageError("Olive made no model", where=where, why=why, remedy=remedy)
     found = Path(best.model_path)
     return next(iter(sorted(found.glob("*.onnx")))) if found.is_dir() else found
 

@@ -14,7 +14,7 @@ from typing import Any
 from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
 from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.optimizers.options import NAMES, Kind, read_options
-from onnx_ops.errors import StageFailure, UserError
+from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.exclusion import follow
 from onnx_ops.onnx_graph.files import nodes, read_model, write_model
 from onnx_ops.onnx_graph.hygiene import like_source
@@ -68,7 +68,7 @@ class _Passes:
         try:
             shielded(type(self).clean, source, result, chosen, timeout=self._timeout, memory=self._memory)
         except Fallen as fallen:
-            raise StageFailure(
+            raise StageError(
                 f"{self.tool} failed",
                 where=where,
                 why="\n".join(part for part in (fallen.how, fallen.said) if part),
@@ -123,7 +123,7 @@ class PassOptimizer(_Passes):
 
 
 def _library(name: str) -> Any:
-    """Raises MissingPackage if the tool is not installed."""
+    """Raises MissingPackageError if the tool is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -23,7 +23,7 @@ from onnx_ops.adapters.registries.mlflow_tags import DIGEST, MLMODEL_DIGEST, REL
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-from onnx_ops.errors import DigestMismatch, NotFound, OnnxOpsError, Refused, UserError
+from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.reporting.description import KEPT
 from onnx_ops.scratch import Scratch
 
@@ -61,9 +61,9 @@ class MlflowRegistry:
         evidence and description become those of this publication.
 
         Raises:
-            ServiceUnavailable: MLflow does not answer.
+            ServiceUnavailableError: MLflow does not answer.
             UserError: a name does not fit, or a variant does not hold exactly one ONNX file.
-            DigestMismatch: a file is not what its manifest says.
+            DigestMismatchError: a file is not what its manifest says.
         """
         model = _valid_name(publication.model)
         for record in publication.variants:
@@ -81,12 +81,12 @@ class MlflowRegistry:
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
-        """Raises NotFound if there is no such version or nothing of onnx-ops stands in it, or ServiceUnavailable."""
+        """Raises NotFoundError if onnx-ops registered no such version; ServiceUnavailableError without a registry."""
         found = self._version(model, version)
         tags = {str(key): str(value) for key, value in found.tags.items()}
         record = read_record(model, str(found.version), tags)
         if record is None:
-            raise NotFound(
+            raise NotFoundError(
                 "this version was not registered by onnx-ops",
                 where=f"{model} version {version}",
                 why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} do not say what it is",
@@ -103,14 +103,14 @@ class MlflowRegistry:
         """Delete a version, its LoggedModel and its run. MLflow keeps their files until `mlflow gc`.
 
         Raises:
-            Refused: an alias points at it.
-            ServiceUnavailable: MLflow does not answer.
+            RefusedError: an alias points at it.
+            ServiceUnavailableError: MLflow does not answer.
         """
         if pointing := sorted(alias for alias, number in self.aliases(model).items() if number == version):
-            raise Refused(f"alias {pointing[0]} points at it", where=f"{model} version {version}")
+            raise RefusedError(f"alias {pointing[0]} points at it", where=f"{model} version {version}")
         try:
             found = self._version(model, version)
-        except NotFound:
+        except NotFoundError:
             return
         with self._mlflow.session(f"{model} version {version}") as client:
             remove_version(client, found)
@@ -134,7 +134,7 @@ class MlflowRegistry:
                     return found
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
-        """Raises NotFound, Refused (the server vetoes it), UserError (no name for an alias) or ServiceUnavailable."""
+        """Raises NotFoundError, RefusedError (vetoed), UserError (not an alias name) or ServiceUnavailableError."""
         self._version(model, version)
         with self._mlflow.session(f"alias {alias} of {model}") as client:
             client.set_registered_model_alias(model, alias, version)
@@ -147,7 +147,7 @@ class MlflowRegistry:
             client.delete_registered_model_alias(model, alias)
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a version. Raises NotFound or ServiceUnavailable."""
+        """Set tags of a version. Raises NotFoundError or ServiceUnavailableError."""
         found = self._version(model, version)
         with self._mlflow.session(f"{model} version {version}") as client:
             for key, value in sorted(tags.items()):
@@ -160,14 +160,14 @@ class MlflowRegistry:
         The caller compares the manifest's digest with the one that was signed.
 
         Raises:
-            DigestMismatch: the manifest or MLmodel is not what was registered, or a file is missing.
-            NotFound: there is no such version, or its files were not put there by onnx-ops.
-            ServiceUnavailable: MLflow does not answer.
+            DigestMismatchError: the manifest or MLmodel is not what was registered, or a file is missing.
+            NotFoundError: there is no such version, or its files were not put there by onnx-ops.
+            ServiceUnavailableError: MLflow does not answer.
         """
         where = f"{record.model} version {record.version}"
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
         if source is None:
-            raise NotFound("the files of this version were not put there by onnx-ops", where=where)
+            raise NotFoundError("the files of this version were not put there by onnx-ops", where=where)
         with self._mlflow.session(where) as client, Scratch() as aside:
             logged = client.get_logged_model(source[1])
             download = Download(self._mlflow, logged.artifact_location, where)
@@ -177,7 +177,7 @@ class MlflowRegistry:
             download.expect(manifest, record.manifest)
             names = codec.loads(manifest.read_bytes(), dict[str, str], where=where)
             if unsafe := sorted(name for name in names if not mlflow_folder.is_safe_name(name)):
-                raise DigestMismatch(f"{unsafe[0]!r} is no name for a model's file", where=where)
+                raise DigestMismatchError(f"{unsafe[0]!r} is no name for a model's file", where=where)
             return Manifest(files={name: digest_file(download.file(name, folder)) for name in names})
 
     def document(self, record: VersionRecord, name: str) -> bytes:
@@ -185,8 +185,8 @@ class MlflowRegistry:
         digest with the signed one.
 
         Raises:
-            NotFound: the version has no such document.
-            ServiceUnavailable: MLflow does not answer.
+            NotFoundError: the version has no such document.
+            ServiceUnavailableError: MLflow does not answer.
         """
         where = f"{record.model} version {record.version}"
         run_id = self._version(record.model, record.version).run_id
@@ -195,7 +195,7 @@ class MlflowRegistry:
                 download = Download(self._mlflow, client.get_run(run_id).info.artifact_uri, where)
                 if download.has(name):
                     return download.file(name, aside).read_bytes()
-        raise NotFound(f"there is no document {name!r}", where=where, remedy="Register the release again")
+        raise NotFoundError(f"there is no document {name!r}", where=where, remedy="Register the release again")
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
         """Show a ledger entry as a run of experiment `releases/<endpoint>`. Nothing depends on it: a failure is logged
@@ -289,24 +289,24 @@ class MlflowRegistry:
     def _version(self, model: str, version: str) -> Any:
         try:
             if not (_NAME.fullmatch(model) and version.isdecimal()):
-                raise NotFound("no such version", where=f"{model} version {version}")
+                raise NotFoundError("no such version", where=f"{model} version {version}")
             with self._mlflow.session(f"{model} version {version}") as client:
                 return client.get_model_version(model, version)
-        except NotFound as error:
+        except NotFoundError as error:
             raise self._unknown(model, version) from error
 
-    def _unknown(self, model: str, version: str) -> NotFound:
+    def _unknown(self, model: str, version: str) -> NotFoundError:
         with self._mlflow.session(f"model {model}") as client:
             models = [entry.name for entry in client.search_registered_models(max_results=1000)]
             if model not in models:
                 close = difflib.get_close_matches(model, models, n=1)
                 hint = f"Did you mean {close[0]!r}?" if close else f"Registered: {', '.join(models[:10]) or 'none'}"
-                return NotFound(f"no model is called {model!r}", where=self._mlflow.shown, remedy=hint)
+                return NotFoundError(f"no model is called {model!r}", where=self._mlflow.shown, remedy=hint)
             found = client.search_model_versions(f"name = '{model}'", max_results=10)
             aliases = self.aliases(model)
             newest = ", ".join(str(entry.version) for entry in found) or "none"
             hint = f"{version!r} is an alias of {aliases[version]}" if version in aliases else f"Newest: {newest}"
-            return NotFound(f"{model} has no version {version!r}", where=self._mlflow.shown, remedy=hint)
+            return NotFoundError(f"{model} has no version {version!r}", where=self._mlflow.shown, remedy=hint)
 
 
 def _valid_name(name: str) -> str:

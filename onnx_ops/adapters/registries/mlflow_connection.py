@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from onnx_ops.errors import NotFound, OnnxOpsError, Refused, ServiceUnavailable, UserError, quoted
+from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.plugins import imported, missing_package, require
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Connection:
 
     Raises:
         UserError: the URI is of another kind.
-        MissingPackage: MLflow is not installed.
+        MissingPackageError: MLflow is not installed.
     """
 
     def __init__(self, uri: str) -> None:
@@ -88,11 +88,11 @@ class Connection:
         """A client for a few calls, whose errors become ours.
 
         Raises:
-            ServiceUnavailable: MLflow does not answer or cannot do it now.
-            NotFound: it knows no such thing.
-            Refused: it said no.
+            ServiceUnavailableError: MLflow does not answer or cannot do it now.
+            NotFoundError: it knows no such thing.
+            RefusedError: it said no.
             UserError: it does not accept a name or value.
-            MissingPackage: the driver of the database is not installed.
+            MissingPackageError: the driver of the database is not installed.
         """
         self._probe()
         self._import()
@@ -146,7 +146,7 @@ class Connection:
         """Ask for a sign of life before MLflow starts to retry.
 
         Raises:
-            ServiceUnavailable: there is none.
+            ServiceUnavailableError: there is none.
         """
         if not self.is_database:
             self._probe_server()
@@ -172,7 +172,7 @@ class Connection:
         """HTTP statuses of that many requests at once, so that several of the server's workers answer.
 
         Raises:
-            ServiceUnavailable: there is no answer.
+            ServiceUnavailableError: there is no answer.
         """
         from mlflow.exceptions import MlflowException
 
@@ -201,22 +201,24 @@ class Connection:
         code = getattr(error, "error_code", "")
         text = self._clean(str(error))
         if code in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"):
-            return NotFound("MLflow knows no such thing", where=where, why=text)
+            return NotFoundError("MLflow knows no such thing", where=where, why=text)
         if code == "PERMISSION_DENIED":
-            return Refused("MLflow refused", where=where, why=text, remedy="Ask who keeps this MLflow for permission")
+            return RefusedError(
+                "MLflow refused", where=where, why=text, remedy="Ask who keeps this MLflow for permission"
+            )
         if code in ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"):
             return UserError("MLflow does not accept this", where=where, why=text)
         if code == "UNAUTHENTICATED":
-            return ServiceUnavailable(
+            return ServiceUnavailableError(
                 "MLflow does not know who you are",
                 where=self.shown,
                 remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
             )
         return self._unavailable(text)
 
-    def _unavailable(self, why: str) -> ServiceUnavailable:
+    def _unavailable(self, why: str) -> ServiceUnavailableError:
         remedy = "Check that the database is up and may be written" if self.is_database else "Start it or check its URL"
-        return ServiceUnavailable("MLflow does not answer", where=self.shown, why=self._clean(why), remedy=remedy)
+        return ServiceUnavailableError("MLflow does not answer", where=self.shown, why=self._clean(why), remedy=remedy)
 
     def _clean(self, text: str) -> str:
         """One line without the password."""

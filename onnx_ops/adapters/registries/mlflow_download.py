@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onnx_ops.adapters.registries.mlflow_connection import Connection
 from onnx_ops.domain.artifact import Digest, digest_file
-from onnx_ops.errors import DigestMismatch
+from onnx_ops.errors import DigestMismatchError
 
 _REMEDY = "Find out who changed MLflow's artifacts, and register the release again"
 
@@ -35,14 +35,14 @@ class Download:
         """Download one file, under its name, into `folder`.
 
         Raises:
-            DigestMismatch: there is no such file.
+            DigestMismatchError: there is no such file.
         """
         if not self.has(name):
-            raise DigestMismatch(f"{name} is missing from the artifacts", where=self._where, remedy=_REMEDY)
+            raise DigestMismatchError(f"{name} is missing from the artifacts", where=self._where, remedy=_REMEDY)
         self._files.download_artifacts(name, str(folder))  # type: ignore[no-untyped-call]
         return folder / name
 
     def expect(self, path: Path, digest: Digest) -> None:
-        """Raises DigestMismatch if the downloaded file is not what was registered."""
+        """Raises DigestMismatchError if the downloaded file is not what was registered."""
         if digest_file(path) != digest:
-            raise DigestMismatch(f"{path.name} is not what was registered", where=self._where, remedy=_REMEDY)
+            raise DigestMismatchError(f"{path.name} is not what was registered", where=self._where, remedy=_REMEDY)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_file
 from onnx_ops.domain.release import VariantRecord
-from onnx_ops.errors import DigestMismatch, Refused, UserError
+from onnx_ops.errors import DigestMismatchError, RefusedError, UserError
 from onnx_ops.onnx_graph.files import external_names, parse
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def check_record(record: VariantRecord) -> None:
 
     Raises:
         UserError: a file name is not safe, or is one that MLflow keeps for itself; or there is not one ONNX file.
-        Refused: the model's weights are not all among the files.
-        DigestMismatch: a file is not what the manifest says.
+        RefusedError: the model's weights are not all among the files.
+        DigestMismatchError: a file is not what the manifest says.
     """
     where = f"variant {record.variant}"
     for name in (*record.files, *record.evidence):
@@ -62,10 +62,10 @@ def check_record(record: VariantRecord) -> None:
         raise UserError(f"{reserved[0]} is a name that MLflow keeps for itself", where=where)
     _check_weights(record.files, where)
     if set(record.files) != set(record.manifest.files):
-        raise DigestMismatch("the manifest names other files than those given", where=where)
+        raise DigestMismatchError("the manifest names other files than those given", where=where)
     for name, path in record.files.items():
         if digest_file(path) != record.manifest[name]:
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"{name} is not what the manifest says", where=where, remedy="Run again: the stage is computed anew"
             )
 
@@ -74,7 +74,7 @@ def _check_weights(files: Mapping[str, Path], where: str) -> None:
     """A version holds its weights: a model that takes them from anywhere else could not be verified."""
     named = {PurePosixPath(name).as_posix() for name in external_names(files[model_file(files)])}
     if outside := sorted(named - set(files)):
-        raise Refused(
+        raise RefusedError(
             f"its external data {outside[0]!r} is not among the files of the version",
             where=where,
             remedy="Export the model with its weights beside it.",

@@ -22,8 +22,8 @@ class MlflowModels:
 
         Raises:
             UserError: it is no such URI.
-            NotFound: there is no such version or alias.
-            ServiceUnavailable: MLflow does not answer.
+            NotFoundError: there is no such version or alias.
+            ServiceUnavailableError: MLflow does not answer.
         """
         name, version, source = self._version(uri)
         return f"{name}/{version} {source}"

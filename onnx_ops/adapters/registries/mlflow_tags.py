@@ -8,7 +8,7 @@ from onnx_ops import attestation, codec
 from onnx_ops.domain.artifact import Digest, is_digest
 from onnx_ops.domain.gate import DecisionRecord, SignedDecision
 from onnx_ops.domain.release import VariantRecord, VersionRecord
-from onnx_ops.errors import StateCorrupt, UserError
+from onnx_ops.errors import CorruptStateError, UserError
 
 VARIANT, GATE, GIT_SHA, DATA_REV, RELEASE = "variant", "gate.", "git.sha", "data.rev", "release"
 """What people read. MLflow's list of versions has a version's tags in the order in which they were set."""
@@ -71,7 +71,7 @@ def decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
             continue
         try:
             signed = attestation.read(value.encode(), DecisionRecord, where=key)
-        except (StateCorrupt, RecursionError, UnicodeEncodeError):
+        except (CorruptStateError, RecursionError, UnicodeEncodeError):
             continue
         if signed.record.target == target:
             found[target] = signed

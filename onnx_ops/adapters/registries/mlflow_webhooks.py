@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from onnx_ops.adapters.registries.mlflow_connection import Connection
-from onnx_ops.errors import NotFound, ServiceUnavailable, UserError, quoted
+from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.protocol.delivery import EVENTS
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class MlflowWebhooks:
 
         Raises:
             UserError: MLflow does not accept the URL.
-            ServiceUnavailable: MLflow does not answer, or cannot read its webhooks.
+            ServiceUnavailableError: MLflow does not answer, or cannot read its webhooks.
         """
         with self._session() as client:
             found = _named(client, self._name)
@@ -113,7 +113,7 @@ class MlflowWebhooks:
         """Put right what `check` finds wrong, at the URL that the webhook has; None if there is no such webhook."""
         try:
             report = self.check()
-        except NotFound:
+        except NotFoundError:
             return None
         return report if report.ok else self.install(report.url, secret)
 
@@ -121,13 +121,13 @@ class MlflowWebhooks:
         """Look at the webhook and test it; changes nothing.
 
         Raises:
-            NotFound: there is none.
-            ServiceUnavailable: MLflow does not answer, or cannot read its webhooks.
+            NotFoundError: there is none.
+            ServiceUnavailableError: MLflow does not answer, or cannot read its webhooks.
         """
         with self._session() as client:
             found = _named(client, self._name)
             if not found:
-                raise NotFound(
+                raise NotFoundError(
                     "no webhook is installed",
                     where=f"{self._mlflow.shown}, {self._name}",
                     remedy="`onnx-ops webhooks install --url URL`; without one the reconciler polls.",
@@ -169,12 +169,12 @@ class MlflowWebhooks:
             with self._mlflow.session(f"webhook {self._name}") as client:
                 yield client
         except UserError as error:
-            if isinstance(error, NotFound):
+            if isinstance(error, NotFoundError):
                 raise
             raise UserError(error.what, where=error.where, why=error.why, remedy=_hint(error.why)) from error
-        except ServiceUnavailable as error:
+        except ServiceUnavailableError as error:
             remedy = _hint(error.why) or error.remedy
-            raise ServiceUnavailable(error.what, where=error.where, why=error.why, remedy=remedy) from error
+            raise ServiceUnavailableError(error.what, where=error.where, why=error.why, remedy=remedy) from error
 
 
 def _named(client: MlflowClient, name: str) -> list[Webhook]:

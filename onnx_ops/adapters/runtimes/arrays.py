@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports.data import Array, Tensors
 
 PREFIX = "input/"
@@ -17,7 +17,7 @@ def put_arrays(tensors: Tensors, path: Path) -> Path:
     """Write named tensors to an `.npz` file; texts as such, since objects would need pickle.
 
     Raises:
-        MeasurementFailure: a value is no tensor.
+        MeasurementError: a value is no tensor.
     """
     import numpy as np
 
@@ -40,5 +40,5 @@ def _plain(name: str, array: Any) -> Any:
 
     if not isinstance(array, np.ndarray):
         remedy = "Export the model with tensors, for example without ZipMap."
-        raise MeasurementFailure(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
+        raise MeasurementError(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
     return array.astype(str) if array.dtype == object else array

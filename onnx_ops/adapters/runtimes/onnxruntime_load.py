@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from threading import Barrier
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 
 
 def window(call: Callable[[], object], pool: Executor, concurrency: int, requests: int) -> int:
@@ -24,7 +24,7 @@ def window(call: Callable[[], object], pool: Executor, concurrency: int, request
         Nanoseconds from the moment that all threads stand ready to the last answer.
 
     Raises:
-        MeasurementFailure: the threads could not be started.
+        MeasurementError: the threads could not be started.
         Exception: what `call` raised first; the other threads end with the request they are at.
     """
     waiting = deque(range(requests))
@@ -50,7 +50,7 @@ def window(call: Callable[[], object], pool: Executor, concurrency: int, request
         workers = [pool.submit(work) for _ in range(concurrency)]
     except RuntimeError as error:
         ready.abort()
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"{concurrency} threads could not be started",
             why=str(error),
             remedy="Lower `concurrency`, or raise the limit of threads on this machine.",

@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import digest_json, hex_of
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, quoted
+from onnx_ops.errors import MeasurementError, quoted
 from onnx_ops.onnx_graph.files import model_digest
 
 _CACHE = "{cache}"
@@ -37,19 +37,19 @@ def plug_in(provider: Provider, target: Target) -> None:
     """Register the library of a provider's package, once in a process; it stays until the process ends.
 
     Raises:
-        MeasurementFailure: the package is not installed, is no plug-in, or its library cannot be loaded.
+        MeasurementError: the package is not installed, is no plug-in, or its library cannot be loaded.
     """
     where = f"target {target.name}"
     try:
         library = Path(importlib.import_module(provider.package).get_library_path())
     except ModuleNotFoundError as error:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"package {provider.package} is not installed",
             where=where,
             remedy=f"pip install {provider.package.replace('_', '-')} where the target's hardware is.",
         ) from error
     except AttributeError as error:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"package {provider.package} brings no execution provider",
             where=where,
             why="it has no get_library_path(), which packages of plug-ins have",
@@ -59,7 +59,7 @@ def plug_in(provider: Provider, target: Target) -> None:
     try:
         _ort().register_execution_provider_library(provider.name, str(library))
     except Exception as error:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"the library of {provider.name} cannot be loaded", where=where, why=quoted(error)
         ) from error
     _PLUGGED[provider.name] = library
@@ -80,10 +80,10 @@ def check_devices(provider: Provider, target: Target) -> None:
     """Whether a plug-in finds a device here.
 
     Raises:
-        MeasurementFailure: it finds none.
+        MeasurementError: it finds none.
     """
     if not any(device.ep_name == provider.name for device in _ort().get_ep_devices()):
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"{provider.name} finds no device here",
             where=f"target {target.name}",
             remedy="Measure this target where its hardware is; it is not measured here.",

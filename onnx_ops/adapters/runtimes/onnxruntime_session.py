@@ -24,7 +24,7 @@ from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.provider_options import PROVIDER_PACKAGES
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, quoted
+from onnx_ops.errors import MeasurementError, quoted
 from onnx_ops.onnx_graph.files import external_names
 from onnx_ops.onnx_graph.operators import check_libraries
 from onnx_ops.onnx_graph.ort_file import is_ort
@@ -65,18 +65,18 @@ def check_machine(target: Target) -> None:
     """Whether this machine has what the target asks for; packages that it names are plugged in.
 
     Raises:
-        MeasurementFailure: it lacks an execution provider, a package of one, or a device for it, or the target is not
+        MeasurementError: it lacks an execution provider, a package of one, or a device for it, or the target is not
             measured here.
     """
     if target.env is not None and target.env.isolated:
-        raise MeasurementFailure(
+        raise MeasurementError(
             "its runtime build lives in an environment of its own, not here", where=f"target {target.name}"
         )
     build = available_providers()
     missing = [provider.name for provider in target.providers if not provider.package and provider.name not in build]
     if missing:
         remedy = PROVIDER_PACKAGES.get(missing[0], "Measure this target where its provider is installed.")
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"execution provider {missing[0]} is not in this build of ONNX Runtime",
             where=f"target {target.name}",
             why=f"it has {', '.join(build)}",
@@ -100,8 +100,8 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
         write_to: where to write the graph after the runtime's own optimizations.
 
     Raises:
-        MeasurementFailure: the machine lacks something, or the runtime refuses the model or a setting.
-        NotFound, DigestMismatch: a library of custom operators is missing, or is another one.
+        MeasurementError: the machine lacks something, or the runtime refuses the model or a setting.
+        NotFoundError, DigestMismatchError: a library of custom operators is missing, or is another one.
     """
     check_machine(target)
     check_libraries(target.custom_ops, f"target {target.name}")
@@ -148,7 +148,7 @@ def failures(model: Path) -> Iterator[None]:
             raise
         why = _why(str(error))
         remedy = next((remedy for part, remedy in _REMEDIES.items() if part in why), _ANY_REMEDY)
-        raise MeasurementFailure(
+        raise MeasurementError(
             "ONNX Runtime cannot run the model", where=model.name, why=why, remedy=remedy.format(model=model.name)
         ) from error
 

@@ -16,7 +16,7 @@ from onnx_ops.adapters.runtimes.arrays import put_arrays
 from onnx_ops.adapters.runtimes.onnxruntime_session import check_machine
 from onnx_ops.adapters.runtimes.ort_format import loaded_file
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, from_document
+from onnx_ops.errors import MeasurementError, from_document
 from onnx_ops.ports.data import Tensors
 from onnx_ops.scratch import Scratch
 
@@ -48,7 +48,7 @@ def start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, 
         as in `ports.StartSamples`.
 
     Raises:
-        MeasurementFailure: the machine lacks something, or the process crashed, hung or could not run the model.
+        MeasurementError: the machine lacks something, or the process crashed, hung or could not run the model.
     """
     check_machine(target)
     loaded = loaded_file(model, target)
@@ -64,14 +64,14 @@ def start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, 
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"a fresh process did not answer within {PATIENCE_S:g} s and was stopped", where=model.name
         ) from error
     answer = _last_document(done.stdout)
     if "error" in answer:
         raise from_document(answer["error"])
     if done.returncode or not answer:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"a fresh process that loads the model ended with {_ending(done.returncode)}",
             where=model.name,
             why="\n".join(done.stderr.splitlines()[-_LAST_LINES:]) or "it printed nothing",

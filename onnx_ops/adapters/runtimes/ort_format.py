@@ -14,7 +14,7 @@ from pathlib import Path
 from onnx_ops.adapters.isolation.shield import Fallen, shielded
 from onnx_ops.domain.artifact import digest_json, hex_of
 from onnx_ops.domain.target import OrtFormat, Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.files import model_digest
 from onnx_ops.onnx_graph.operators import check_libraries
 from onnx_ops.scratch import Scratch
@@ -35,15 +35,15 @@ def loaded_file(model: Path, target: Target) -> Path:
     """The file that runs on the target: the model itself, or what is made of it, which this process makes once.
 
     Raises:
-        MeasurementFailure: it cannot be made.
-        NotFound, DigestMismatch: a library of custom operators is missing, or is another one.
+        MeasurementError: it cannot be made.
+        NotFoundError, DigestMismatchError: a library of custom operators is missing, or is another one.
     """
     if target.ort_format is None or model.suffix == ".ort":
         return model
     try:
         key = hex_of(digest_json([model_digest(model), target.digest()]))
     except UserError as error:
-        raise MeasurementFailure(
+        raise MeasurementError(
             "the model cannot be made an .ort file", where=model.name, why=f"{error.what}: {error.why}"
         ) from error
     folder = _scratch().path / key
@@ -57,7 +57,7 @@ def write_package(model: Path, target: Target, folder: Path) -> None:
     """Write what a device needs of a model into a folder: `MODEL`, `OPERATORS`, `USABILITY`.
 
     Raises:
-        MeasurementFailure: it cannot be made.
+        MeasurementError: it cannot be made.
     """
     source = loaded_file(model, target).parent
     for name in (MODEL, OPERATORS, USABILITY):
@@ -66,7 +66,7 @@ def write_package(model: Path, target: Target, folder: Path) -> None:
 
 def _make(model: Path, target: Target, form: OrtFormat, folder: Path) -> None:
     if len(target.custom_ops) > 1:
-        raise MeasurementFailure(
+        raise MeasurementError(
             "the converter takes one library of custom operators", where=f"target {target.name}: ort_format"
         )
     check_libraries(target.custom_ops, f"target {target.name}")
@@ -75,7 +75,7 @@ def _make(model: Path, target: Target, form: OrtFormat, folder: Path) -> None:
     try:
         shielded(_convert, model, folder, form, level, library)
     except Fallen as fallen:
-        raise MeasurementFailure(
+        raise MeasurementError(
             "the model cannot be made an .ort file",
             where=f"target {target.name}: ort_format",
             why="\n".join(part for part in (fallen.how, fallen.said) if part),

@@ -15,7 +15,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.ort_format import loaded_file
 from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
 
@@ -44,7 +44,7 @@ class ShieldedRuntime(OnnxRuntime):
             remedy = (
                 "Give it more time: --timeout." if fallen.late else "Export the model with other operators or shapes."
             )
-            raise MeasurementFailure(what, where=model.name, why=fallen.how, remedy=remedy) from None
+            raise MeasurementError(what, where=model.name, why=fallen.how, remedy=remedy) from None
 
 
 def shielded_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.attestation import PUBLIC_SUFFIX, key_digest, not_a_key
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.errors import EnvironmentFailure, NotFound, Refused
+from onnx_ops.errors import InfrastructureError, NotFoundError, RefusedError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -23,8 +23,8 @@ class EcdsaSigner:
         path: PEM, PKCS #8, not encrypted, readable by its owner alone.
 
     Raises:
-        NotFound: there is no such file.
-        Refused: others may read it.
+        NotFoundError: there is no such file.
+        RefusedError: others may read it.
         UserError: it does not hold a private key of ECDSA P-256.
     """
 
@@ -58,8 +58,8 @@ def create_key(path: Path) -> EcdsaSigner:
     The private key appears under its name only when it is whole and on the disk.
 
     Raises:
-        EnvironmentFailure: the folder cannot be written.
-        NotFound, Refused, UserError: as `EcdsaSigner` does, of a key that stands there.
+        InfrastructureError: the folder cannot be written.
+        NotFoundError, RefusedError, UserError: as `EcdsaSigner` does, of a key that stands there.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -70,7 +70,7 @@ def create_key(path: Path) -> EcdsaSigner:
         if not public.exists() or public.read_bytes() != signer.public_pem():
             _write_public(public, signer.public_pem())
     except OSError as error:
-        raise EnvironmentFailure(
+        raise InfrastructureError(
             "the signing key cannot be created", where=str(path), why=str(error), remedy="Choose a folder you may write"
         ) from error
     return signer
@@ -85,7 +85,7 @@ def _read_secret(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise NotFound(
+        raise NotFoundError(
             "the signing key cannot be read",
             where=str(path),
             why=error.strerror or "",
@@ -94,7 +94,7 @@ def _read_secret(path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as stream:
         mode = os.fstat(descriptor).st_mode & 0o777
         if mode & 0o077:
-            raise Refused(
+            raise RefusedError(
                 "the signing key may be read by others than its owner",
                 where=str(path),
                 why=f"its mode is {mode:04o}",

@@ -10,7 +10,7 @@ from onnx_ops.adapters.objects import durable_file
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
 from onnx_ops.attestation import PUBLIC_SUFFIX, TrustedKeys
 from onnx_ops.domain.artifact import Digest, hex_of, short
-from onnx_ops.errors import NotFound, Refused, UserError
+from onnx_ops.errors import NotFoundError, RefusedError, UserError
 
 RETIRED_SUFFIX = ".retired.pem"
 """`NAME.pub.pem` is trusted; the same file as `NAME.retired.pem` is kept for the record and trusts nobody."""
@@ -43,7 +43,7 @@ class Keyring:
 
         Raises:
             UserError: a file does not hold a public key of ECDSA P-256.
-            Refused: the private key may be read by others.
+            RefusedError: the private key may be read by others.
         """
         mine = self._signing_key()
         files: dict[tuple[Digest, bool], list[Path]] = {}
@@ -83,7 +83,7 @@ class Keyring:
             The old key and the new one.
 
         Raises:
-            NotFound: there is no key to rotate.
+            NotFoundError: there is no key to rotate.
         """
         old = EcdsaSigner(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")
@@ -98,7 +98,7 @@ class Keyring:
         """The trusted key whose digest begins so.
 
         Raises:
-            NotFound: none does.
+            NotFoundError: none does.
             UserError: several do.
         """
         wanted = hex_of(Digest(text.lower()))
@@ -108,7 +108,7 @@ class Keyring:
             raise UserError(f"several keys begin with {text}", remedy="Write more of its digits.")
         if not found:
             names = ", ".join(short(known.key) for known in trusted) or "none"
-            raise NotFound(
+            raise NotFoundError(
                 f"no trusted key begins with {text!r}", where=str(self._trusted), remedy=f"Trusted: {names}."
             )
         return found[0]
@@ -117,10 +117,10 @@ class Keyring:
         """Trust this key no longer, whenever it signed; returns the files that are kept for the record.
 
         Raises:
-            Refused: this machine signs with it.
+            RefusedError: this machine signs with it.
         """
         if known.signs:
-            raise Refused(
+            raise RefusedError(
                 f"this machine signs with key {short(known.key)}",
                 where=str(self._signing),
                 remedy="Make it sign with another: `onnx-ops keys rotate`.",

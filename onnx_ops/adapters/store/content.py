@@ -24,7 +24,7 @@ from onnx_ops.domain.artifact import (
     is_digest,
     short,
 )
-from onnx_ops.errors import StateCorrupt, storage_errors
+from onnx_ops.errors import CorruptStateError, storage_errors
 
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
@@ -66,7 +66,7 @@ class ContentStore:
 
     def path(self, digest: Digest) -> Path:
         if not is_digest(digest):
-            raise StateCorrupt(f"not a digest: {digest[:80]!r}", where="store")
+            raise CorruptStateError(f"not a digest: {digest[:80]!r}", where="store")
         local = self._cache / _blob(digest)
         if self._intact(local, digest):
             return local
@@ -75,7 +75,7 @@ class ContentStore:
             self._protect(digest)
             return local
         cause = "its content is not what its name says" if local.exists() else "it is missing"
-        raise StateCorrupt(
+        raise CorruptStateError(
             f"stored content {short(digest)} cannot be used",
             where="store",
             why=cause,
@@ -96,7 +96,7 @@ class ContentStore:
         try:
             for digest in manifest.files.values():
                 self.path(digest)
-        except StateCorrupt:
+        except CorruptStateError:
             return None
         return manifest
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from onnx_ops.adapters.objects import TEMPORARY, UNFINISHED_S, fsync_folder
 from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_file, hex_of, is_digest, short
-from onnx_ops.errors import DigestMismatch, UserError, storage_errors
+from onnx_ops.errors import DigestMismatchError, UserError, storage_errors
 from onnx_ops.onnx_graph.files import read_structure
 
 
@@ -34,7 +34,7 @@ class ModelFolders:
         if dict(found.files) != dict(manifest.files):
             differs = sorted(set(found.files.items()) ^ set(manifest.files.items()))
             names = ", ".join(sorted({name for name, _ in differs}))
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"files are not what the manifest {short(manifest.digest())} says: {names}",
                 remedy="The artifact was changed after it was registered; run the pipeline again to make a new one.",
             )

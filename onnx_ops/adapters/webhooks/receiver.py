@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailable, SignatureInvalid, TooLarge, UserError
+from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, ServiceUnavailableError, TooLargeError, UserError
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.delivery import MAX_BODY, Recent, open_delivery
 
@@ -42,7 +42,7 @@ class WebhookReceiver:
         metrics: what `/metrics` shows, in Prometheus' text format.
 
     Raises:
-        ServiceUnavailable: the address cannot be bound.
+        ServiceUnavailableError: the address cannot be bound.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WebhookReceiver:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
             remedy = "Give another address with --listen HOST:PORT."
-            raise ServiceUnavailable(
+            raise ServiceUnavailableError(
                 "cannot listen", where=f"{host}:{port}", why=error.strerror or str(error), remedy=remedy
             ) from error
         deliveries = Route(PATH, self._receive, methods=["POST"])
@@ -127,14 +127,14 @@ class WebhookReceiver:
 
 
 async def _body(request: Request) -> bytes:
-    """Raises TooLarge, before all of it is read, or UserError if it does not come."""
+    """Raises TooLargeError, before all of it is read, or UserError if it does not come."""
     body = bytearray()
     try:
         async with asyncio.timeout(_PATIENCE):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY:
-                    raise TooLarge(f"the delivery is larger than {MAX_BODY} bytes")
+                    raise TooLargeError(f"the delivery is larger than {MAX_BODY} bytes")
     except TimeoutError as error:
         raise UserError("the delivery did not come to its end") from error
     return bytes(body)
@@ -142,8 +142,8 @@ async def _body(request: Request) -> bytes:
 
 def _status(error: OnnxOpsError) -> int:
     """4xx, so that MLflow does not try again: the same delivery would be refused again."""
-    if isinstance(error, TooLarge):
+    if isinstance(error, TooLargeError):
         return 413
-    if isinstance(error, SignatureInvalid):
+    if isinstance(error, InvalidSignatureError):
         return 401
     return 400

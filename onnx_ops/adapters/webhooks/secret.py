@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from onnx_ops.adapters.private import read_private
-from onnx_ops.errors import NotFound, UserError
+from onnx_ops.errors import NotFoundError, UserError
 
 VARIABLE = "ONNX_OPS_WEBHOOK_SECRET"
 _SHORTEST = 16
@@ -18,8 +18,8 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
     """The secret; the environment's counts before the file's.
 
     Raises:
-        NotFound: there is none.
-        Refused: others than its owner may read the file.
+        NotFoundError: there is none.
+        RefusedError: others than its owner may read the file.
         UserError: it is too short to be one.
     """
     if VARIABLE in environ:
@@ -28,7 +28,7 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
         remedy = f"Delete it, and run `onnx-ops webhooks install` for a new one; or chmod 600 {path}."
         return _checked(read_private(path, "the webhook secret", remedy=remedy), str(path))
     except FileNotFoundError as error:
-        raise NotFound(
+        raise NotFoundError(
             "there is no webhook secret",
             where=str(path),
             remedy=f"`onnx-ops webhooks install --url URL` makes one; or set {VARIABLE}.",
@@ -39,7 +39,7 @@ def make_secret(path: Path, environ: Mapping[str, str]) -> str:
     """The secret; a new one is written to the file if there is none yet. Two that do so at once get the same.
 
     Raises:
-        Refused: others than its owner may read the file.
+        RefusedError: others than its owner may read the file.
         UserError: it is too short to be one.
     """
     if VARIABLE not in environ and not path.exists():

@@ -36,7 +36,7 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
 
     Raises:
         UserError: a value cannot be used, or two of them do not go together.
-        NotFound, SpecError, Refused: a file is missing, wrong or readable by others.
+        NotFoundError, ConfigError, RefusedError: a file is missing, wrong or readable by others.
     """
     folder, policy_file, key_file = (environ.get(name, "") for name in (TRUSTED_KEYS, POLICY, OVERRIDE_KEY))
     basic_auth = _flag(environ.get(BASIC_AUTH, ""))

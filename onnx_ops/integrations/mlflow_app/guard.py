@@ -11,7 +11,7 @@ from onnx_ops.domain.override import OVERRIDE
 from onnx_ops.domain.policy import is_among
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias as alias_of
-from onnx_ops.errors import OnnxOpsError, Refused, SignatureInvalid
+from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import TRUSTED_KEYS, Configuration
 from onnx_ops.integrations.mlflow_app.names import PREVIOUS, GuardedAlias, folded, guarded
 from onnx_ops.integrations.mlflow_app.overrides import Overrides
@@ -46,9 +46,11 @@ class Guard:
             return
         with _said(done):
             if target.name != alias:
-                raise Refused(f"write it {target.name}", remedy="Some databases hold both spellings for one alias.")
+                raise RefusedError(
+                    f"write it {target.name}", remedy="Some databases hold both spellings for one alias."
+                )
             if record is None:
-                raise Refused("onnx-ops did not register this version", remedy="Register it with `onnx-ops run`.")
+                raise RefusedError("onnx-ops did not register this version", remedy="Register it with `onnx-ops run`.")
             self._decided(user, found, record, target)
 
     def delete_alias(self, user: str, model: str, alias: str) -> None:
@@ -66,7 +68,7 @@ class Guard:
             return
         with _said(f"tag {key} was not set on version {found.version} of {found.model}"):
             if plain in _IDENTITY and record.tags.get(plain) != value:
-                raise Refused(
+                raise RefusedError(
                     "a version keeps what it was registered as", remedy="Register another with `onnx-ops run`."
                 )
             if plain.startswith(DECISION):
@@ -84,13 +86,13 @@ class Guard:
             return
         with _said(f"tag {key} of version {found.version} of {found.model} was not deleted"):
             if plain in _IDENTITY:
-                raise Refused("a version keeps what it was registered as")
+                raise RefusedError("a version keeps what it was registered as")
             if plain.startswith(OVERRIDE):
                 self._overrides.take_back(user, key)
             target = plain.removeprefix(DECISION)
             signed = record.decisions.get(target)
             if signed is not None and self._counts(record, target) and signed.record.verdict is not Verdict.PASS:
-                raise Refused(
+                raise RefusedError(
                     f"it is a signed decision that ended {signed.record.verdict.value}",
                     remedy="Judge the release again with `onnx-ops run`; a later decision replaces it.",
                 )
@@ -101,7 +103,7 @@ class Guard:
         held = [alias for alias in found.aliases if guarded(alias)] if found is not None else []
         if found is not None and held and self._versions.registered_here(found.model):
             with _said(f"version {found.version} of {found.model} was not deleted"):
-                raise Refused(f"it holds {', '.join(sorted(held))}", remedy="Move that to another version first.")
+                raise RefusedError(f"it holds {', '.join(sorted(held))}", remedy="Move that to another version first.")
 
     def delete_model(self, model: str) -> None:
         """A registered model is about to be deleted with all its versions."""
@@ -112,13 +114,13 @@ class Guard:
         ]
         if held:
             with _said(f"model {model} was not deleted"):
-                raise Refused(f"it has {', '.join(sorted(held))}", remedy="Delete those aliases first.")
+                raise RefusedError(f"it has {', '.join(sorted(held))}", remedy="Delete those aliases first.")
 
     def rename_model(self, model: str) -> None:
         """A registered model is about to get another name."""
         if self._versions.registered_here(model):
             with _said(f"model {model} was not renamed"):
-                raise Refused(
+                raise RefusedError(
                     "every decision about its versions is signed for this name, and endpoints are bound to it",
                     remedy="Register under the new name with `register.model` and `onnx-ops run`.",
                 )
@@ -136,32 +138,34 @@ class Guard:
         index = located.policy.rule(model, name)
         with _said(done):
             if index is None and target is not None:
-                raise Refused("no rule of the promotion policy is about it", remedy="Ask who keeps the policy for one.")
+                raise RefusedError(
+                    "no rule of the promotion policy is about it", remedy="Ask who keeps the policy for one."
+                )
             if index is not None and not is_among(user, users := located.policy.rules[index].users):
                 rule = (
                     f"{located.places[index]} lets only {', '.join(users)} move {located.policy.rules[index].aliases}"
                 )
-                raise Refused(f"{rule}, and you are {user or 'not known'}", remedy=f"Ask {users[0]} to do it.")
+                raise RefusedError(f"{rule}, and you are {user or 'not known'}", remedy=f"Ask {users[0]} to do it.")
 
     def _decided(self, user: str, found: StoredVersion, record: VersionRecord, target: GuardedAlias) -> None:
         keys = self._keys()
         try:
             passing_decision(record, target.target, keys, others=self._versions.twins(record, target.target))
-        except Refused as error:
+        except RefusedError as error:
             champion = alias_of("champion", target.target)
             if target.role == PREVIOUS and champion in found.aliases:
                 return  # it serves now, and is about to be followed
             if standing_override(record, target.target, keys) is not None:
                 return
-            judged = error.why != "" and not isinstance(error, SignatureInvalid)
+            judged = error.why != "" and not isinstance(error, InvalidSignatureError)
             why = (told_reason(found.description, target.target) if judged else "") or error.why
             remedy = f"{error.remedy.rstrip('.')}. {self._overrides.advice(user, target.target)}"
-            raise Refused(error.what, why=why, remedy=remedy) from error
+            raise RefusedError(error.what, why=why, remedy=remedy) from error
 
     def _keys(self) -> Verifier:
         keys = self._configuration.keys
         if keys is None or not keys.keys():
-            raise Refused(
+            raise RefusedError(
                 "this server trusts no keys, so it can verify no decision",
                 remedy=f"Its operator names the folder of public keys in {TRUSTED_KEYS}.",
             )
@@ -175,14 +179,14 @@ class Guard:
         """A decision that counts is only followed by a later one that counts too."""
         target = folded(key).removeprefix(DECISION)
         if key != f"{DECISION}{target}":
-            raise Refused(f"write it {DECISION}{target}", remedy="Some databases hold both spellings for one tag.")
+            raise RefusedError(f"write it {DECISION}{target}", remedy="Some databases hold both spellings for one tag.")
         keys, new = self._configuration.keys, decisions({key: value}).get(target)
         if keys is None or not self._counts(record, target):
             return
         if new is None or not counts(new, record, target, keys):
-            raise Refused("what stands there is validly signed, and this is not about this version and target")
+            raise RefusedError("what stands there is validly signed, and this is not about this version and target")
         if new.record.sequence < record.decisions[target].record.sequence:
-            raise Refused(
+            raise RefusedError(
                 "a later decision stands there",
                 why=f"it was made {record.decisions[target].record.decided_at}, this one {new.record.decided_at}",
                 remedy="Judge again with `onnx-ops run FILE --fresh gate`.",
@@ -195,4 +199,4 @@ def _said(done: str) -> Iterator[None]:
     try:
         yield
     except OnnxOpsError as error:
-        raise Refused(f"{done}: {error.what}", why=error.why, remedy=error.remedy) from error
+        raise RefusedError(f"{done}: {error.what}", why=error.why, remedy=error.remedy) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnx_ops.errors import Refused, UserError
+from onnx_ops.errors import RefusedError, UserError
 from onnx_ops.integrations.mlflow_app.guard import Guard
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def install(app: Flask, guard: Guard) -> None:
         asked = read(getattr(model_registry_pb2, message)())  # type: ignore[no-untyped-call]
         try:
             check(guard, _user(), asked)
-        except Refused as error:
+        except RefusedError as error:
             raise MlflowException(str(error), databricks_pb2.PERMISSION_DENIED) from error
 
     app.before_request(look)

@@ -10,7 +10,7 @@ from onnx_ops.domain.override import LONGEST_REASON, OVERRIDE, reason_tag, recor
 from onnx_ops.domain.pipeline import NAME_PATTERN
 from onnx_ops.domain.policy import is_among
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
 from onnx_ops.ports import Clock
@@ -31,17 +31,17 @@ class Overrides:
         """Sign that the user overrides, before the tag with the reason is set; the record alone allows nothing.
 
         Raises:
-            Refused: with the reason.
+            RefusedError: with the reason.
         """
         self._permit(user, key)
         target = _target(key)
         signer, keys = self._configuration.signer, self._configuration.keys
         if signer is None:
-            raise Refused("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
+            raise RefusedError("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
         if not reason.strip():
-            raise Refused("an override needs a reason", remedy="Write it as the tag's value.")
+            raise RefusedError("an override needs a reason", remedy="Write it as the tag's value.")
         if len(reason) > LONGEST_REASON:
-            raise Refused(f"the reason has {len(reason)} characters, of at most {LONGEST_REASON}")
+            raise RefusedError(f"the reason has {len(reason)} characters, of at most {LONGEST_REASON}")
         about = override_of(record, target, keys, reason=reason, by=user, now=self._clock.now())
         envelope = sign(about, signer).envelope
         self._versions.annotate(found, record_tag(target), codec.dumps(envelope).decode())
@@ -50,7 +50,7 @@ class Overrides:
         """The tag with the reason is about to be deleted; the signed record stays, as a trace.
 
         Raises:
-            Refused: with the reason.
+            RefusedError: with the reason.
         """
         self._permit(user, key)
         _target(key)
@@ -67,17 +67,19 @@ class Overrides:
     def _permit(self, user: str, key: str) -> None:
         located = self._configuration.policy
         if located is None:
-            raise Refused("no promotion policy says who may override", remedy=f"Its operator names one in {POLICY}.")
+            raise RefusedError(
+                "no promotion policy says who may override", remedy=f"Its operator names one in {POLICY}."
+            )
         users = located.policy.overrides
         if not is_among(user, users):
             lets = f"lets only {', '.join(users)} override" if users else "lets nobody override"
-            raise Refused(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
+            raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
 
 
 def _target(key: str) -> str:
     match = _REASON.fullmatch(key)
     if match is None:
-        raise Refused(
+        raise RefusedError(
             "only the server itself writes it", remedy=f"The reason of an override is {reason_tag('TARGET')}."
         )
     return match[1]

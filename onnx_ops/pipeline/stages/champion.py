@@ -10,7 +10,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, short
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.rollout import alias
-from onnx_ops.errors import DigestMismatch
+from onnx_ops.errors import DigestMismatchError
 from onnx_ops.ports import Ports
 from onnx_ops.scratch import Scratch
 
@@ -30,8 +30,8 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
     """None if the target has no champion yet, or the pipeline registers nothing.
 
     Raises:
-        ServiceUnavailable: the registry does not answer.
-        DigestMismatch: what came is not what was registered.
+        ServiceUnavailableError: the registry does not answer.
+        DigestMismatchError: what came is not what was registered.
     """
     if not model:
         return None
@@ -45,7 +45,7 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
         with Scratch() as folder:
             manifest = registry.fetch(record, folder)
             if manifest.digest() != record.manifest:
-                raise DigestMismatch(
+                raise DigestMismatchError(
                     f"version {version} holds {short(manifest.digest())}, but {short(record.manifest)} was registered",
                     where=f"{model}/{version}",
                     remedy="Its artifact was changed; roll back to a version that is intact.",

@@ -9,7 +9,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
-from onnx_ops.errors import Conflict, UserError
+from onnx_ops.errors import ConflictError, UserError
 from onnx_ops.measure.files import put_dataset
 from onnx_ops.ports import Dataset, Ports, TracedSource
 
@@ -34,7 +34,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     source = ports.source(source_of(section))
     arrays = source.load(section, ports.root)
     if isinstance(source, TracedSource) and source.fingerprint(section, ports.root) != stage.settings["fingerprint"]:
-        raise Conflict(
+        raise ConflictError(
             "the data was changed after the run was planned",
             where=stage.id,
             why="its revision names other content now",

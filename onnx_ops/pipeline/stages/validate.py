@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import Divergence
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.structure import TreeStructure
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.divergence import Look, locate, worst_of
 from onnx_ops.measure.files import MODEL, TRAINED, checkout, put_document
 from onnx_ops.measure.hardware import REFERENCE_TARGET
@@ -43,7 +43,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             measured = measure_parity(runtime, path, target, reference)
             source = _Source(stage, inputs["train"], ports, folder / "trained")
             trees = source.trees(path)
-        except (MeasurementFailure, UserError) as error:
+        except (MeasurementError, UserError) as error:
             measured = (mismatched("*", "load", f"it does not run: {error}"),)
         else:
             if worst := worst_of(measured):

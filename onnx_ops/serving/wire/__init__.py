@@ -1,7 +1,7 @@
 """The wire: bytes of a request to a checked feed, and a model's arrays to the bytes of an answer.
 
-It knows no HTTP framework. Every function raises `UserError` (or `TooLarge`) for a request that does not fit the model,
-with a message that names the tensor.
+It knows no HTTP framework. Every function raises `UserError` (or `TooLargeError`) for a request that does not fit the
+model, with a message that names the tensor.
 """
 
 from onnx_ops.serving.wire.answer import write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
-from onnx_ops.errors import TooLarge, UserError
+from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.serving.wire.document import MAX_VALUES
 
 
@@ -14,10 +14,10 @@ def read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
 
     Raises:
         UserError: it is not such a table.
-        TooLarge: it has too many cells.
+        TooLargeError: it has too many cells.
     """
     if body.count(b",") + body.count(b"\n") > MAX_VALUES:
-        raise TooLarge(f"the table has more than {MAX_VALUES} cells", remedy="Send it in the binary form.")
+        raise TooLargeError(f"the table has more than {MAX_VALUES} cells", remedy="Send it in the binary form.")
     try:
         lines = csv.reader(io.StringIO(body.decode("utf-8-sig"), newline=""), strict=True)
         table = [line for line in lines if line]

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 import simdjson
 
-from onnx_ops.errors import TooLarge, UserError
+from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.ports.data import Array
 
 MAX_VALUES = 1 << 22
@@ -68,7 +68,7 @@ def parse(body: bytes) -> tuple[Any, bool]:
 
     Raises:
         UserError: the body is not strict JSON (NaN and infinities are not).
-        TooLarge: it holds more values than the limits allow.
+        TooLargeError: it holds more values than the limits allow.
     """
     literals = may_hold_literals(body)
     if len(body) >= LARGE:
@@ -99,7 +99,7 @@ def _count(body: bytes) -> None:
     values = np.count_nonzero(letters == ord(","))
     containers = np.count_nonzero(letters == ord("[")) + np.count_nonzero(letters == ord("{"))
     if values > MAX_VALUES or containers > MAX_CONTAINERS:
-        raise TooLarge(
+        raise TooLargeError(
             f"the body holds more than {MAX_VALUES} values or {MAX_CONTAINERS} lists",
             remedy="Send large tensors in the binary form.",
         )

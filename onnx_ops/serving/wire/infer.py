@@ -38,7 +38,7 @@ def read_infer(body: bytes, header_length: int | None, signature: Signature) -> 
 
     Raises:
         UserError: it does not fit the model; the message names the tensor.
-        TooLarge: it holds too many JSON values.
+        TooLargeError: it holds too many JSON values.
     """
     if header_length is None:
         repeated = signature.repeated.read(body)

@@ -34,7 +34,7 @@ def read_invocation(body: bytes, content_type: str, header_length: int | None, s
 
     Raises:
         UserError: it is none of the forms, or does not fit the model; the message names the tensor.
-        TooLarge: it holds too many values.
+        TooLargeError: it holds too many values.
     """
     kind, _, options = content_type.partition(";")
     kind = kind.strip().lower()

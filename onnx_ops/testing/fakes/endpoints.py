@@ -10,7 +10,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds, UnitSums
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import Conflict, ServiceUnavailable, UserError
+from onnx_ops.errors import ConflictError, ServiceUnavailableError, UserError
 from onnx_ops.testing.fakes.process import FakeClock
 
 
@@ -63,12 +63,12 @@ class FakeProvider:
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         if self.down:
-            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
         name, state = config.endpoint, replace(state, generation=generation)
         last = self._generations.get(name, -1)
         current = self._states.get(name)
         if generation < last or (generation == last and current is not None and current != state):
-            raise Conflict(f"generation {last} was applied already", where=name)
+            raise ConflictError(f"generation {last} was applied already", where=name)
         if current is None or not current.same_as(state) or self._settings[name] != config.settings:
             self.applied.append((name, state))
         self._states[name], self._generations[name], self._settings[name] = state, generation, config.settings
@@ -86,18 +86,18 @@ class FakeProvider:
 
     def remove(self, config: EndpointConfig) -> None:
         if self.down:
-            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
         self._states.pop(config.endpoint, None)
         self._generations.pop(config.endpoint, None)
 
     def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[Leftover]:
         if self.down:
-            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
         return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
 
     def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
         if self.down:
-            raise ServiceUnavailable("the endpoint cannot be reached", where=config.endpoint)
+            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
         self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != leftover]
 
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
@@ -145,4 +145,4 @@ class FakeMetrics:
 
     def _answer(self, config: EndpointConfig) -> None:
         if self.down:
-            raise ServiceUnavailable("the metrics do not answer", where=config.endpoint)
+            raise ServiceUnavailableError("the metrics do not answer", where=config.endpoint)

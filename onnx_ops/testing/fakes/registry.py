@@ -10,7 +10,7 @@ from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VariantRecord, VersionRecord
-from onnx_ops.errors import DigestMismatch, NotFound, Refused, ServiceUnavailable
+from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, ServiceUnavailableError
 from onnx_ops.testing.fakes.process import FakeClock
 
 
@@ -43,7 +43,7 @@ class FakeRegistry:
         for variant in publication.variants:
             found = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
             if found != variant.manifest:
-                raise DigestMismatch("files are not what the manifest says", where=publication.model)
+                raise DigestMismatchError("files are not what the manifest says", where=publication.model)
         model = self._models.setdefault(publication.model, _Model())
         return {variant.variant: self._publish(model, publication, variant) for variant in publication.variants}
 
@@ -80,7 +80,7 @@ class FakeRegistry:
     def document(self, record: VersionRecord, name: str) -> bytes:
         documents = self._version(record.model, record.version).documents
         if name not in documents:
-            raise NotFound(f"no document {name}", where=f"{record.model}/{record.version}")
+            raise NotFoundError(f"no document {name}", where=f"{record.model}/{record.version}")
         return documents[name]
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
@@ -118,7 +118,7 @@ class FakeRegistry:
     def delete_version(self, model: str, version: str) -> None:
         self._answer()
         if version in self.aliases(model).values():
-            raise Refused("an alias points at it", where=f"{model}/{version}")
+            raise RefusedError("an alias points at it", where=f"{model}/{version}")
         if model in self._models:
             self._models[model].versions.pop(version, None)
 
@@ -159,9 +159,9 @@ class FakeRegistry:
     def _version(self, model: str, version: str) -> _Version:
         self._answer()
         if model not in self._models or version not in self._models[model].versions:
-            raise NotFound("no such version", where=f"{model}/{version}")
+            raise NotFoundError("no such version", where=f"{model}/{version}")
         return self._models[model].versions[version]
 
     def _answer(self) -> None:
         if self.down:
-            raise ServiceUnavailable("the registry does not answer", where="memory")
+            raise ServiceUnavailableError("the registry does not answer", where="memory")

@@ -16,7 +16,7 @@ from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, Stored
 from onnx_ops.domain.notification import Notification
-from onnx_ops.errors import DigestMismatch, MissingPackage, ServiceUnavailable
+from onnx_ops.errors import DigestMismatchError, MissingPackageError, ServiceUnavailableError
 from onnx_ops.ports import Ledger, Ports
 from onnx_ops.testing.fakes.endpoints import FakeProvider
 from onnx_ops.testing.fakes.process import FakeClock, FakeHost, FakeSigner
@@ -32,7 +32,7 @@ class FakeNotifier:
 
     def send(self, notification: Notification) -> None:
         if self.down:
-            raise ServiceUnavailable("the chat does not answer", where="memory")
+            raise ServiceUnavailableError("the chat does not answer", where="memory")
         self.received.append(notification)
 
     def check(self) -> str:
@@ -51,7 +51,7 @@ class FakeModelFiles:
 
     def admit(self, folder: Path, manifest: Manifest) -> str:
         if manifest_of(folder) != manifest:
-            raise DigestMismatch("files are not what the manifest says")
+            raise DigestMismatchError("files are not what the manifest says")
         self._admitted.setdefault(manifest.digest(), self.clock.now())
         return f"memory:{manifest.digest()}"
 
@@ -110,4 +110,4 @@ class FakeWorld:
 
 def _missing(name: str, env: object = None, /) -> NoReturn:
     del env
-    raise MissingPackage(f"there is no fake called {name}")
+    raise MissingPackageError(f"there is no fake called {name}")

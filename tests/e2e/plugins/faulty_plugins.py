@@ -7,7 +7,7 @@ from onnx import numpy_helper
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer
-from onnx_ops.errors import StageFailure
+from onnx_ops.errors import StageError
 from onnx_ops.ports import ExportRequest, OptimizeRequest
 
 
@@ -39,4 +39,4 @@ class LossyQuantizer(DynamicQuantizer):
 
 class CrashingOptimizer(DynamicQuantizer):
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        raise StageFailure("the optimizer crashed", where=request.section.name)
+        raise StageError("the optimizer crashed", where=request.section.name)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.errors import TooLarge
+from onnx_ops.errors import TooLargeError
 from onnx_ops.serving.wire import document
 from onnx_ops.serving.wire.document import Block, parse
 from tests.serving.wire.wire_cases import encode
@@ -99,5 +99,5 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
 ) -> None:
     monkeypatch.setattr(document, "simdjson", None)
     monkeypatch.setattr(document, "orjson", None)
-    with pytest.raises(TooLarge, match="binary form"):
+    with pytest.raises(TooLargeError, match="binary form"):
         parse(body)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from tests.support.clouds.iam import BUCKET, ROLE, resources
 from tests.support.clouds.sagemaker_parts import ACCOUNT, CALLER, REGION
 from tests.support.processes import ROOT
@@ -108,7 +108,7 @@ def fake_sagemaker(folder: Path) -> Iterator[FakeSageMaker]:
     """Start one, with a bucket and a role that SageMaker may assume; end it and its containers afterwards.
 
     Raises:
-        MeasurementFailure: it did not start.
+        MeasurementError: it did not start.
     """
     log = folder / "fake.log"
     with log.open("wb") as stream:
@@ -163,4 +163,4 @@ def _address(folder: Path, process: subprocess.Popen[bytes], log: Path) -> str:
             return (folder / "url").read_text(encoding="utf-8")
         time.sleep(_PAUSE_S)
     process.kill()
-    raise MeasurementFailure("the fake did not start", why=log.read_text(encoding="utf-8", errors="replace")[-1000:])
+    raise MeasurementError("the fake did not start", why=log.read_text(encoding="utf-8", errors="replace")[-1000:])

@@ -24,7 +24,7 @@ _PAUSE_S = 0.01
 _PASSED_ON = ("PATH", "PYTHONPATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR")
 
 
-class NotReady(Exception):
+class NotReadyError(Exception):
     """A container that does not answer its ping; says what SageMaker would."""
 
 
@@ -73,7 +73,7 @@ class Containers:
         self._running: dict[tuple[bytes, tuple[tuple[str, str], ...]], Container] = {}
 
     def start(self, archive: bytes, environment: Mapping[str, str]) -> Container:
-        """Raises NotReady if it does not answer its ping."""
+        """Raises NotReadyError if it does not answer its ping."""
         key = (archive, tuple(sorted(environment.items())))
         found = self._running.get(key)
         if found is None or found.process.poll() is not None:
@@ -98,7 +98,7 @@ class Containers:
             with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
                 packed.extractall(model, filter="data")
         except (tarfile.TarError, OSError, EOFError) as error:
-            raise NotReady("Failed to extract model data archive from URL.") from error
+            raise NotReadyError("Failed to extract model data archive from URL.") from error
         port = free_port()
         variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         variables |= environment
@@ -135,4 +135,6 @@ class Containers:
         with suppress(ProcessLookupError):
             os.killpg(container.process.pid, signal.SIGKILL)
         said = log.read_text(encoding="utf-8", errors="replace").strip()[-300:]
-        raise NotReady(f"did not pass the ping health check. Please check CloudWatch logs for this endpoint. {said}")
+        raise NotReadyError(
+            f"did not pass the ping health check. Please check CloudWatch logs for this endpoint. {said}"
+        )

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tests.support.clouds.iam import ROLE, Request, container, is_allowed
-from tests.support.clouds.sagemaker_containers import Answer, Container, Containers, NotReady
+from tests.support.clouds.sagemaker_containers import Answer, Container, Containers, NotReadyError
 from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION
 
 _NAMESPACE = "AWS/SageMaker"
@@ -53,7 +53,7 @@ class Moto:
         container = model["PrimaryContainer"]
         archive = self._object(container["ModelDataUrl"])
         if archive is None:
-            raise NotReady("could not download its model data.")
+            raise NotReadyError("could not download its model data.")
         return self._containers.start(archive, container.get("Environment", {}))
 
     def count(self, endpoint: str, variant: str, answer: Answer) -> None:

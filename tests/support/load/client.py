@@ -13,7 +13,7 @@ from typing import cast
 import httptools
 import numpy as np
 
-from onnx_ops.errors import ServiceUnavailable
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol.headers import DEPLOYMENT
 from tests.support.load.plan import LoadPlan, Requests
 from tests.support.load.records import Failure, Records
@@ -150,14 +150,14 @@ class Load:
         """Make all connections.
 
         Raises:
-            ServiceUnavailable: the server does not take them.
+            ServiceUnavailableError: the server does not take them.
         """
         try:
             for connection in self._connections:
                 await asyncio.wait_for(connection.connect(), self.plan.timeout_s)
         except (OSError, TimeoutError) as error:
             why = str(error) or "it timed out"
-            raise ServiceUnavailable("the server takes no connection", where=self.plan.url, why=why) from error
+            raise ServiceUnavailableError("the server takes no connection", where=self.plan.url, why=why) from error
 
     async def run(self) -> Records:
         """Send until the plan's end, then wait for what is under way."""

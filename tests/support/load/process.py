@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from tests.support.load.plan import LoadPlan
 from tests.support.load.records import Records
 from tests.support.processes import ROOT
@@ -33,11 +33,11 @@ class LoadProcess:
     @property
     def records(self) -> Records:
         if self._records is None:
-            raise MeasurementFailure("the load has not ended yet")
+            raise MeasurementError("the load has not ended yet")
         return self._records
 
     def start(self) -> None:
-        """Raises MeasurementFailure if the load does not begin, for one because the server takes no connection."""
+        """Raises MeasurementError if the load does not begin, for one because the server takes no connection."""
         self._folder = tempfile.TemporaryDirectory(prefix="load-")
         self._process = subprocess.Popen(
             self._command(Path(self._folder.name)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -47,7 +47,7 @@ class LoadProcess:
         if not line.startswith(b"running"):
             why = (line + self._process.stderr.read()).decode("utf-8", "replace").strip()
             self._discard()
-            raise MeasurementFailure("the load did not begin", where=self._plan.url, why=why)
+            raise MeasurementError("the load did not begin", where=self._plan.url, why=why)
 
     def stop(self) -> Records:
         """End the load now; what is under way is waited for."""
@@ -76,11 +76,11 @@ class LoadProcess:
             _, stderr = self._process.communicate(timeout=patience_s)
             self._records = Records.read(Path(self._folder.name) / "records.npz")
         except (subprocess.TimeoutExpired, FileNotFoundError) as error:
-            raise MeasurementFailure("the load did not end as it should", why=str(error)) from error
+            raise MeasurementError("the load did not end as it should", why=str(error)) from error
         finally:
             self._discard()
         if stderr:
-            raise MeasurementFailure("the load complained", why=stderr.decode("utf-8", "replace")[-500:])
+            raise MeasurementError("the load complained", why=stderr.decode("utf-8", "replace")[-500:])
         return self._records
 
     def _discard(self) -> None:
@@ -117,7 +117,7 @@ class LoadProcess:
         arguments = []
         for number, payload in enumerate(self._plan.payloads):
             if payload.headers:
-                raise MeasurementFailure("a load in a process of its own sends the plan's headers, not a payload's own")
+                raise MeasurementError("a load in a process of its own sends the plan's headers, not a payload's own")
             path = folder / f"body-{number}"
             path.write_bytes(payload.body)
             arguments += ["--body", str(path)]

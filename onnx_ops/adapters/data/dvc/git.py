@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound, ServiceUnavailable, UserError
+from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, ServiceUnavailableError, UserError
 
 _REGULAR = ("100644", "100755")
 _FOLDER = "40000"
@@ -38,7 +38,7 @@ class Commit:
         """What a folder of the commit holds; empty if there is no such folder.
 
         Raises:
-            DigestMismatch: an object of git is not what its name says.
+            DigestMismatchError: an object of git is not what its name says.
         """
         tree = _header(self._object("commit", self.oid), b"tree")
         for part in (part for part in folder.split("/") if part):
@@ -57,7 +57,7 @@ class Commit:
     def _object(self, kind: str, oid: str) -> bytes:
         done = _run(self.folder, "cat-file", kind, oid)
         if done.returncode:
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"git cannot read the {kind} {oid}",
                 where=str(self.folder),
                 why=_said(done),
@@ -67,7 +67,7 @@ class Commit:
         digest.update(b"%s %d\0" % (kind.encode(), len(done.stdout)))
         digest.update(done.stdout)
         if digest.hexdigest() != oid:
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"the git object {oid} is not what its name says",
                 where=str(self.folder),
                 why=f"its content has the name {digest.hexdigest()}: somebody has changed the repository's files",
@@ -80,10 +80,10 @@ def find_commit(folder: Path, rev: str, *, shown: str = "") -> Commit:
     """The commit that a tag, branch or hash names; an empty one is what is checked out.
 
     Raises:
-        NotFound: the folder is in no git repository, or that has no such commit.
+        NotFoundError: the folder is in no git repository, or that has no such commit.
     """
     if _run(folder, "rev-parse", "--git-dir").returncode:
-        raise NotFound(
+        raise NotFoundError(
             "this is no git repository",
             where=shown or str(folder),
             why=_said(_run(folder, "rev-parse", "--git-dir")),
@@ -91,7 +91,7 @@ def find_commit(folder: Path, rev: str, *, shown: str = "") -> Commit:
         )
     done = _run(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev or 'HEAD'}^{{commit}}")
     if done.returncode:
-        raise NotFound(
+        raise NotFoundError(
             f"there is no revision {rev!r}" if rev else "nothing was committed yet",
             where=shown or str(folder),
             why="git knows no tag, branch or commit of that name",
@@ -111,7 +111,7 @@ def refresh_mirror(url: str, mirror: Path, rev: str) -> None:
     """Bring a bare copy of a repository up to date, unless it holds the commit that `rev` names in full.
 
     Raises:
-        ServiceUnavailable: the repository cannot be reached.
+        ServiceUnavailableError: the repository cannot be reached.
     """
     if not (mirror / "HEAD").is_file():
         mirror.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def refresh_mirror(url: str, mirror: Path, rev: str) -> None:
         refs = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")
         done = _run(mirror, "fetch", "--quiet", "--prune", "origin", *refs)
     if done.returncode:
-        raise ServiceUnavailable(
+        raise ServiceUnavailableError(
             "the repository cannot be reached",
             where=url,
             why=_said(done),
@@ -142,10 +142,10 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         )
     except FileNotFoundError as error:
         if not folder.is_dir():
-            raise NotFound(
+            raise NotFoundError(
                 "no such folder", where=str(folder), remedy="`repo` is relative to the project's root."
             ) from error
-        raise EnvironmentFailure("git is not installed", where=str(folder)) from error
+        raise InfrastructureError("git is not installed", where=str(folder)) from error
     except (NotADirectoryError, ValueError) as error:
         raise UserError("git cannot be asked here", where=str(folder), why=str(error)) from error
 

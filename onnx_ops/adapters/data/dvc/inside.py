@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from onnx_ops.adapters.isolation.inside import serve
-from onnx_ops.errors import MissingPackage, ServiceUnavailable, UserError
+from onnx_ops.errors import MissingPackageError, ServiceUnavailableError, UserError
 
 
 class Inside:
@@ -37,7 +37,7 @@ class Inside:
             told = config.get("remote", {}).get(remote.lower(), {})
             kind, settings, self._place = get_cloud_fs(config, name=remote)
         except ImportError as error:
-            raise MissingPackage(
+            raise MissingPackageError(
                 "DVC lacks a package for this remote",
                 where=where,
                 why=str(error)[:300],
@@ -79,8 +79,8 @@ def main() -> None:
     serve(Inside())
 
 
-def _unreachable(where: str, error: Exception) -> ServiceUnavailable:
-    return ServiceUnavailable(
+def _unreachable(where: str, error: Exception) -> ServiceUnavailableError:
+    return ServiceUnavailableError(
         "the DVC remote cannot be read",
         where=where,
         why=f"{type(error).__name__}: {str(error)[:300]}",

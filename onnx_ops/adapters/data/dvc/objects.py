@@ -14,7 +14,7 @@ from onnx_ops.adapters.data.dvc.config import DvcConfig
 from onnx_ops.adapters.data.dvc.pointers import FOLDER_MARK, Pointer
 from onnx_ops.adapters.isolation.interpreter import interpreter
 from onnx_ops.adapters.isolation.process import Limits, Process
-from onnx_ops.errors import DigestMismatch, EnvironmentFailure, NotFound
+from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError
 
 INSIDE = "onnx_ops.adapters.data.dvc.inside"
 
@@ -45,9 +45,9 @@ class Objects:
         """A copy of the file that a pointer stands for, checked.
 
         Raises:
-            DigestMismatch: the cache, the remote or the pointer does not hold what it should.
-            NotFound: neither cache nor remote has it, or the folder has no such file.
-            ServiceUnavailable: the remote cannot be reached.
+            DigestMismatchError: the cache, the remote or the pointer does not hold what it should.
+            NotFoundError: neither cache nor remote has it, or the folder has no such file.
+            ServiceUnavailableError: the remote cannot be reached.
         """
         if not pointer.is_folder:
             copy, place = self._object(pointer, pointer.md5)
@@ -57,7 +57,7 @@ class Objects:
         listed = self._listing(pointer)
         if pointer.below not in listed:
             known = ", ".join(sorted(listed)[:8])
-            raise NotFound(
+            raise NotFoundError(
                 f"{pointer.out} has no file {pointer.below}" if pointer.below else f"{pointer.out} is a folder",
                 where=pointer.where,
                 why=f"it holds {known}",
@@ -104,7 +104,7 @@ class Objects:
             self._process.ask("open", timeout=PATIENCE_S, folder=str(self.config.folder), remote=remote)
         answer = self._process.ask("fetch", timeout=PATIENCE_S, relative=relative, path=str(copy))
         if not answer["found"]:
-            raise NotFound(
+            raise NotFoundError(
                 f"DVC has lost {pointer.out}",
                 where=pointer.where,
                 why=f"neither the cache nor the remote {remote} has {copy.name}: {answer['place']}",
@@ -120,7 +120,7 @@ class Objects:
                 digest.update(chunk)
         if digest.hexdigest() != md5.removesuffix(FOLDER_MARK):
             copy.unlink()
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"the {what} is not what its pointer names",
                 where=place,
                 why=f"its MD5 is {digest.hexdigest()}; {pointer.where} wants {md5.removesuffix(FOLDER_MARK)}",
@@ -135,7 +135,7 @@ def _copied(source: Path, copy: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise EnvironmentFailure(
+        raise InfrastructureError(
             "the DVC cache file cannot be read",
             where=str(source),
             why=error.strerror or str(error),
@@ -144,8 +144,8 @@ def _copied(source: Path, copy: Path) -> bool:
     return True
 
 
-def _pointer_wrong(pointer: Pointer, why: str) -> DigestMismatch:
-    return DigestMismatch(
+def _pointer_wrong(pointer: Pointer, why: str) -> DigestMismatchError:
+    return DigestMismatchError(
         "the DVC pointer is not what DVC wrote",
         where=pointer.where,
         why=why,

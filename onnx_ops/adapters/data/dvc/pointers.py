@@ -12,7 +12,7 @@ from typing import Any
 from onnx_ops.adapters.data.dvc.git import Commit
 from onnx_ops.config.document import Document, Loc
 from onnx_ops.config.text import read_text
-from onnx_ops.errors import DigestMismatch, NotFound, Refused, SpecError, UserError
+from onnx_ops.errors import ConfigError, DigestMismatchError, NotFoundError, RefusedError, UserError
 
 SUFFIX = ".dvc"
 LOCK = "dvc.lock"
@@ -58,9 +58,9 @@ def find_pointer(commit: Commit, path: str) -> Pointer:
     """The pointer that a commit has for a path of its repository.
 
     Raises:
-        NotFound: there is none.
-        DigestMismatch: it cannot be what DVC wrote, or git's object is not what its name says.
-        Refused: several claim the path, or it points to what is not stored by content.
+        NotFoundError: there is none.
+        DigestMismatchError: it cannot be what DVC wrote, or git's object is not what its name says.
+        RefusedError: several claim the path, or it points to what is not stored by content.
     """
     found: list[Pointer] = []
     looked: list[str] = []
@@ -70,14 +70,14 @@ def find_pointer(commit: Commit, path: str) -> Pointer:
                 looked.append(posixpath.join(folder, name))
                 found += read_pointer(commit, looked[-1], path)
     if not found:
-        raise NotFound(
+        raise NotFoundError(
             f"DVC knows no {path}",
             where=f"commit {commit.oid[:12]}",
             why=f"no pointer names it: looked at {', '.join(looked[:8]) or 'no .dvc file and no dvc.lock'}",
             remedy="Was the .dvc file committed, and before this revision? `path` is relative to `repo`.",
         )
     if len(found) > 1:
-        raise Refused(
+        raise RefusedError(
             f"several DVC pointers claim {path}",
             where=" and ".join(pointer.where for pointer in found),
             why="DVC never writes that: one of them was put there by hand",
@@ -114,7 +114,7 @@ def parse_pointer(content: bytes, file: str, path: str, *, wdirs: Mapping[str, s
     """
     try:
         document = read_text(content.decode("utf-8"), source=file)
-    except (UnicodeDecodeError, SpecError) as error:
+    except (UnicodeDecodeError, ConfigError) as error:
         raise _damaged(file, f"it is not YAML: {error}") from error
     found = []
     for loc, wdir in _outputs(document, file, wdirs):
@@ -152,7 +152,7 @@ def _wdirs(commit: Commit, lock: str) -> dict[str, str]:
     content = commit.read(posixpath.join(posixpath.dirname(lock), _RECIPE))
     try:
         value: Any = read_text((content or b"{}").decode("utf-8"), source=_RECIPE).value
-    except (UnicodeDecodeError, SpecError) as error:
+    except (UnicodeDecodeError, ConfigError) as error:
         raise UserError("dvc.yaml cannot be read", where=f"{lock} at {commit.oid[:12]}", why=str(error)) from error
     stages = value.get("stages") if isinstance(value, dict) else None
     found = {}
@@ -169,7 +169,7 @@ def _pointer(document: Document, loc: Loc, file: str, out: str, path: str) -> Po
     line = document.places[(*loc, "md5")].line if "md5" in entry else document.places[loc].line
     md5, size = entry.get("md5"), entry.get("size", -1)
     if "md5" not in entry:
-        raise Refused(
+        raise RefusedError(
             f"the DVC pointer has no MD5 for {out}",
             where=f"{file}:{line}",
             why="its remote keeps versions of the cloud, or DVC does not keep the file",
@@ -196,8 +196,8 @@ def _pointer(document: Document, loc: Loc, file: str, out: str, path: str) -> Po
     )
 
 
-def _damaged(where: str, why: str) -> DigestMismatch:
-    return DigestMismatch(
+def _damaged(where: str, why: str) -> DigestMismatchError:
+    return DigestMismatchError(
         "the DVC pointer is not what DVC writes",
         where=where,
         why=why,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from onnx_ops import codec
 from onnx_ops.domain.pipeline import DataSection, PluginData
-from onnx_ops.errors import Refused, UserError
+from onnx_ops.errors import RefusedError, UserError
 
 _SCP_LIKE = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
 _MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
@@ -42,7 +42,7 @@ class DvcSettings:
 def settings_of(section: DataSection) -> DvcSettings:
     """Raises:
     UserError: it is no section of this source, or its settings cannot be used.
-    Refused: the path leads out of the repository, or the URL holds a password.
+    RefusedError: the path leads out of the repository, or the URL holds a password.
     """
     if not isinstance(section, PluginData) or section.use != "dvc":
         raise UserError("this data source reads `use: dvc`", where=type(section).__name__)
@@ -74,7 +74,7 @@ def _check_texts(given: Mapping[str, Any]) -> None:
 def _check(settings: DvcSettings) -> None:
     path = PurePosixPath(settings.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in settings.path:
-        raise Refused(
+        raise RefusedError(
             "the path leads out of its repository",
             where=f"data.with.path: {settings.path}",
             remedy="Write it relative to `repo`, with slashes.",
@@ -82,7 +82,7 @@ def _check(settings: DvcSettings) -> None:
     if settings.md5 and not _MD5.fullmatch(settings.md5):
         raise UserError(f"{settings.md5!r} is no MD5", where="data.with.md5", remedy="Copy it from the .dvc file.")
     if "://" in settings.repo and urlsplit(settings.repo).password is not None:
-        raise Refused(
+        raise RefusedError(
             "a password does not belong into a pipeline file",
             where="data.with.repo",
             why="the URL holds one, and the file and the lineage are kept",

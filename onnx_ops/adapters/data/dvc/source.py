@@ -19,7 +19,7 @@ from onnx_ops.adapters.isolation.environments import Environments, find_uv
 from onnx_ops.adapters.isolation.places import locked
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.pipeline import DataSection
-from onnx_ops.errors import DigestMismatch, NotFound
+from onnx_ops.errors import DigestMismatchError, NotFoundError
 from onnx_ops.ports.data import Array, Sample
 from onnx_ops.scratch import Scratch
 
@@ -110,7 +110,7 @@ class DvcSource:
         if top is not None and find_commit(top, "").oid == commit.oid:
             _compare(pointer, working_pointer(top, commit, pointer.file, path))
         if settings.md5 and settings.md5 != pointer.md5:
-            raise DigestMismatch(
+            raise DigestMismatchError(
                 f"the DVC pointer of {settings.path} is not the one that the pipeline pins",
                 where=f"{pointer.where} at {commit.oid[:12]}",
                 why=f"it says {pointer.md5}, the pipeline file {settings.md5}",
@@ -152,7 +152,7 @@ def _config(found: _Found, scratch: Path) -> DvcConfig:
             folder = found.top.joinpath(*parts[:depth], _FOLDER)
             if folder.is_dir():
                 return read_config(folder)
-        raise NotFound("this is no DVC repository", where=str(found.top), remedy="`dvc init` makes one.")
+        raise NotFoundError("this is no DVC repository", where=str(found.top), remedy="`dvc init` makes one.")
     folder = scratch / _FOLDER
     folder.mkdir()
     (folder / "config").write_bytes(found.commit.read(f"{_FOLDER}/config") or b"")
@@ -164,7 +164,7 @@ def _compare(committed: Pointer, working: list[Pointer] | None) -> None:
     if working is None or (len(working) == 1 and working[0].same_content(committed)):
         return
     said = working[0].md5 if working else "nothing"
-    raise DigestMismatch(
+    raise DigestMismatchError(
         f"the DVC pointer of {committed.out} was changed and not committed",
         where=working[0].where if working else committed.file,
         why=f"it says {said} ({working[0].size} bytes); the commit says {committed.md5} ({committed.size} bytes)"

@@ -28,7 +28,7 @@ export function browserHost(packages, program) {
   let page = null;
   const work = async (does, request) => {
     if (does === "rewritten") {
-      throw new Failure("MeasurementFailure", "onnxruntime-web cannot write the graph that it runs");
+      throw new Failure("MeasurementError", "onnxruntime-web cannot write the graph that it runs");
     }
     page ??= await opened(packages, program, request.target);
     try {
@@ -69,7 +69,7 @@ async function opened(packages, program, target) {
 
 async function launched(packages, program, server, flags) {
   const { chromium } = createRequire(path.join(packages, "package.json"))("playwright-core");
-  const late = (what) => new Failure("StageFailure", `${what} within ${START_MS / 1000} s`, { where: program });
+  const late = (what) => new Failure("StageError", `${what} within ${START_MS / 1000} s`, { where: program });
   let browser;
   try {
     const starting = chromium.launch({ executablePath: program, headless: true, args: flags });
@@ -77,7 +77,7 @@ async function launched(packages, program, server, flags) {
   } catch (error) {
     if (error instanceof Failure) throw error;
     const why = String(error?.message ?? error).split("\n").slice(0, 15).join("\n");
-    throw new Failure("StageFailure", "the browser does not start", { where: program, why });
+    throw new Failure("StageError", "the browser does not start", { where: program, why });
   }
   let how = "";
   let end;
@@ -99,7 +99,7 @@ async function launched(packages, program, server, flags) {
     await made.goto(server.address);
     return made;
   };
-  const ended = () => new Failure("StageFailure", "the browser ended while it was to start", { where: program });
+  const ended = () => new Failure("StageError", "the browser ended while it was to start", { where: program });
   const opening = open();
   opening.catch(() => {}); // told through `ending` where the browser ends
   let page;
@@ -125,7 +125,7 @@ async function launched(packages, program, server, flags) {
       if (!how) throw told.thrown;
       browser.close().catch(() => {});
       const remedy = "Run it again; if it ends again, look at its memory: each page has a few GB at most.";
-      throw new Failure("StageFailure", `${how} while it was to ${does}`, { where: `target ${request.target.name}`, remedy });
+      throw new Failure("StageError", `${how} while it was to ${does}`, { where: `target ${request.target.name}`, remedy });
     }
     if (told.error) throw Object.assign(new Failure(), { document: told.error });
     return told.done;

@@ -19,7 +19,7 @@ export class Failure extends Error {
 export function telling(error) {
   if (error instanceof Failure) return error.document;
   const lines = String(error?.stack ?? error).split("\n").slice(0, 15);
-  return { error: "StageFailure", what: lines[0].slice(0, 300), where: "benchmark", why: lines.join("\n"), remedy: "" };
+  return { error: "StageError", what: lines[0].slice(0, 300), where: "benchmark", why: lines.join("\n"), remedy: "" };
 }
 
 async function failures(host, model, work) {
@@ -28,7 +28,7 @@ async function failures(host, model, work) {
   } catch (error) {
     if (error instanceof Failure) throw error;
     const why = String(error?.message ?? error).trim().split("\n").slice(0, 3).join(" ").slice(0, 400);
-    throw new Failure("MeasurementFailure", `${host.library} cannot run the model`, { where: basename(model.path), why });
+    throw new Failure("MeasurementError", `${host.library} cannot run the model`, { where: basename(model.path), why });
   }
 }
 
@@ -258,7 +258,7 @@ export function sessionOptions(target) {
 export function checkProviders(target, known, library) {
   for (const { name } of target.providers) {
     if (known.includes(name)) continue;
-    throw new Failure("MeasurementFailure", `execution provider ${name} is not in ${library}`, {
+    throw new Failure("MeasurementError", `execution provider ${name} is not in ${library}`, {
       where: `target ${target.name}`,
       why: `it has ${known.join(", ")}`,
       remedy: "Measure this target where its provider is installed; it is not measured here.",

@@ -84,7 +84,7 @@ export async function facts(host, { model, target }, packages) {
 export async function rewritten(host, { model, target, copy }, packages) {
   host.prepare(target);
   if (host.library !== "onnxruntime-node") {
-    throw new Failure("MeasurementFailure", `${host.library} cannot write the graph that it runs`);
+    throw new Failure("MeasurementError", `${host.library} cannot write the graph that it runs`);
   }
   inAnother(packages, model, target, { optimizedModelFilePath: copy });
 }
@@ -98,7 +98,7 @@ function inAnother(packages, model, target, extra) {
   const told = /^failure: (.*)$/m.exec(said);
   const how = told?.[1] ?? `its process ended with ${done.signal ?? `exit code ${done.status}`}`;
   const where = path.basename(model.path);
-  throw new Failure("MeasurementFailure", "ONNX Runtime cannot run the model", { where, why: how.slice(0, 400) });
+  throw new Failure("MeasurementError", "ONNX Runtime cannot run the model", { where, why: how.slice(0, 400) });
 }
 
 // The other side of `inAnother`.

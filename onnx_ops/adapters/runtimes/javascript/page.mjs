@@ -31,7 +31,7 @@ async function prepare(target) {
 async function lookAtAdapter(target) {
   const found = await navigator.gpu?.requestAdapter();
   if (!found) {
-    throw new Failure("MeasurementFailure", "the browser finds no WebGPU adapter", {
+    throw new Failure("MeasurementError", "the browser finds no WebGPU adapter", {
       where: `target ${target.name}`,
       remedy: "Measure this target on a machine whose GPU the browser can use.",
     });
@@ -44,7 +44,7 @@ async function lookAtAdapter(target) {
 // Figures of a GPU that is imitated by the CPU mean nothing; answers do.
 function checkTiming(target) {
   if (!software) return;
-  throw new Failure("MeasurementFailure", `WebGPU runs on a software adapter here (${adapter}), which is not timed`, {
+  throw new Failure("MeasurementError", `WebGPU runs on a software adapter here (${adapter}), which is not timed`, {
     where: `target ${target.name}`,
     remedy: "Use it to compare answers (`onnx-ops judge --only parity`); measure its speed on a machine with a GPU.",
   });
@@ -91,7 +91,7 @@ async function facts({ model, target }, browser) {
     const session = await host.open(model, target, { logSeverityLevel: 0 });
     await session.release();
   } catch (error) {
-    throw new Failure("MeasurementFailure", "onnxruntime-web cannot run the model", {
+    throw new Failure("MeasurementError", "onnxruntime-web cannot run the model", {
       where: model.path.slice(model.path.lastIndexOf("/") + 1),
       why: String(error?.message ?? error).slice(0, 400),
     });

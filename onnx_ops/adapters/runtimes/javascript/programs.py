@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from onnx_ops.domain.finding import Finding
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 
 NODE = ("node", "nodejs")
 BROWSER = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -29,11 +29,11 @@ def needed(names: Sequence[str], target: str) -> str:
     """The program's place.
 
     Raises:
-        MeasurementFailure: it is not on the path.
+        MeasurementError: it is not on the path.
     """
     place = find(names)
     if place is None:
-        raise MeasurementFailure(
+        raise MeasurementError(
             f"there is no {names[0]} on this machine", where=f"target {target}", remedy=_REMEDIES[names[0]]
         )
     return place

@@ -24,7 +24,7 @@ from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.files import external_names
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
@@ -169,7 +169,7 @@ class NodeRuntime:
 
     def _started(self, target: Target) -> Process:
         if target.custom_ops:
-            raise MeasurementFailure(
+            raise MeasurementError(
                 "libraries of custom operators cannot be loaded from JavaScript", where=f"target {target.name}"
             )
         return Process(self._command(target), _limits(target), f"target {target.name}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.errors import MeasurementFailure
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports.data import Array, Tensors
 
 _TYPES = {
@@ -31,7 +31,7 @@ def put_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
     """Write each tensor to a file `stem-<number>`, and tell what a worker must know of them.
 
     Raises:
-        MeasurementFailure: a tensor has a type that JavaScript has not.
+        MeasurementError: a tensor has a type that JavaScript has not.
     """
     found = []
     for number, (name, array) in enumerate(tensors.items()):
@@ -42,7 +42,7 @@ def put_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
         elif kind in _TYPES:
             file.write_bytes(array.astype(_TYPES[kind]).tobytes())
         else:
-            raise MeasurementFailure(f"input {name} is of type {kind}, which tensors of JavaScript cannot hold")
+            raise MeasurementError(f"input {name} is of type {kind}, which tensors of JavaScript cannot hold")
         found.append({"name": name, "type": kind, "dims": list(array.shape), "file": str(file)})
     return found
 
