@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from onnx_ops.protocol.admin import Watch
+from onnx_ops.protocol.messages import UserCountsRequest
 from onnx_ops.serving.router import Router
 from onnx_ops.serving.shared import BOUNDS_S, Shared, observe
 from onnx_ops.serving.user_counts import UserCounts, watch
@@ -31,7 +31,7 @@ def main() -> int:
 
     count = _least(lambda _: observe(row, 200, 3.1e-5), keys)
     idle = _least(by_user, keys)
-    watch(shared, {"v1": 1, "v2": 2}, Watch(limits_s={"v1": BOUNDS_S[20:24], "v2": BOUNDS_S[20:24]}))
+    watch(shared, {"v1": 1, "v2": 2}, UserCountsRequest(limits_s={"v1": BOUNDS_S[20:24], "v2": BOUNDS_S[20:24]}))
     watched = _least(by_user, keys)
     nothing = _least(lambda _: None, keys)
     print(f"counting a request: {count - nothing:.0f} ns (limit {LIMIT_NS} ns)")

@@ -26,9 +26,9 @@ from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
 from onnx_ops.adapters.endpoints.server_process import ServerProcess
 from onnx_ops.app.project import open_project
 from onnx_ops.errors import MeasurementError
-from onnx_ops.protocol import processes
-from onnx_ops.protocol.admin import SERVER_FILE, TOKEN_FILE, ServerRecord
-from onnx_ops.protocol.headers import DEPLOYMENT
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.messages import DEPLOYMENT_HEADER
+from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
 from tests.support.clouds.azureml_web import Fault as AzureFault
@@ -167,7 +167,7 @@ class Local(Site):
         }
 
     def route(self, place: Place) -> Route:
-        return Route(url=f"{self._address(place)}/invocations", headers={}, named_by=DEPLOYMENT)
+        return Route(url=f"{self._address(place)}/invocations", headers={}, named_by=DEPLOYMENT_HEADER)
 
     @contextmanager
     def endpoint(self, place: Place, fault: str) -> Iterator[None]:
@@ -193,7 +193,7 @@ class Local(Site):
         folder = self._folder(place)
         server = ServerProcess(folder, sys.executable)
         server.kill(None)
-        if not server.gone(PATIENCE_S) or processes.workers(folder):
+        if not server.gone(PATIENCE_S) or server_process.list_workers(folder):
             raise MeasurementError("the server does not die", where=place.config.endpoint)
 
     def _port_taken(self, place: Place, variant: bool) -> Repair:
@@ -218,7 +218,7 @@ class Local(Site):
         del variant
         folder = self._folder(place)
         record = codec.loads((folder / SERVER_FILE).read_bytes(), ServerRecord)
-        for pid in (record.pid, *processes.workers(folder)):
+        for pid in (record.pid, *server_process.list_workers(folder)):
             os.kill(pid, signal.SIGSTOP)
         return lambda: None
 

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from onnx_ops.protocol.processes import start_of
+from onnx_ops.protocol.server_process import read_start_time
 
 
 class SystemClock:
@@ -49,7 +49,7 @@ def _started(process: int) -> str:
     """Start of a process in clock ticks after boot; empty if it does not run; `unknown` if the system does not tell."""
     with suppress(PermissionError):  # somebody else's, on a system that hides these
         if Path("/proc/self").exists():
-            return start_of(process) or ""
+            return read_start_time(process) or ""
     return "unknown" if _runs(process) else ""
 
 

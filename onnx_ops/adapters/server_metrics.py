@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds, UnitSums
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.protocol import users
-from onnx_ops.protocol.admin import FAILURES, REFUSALS, Counts, DeploymentCounts, Watch
+from onnx_ops.protocol import messages
+from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES, Counts, DeploymentCounts, UserCountsRequest
 
 _SAME = 1e-9
 
@@ -20,11 +20,11 @@ class ServerMetrics:
     """Fulfils `ports.MetricsSource`.
 
     Args:
-        counts: asks all servers of an endpoint, which count by user what is to be watched; raises ServiceUnavailable
-            if one does not answer.
+        counts: requests the counts of all servers of an endpoint, by user if requested; raises
+            ServiceUnavailableError if one does not answer.
     """
 
-    def __init__(self, counts: Callable[[EndpointConfig, Watch | None], Sequence[Counts]]) -> None:
+    def __init__(self, counts: Callable[[EndpointConfig, UserCountsRequest | None], Sequence[Counts]]) -> None:
         self._counts = counts
 
     def capabilities(self) -> frozenset[str]:
@@ -44,7 +44,7 @@ class ServerMetrics:
             name: {place: ascending[name].index(limit_s) + 1 for place, limit_s in limits.items()}
             for name, limits in watched.items()
         }
-        found = self._counts(config, Watch(limits_s=ascending))
+        found = self._counts(config, UserCountsRequest(limits_s=ascending))
         ours = {name: [one.deployments[name] for one in found if name in one.deployments] for name in deployments}
         counted = [one for each in ours.values() for one in each]
         return Reading(
@@ -77,8 +77,8 @@ def _tally(counted: Sequence[DeploymentCounts], bounds_s: Sequence[float], limit
 
     return Tally(
         requests=sum(n for one in counted for n in one.statuses.values()),
-        errors=sum(one.statuses.get(status, 0) for one in counted for status in FAILURES),
-        refused=sum(one.statuses.get(status, 0) for one in counted for status in REFUSALS),
+        errors=sum(one.statuses.get(status, 0) for one in counted for status in FAILURE_STATUSES),
+        refused=sum(one.statuses.get(status, 0) for one in counted for status in REJECTION_STATUSES),
         outcomes=sum(one.outcomes for one in counted),
         successes=sum(one.successes for one in counted),
         timed=sum(service),
@@ -105,7 +105,9 @@ def _units(
     import numpy as np
 
     try:
-        cells = {name: functools.reduce(np.add, map(users.read, texts)) for name, texts in vectors.items()}
+        cells = {
+            name: functools.reduce(np.add, map(messages.decode_user_counts, texts)) for name, texts in vectors.items()
+        }
     except (ValueError, zlib.error) as error:
         raise ServiceUnavailableError(
             "that is no answer of an endpoint server", where=endpoint, why=str(error)
@@ -115,7 +117,9 @@ def _units(
         n, e = (
             np.stack([cells[name][fields].sum(0) for name, fields in chosen.items()]) for chosen in (requests, events)
         )
-        (n, single), (e, bad) = ((x[:, : users.BUCKETS], int(x[:, users.KEYLESS].sum())) for x in (n, e))
+        (n, single), (e, bad) = (
+            (x[:, : messages.USER_BUCKETS], int(x[:, messages.KEYLESS_CELL].sum())) for x in (n, e)
+        )
         return UnitSums(
             requests=int(n.sum()) + single,
             events=int(e.sum()) + bad,
@@ -127,13 +131,13 @@ def _units(
     def everywhere(field: int) -> Mapping[str, slice]:
         return dict.fromkeys(cells, slice(field, field + 1))
 
-    timed = dict.fromkeys(cells, slice(users.GRADES, None))
+    timed = dict.fromkeys(cells, slice(messages.CELL_LATENCIES, None))
     places = set.intersection(*(set(grades[name]) for name in cells))
     return {
-        "errors": sums(everywhere(users.REQUESTS), everywhere(users.ERRORS)),
-        "outcomes": sums(everywhere(users.OUTCOMES), everywhere(users.SUCCESSES)),
+        "errors": sums(everywhere(messages.CELL_REQUESTS), everywhere(messages.CELL_ERRORS)),
+        "outcomes": sums(everywhere(messages.CELL_OUTCOMES), everywhere(messages.CELL_SUCCESSES)),
         **{
-            place: sums(timed, {name: slice(users.GRADES + grades[name][place], None) for name in cells})
+            place: sums(timed, {name: slice(messages.CELL_LATENCIES + grades[name][place], None) for name in cells})
             for place in sorted(places)
         },
     }

@@ -13,7 +13,7 @@ import typer
 
 from onnx_ops.cli.common import reported
 from onnx_ops.plugins import EXTRAS, require
-from onnx_ops.protocol.options import described, flags, options_of
+from onnx_ops.protocol.server_process import format_flags, list_options, parse_options
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -24,7 +24,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         for p in inspect.signature(command).parameters.values()
         if p.kind is not p.VAR_KEYWORD
     ]
-    for name, kind, default, text in described():
+    for name, kind, default, text in list_options():
         hints[name] = Annotated[kind, typer.Option(help=text)]
         own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
     command.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
@@ -49,4 +49,4 @@ def serve(
     command = [sys.executable, "-m", "onnx_ops.serving.main", "--state-dir", str(state_dir), "--host", host]
     ports = ["--port", str(port), "--admin-port", str(admin_port)]
     # The server takes this process's place, so that nothing of the command line stays in its memory.
-    os.execv(sys.executable, [*command, *ports, *flags(options_of(options))])  # noqa: S606 (a list, no shell)
+    os.execv(sys.executable, [*command, *ports, *format_flags(parse_options(options))])  # noqa: S606 (a list, no shell)

@@ -1,1 +1,1 @@
-"""What the endpoint server and its clients agree on: the published table, admin messages, Open Inference tensors."""
+"""What the endpoint server shares with its clients: HTTP messages, server options, the routing table, webhooks."""

@@ -11,7 +11,7 @@ from collections import deque
 
 import orjson
 
-from onnx_ops.protocol import headers
+from onnx_ops.protocol import messages
 from onnx_ops.serving.answers import Head
 from onnx_ops.serving.residents import Route
 from onnx_ops.serving.shared import LOG_DROPPED, Row
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 _MOST_RECORDS = 65_536
 _PAUSE_S = 0.1
 _LONGEST = 256
-_REQUEST_ID = headers.REQUEST_ID.encode()
-_TRACE_PARENT = headers.TRACE_PARENT.encode()
+_REQUEST_ID = messages.REQUEST_ID_HEADER.encode()
+_TRACE_PARENT = messages.TRACE_PARENT_HEADER.encode()
 
 Record = tuple[float, bytes | None, bytes | None, Route, str, int, float, float]
 

@@ -24,18 +24,18 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.protocol.admin import (
+from onnx_ops.protocol.messages import (
     COUNTS_PATH,
+    MAX_USER_THRESHOLDS,
     STATE_PATH,
-    TOKEN_FILE,
     AdminState,
     Counts,
-    Watch,
+    UserCountsRequest,
     error_to_bytes,
     read_message,
 )
-from onnx_ops.protocol.table_file import write_durably
-from onnx_ops.protocol.users import MOST_LIMITS
+from onnx_ops.protocol.routing_table import write_durably
+from onnx_ops.protocol.server_process import TOKEN_FILE
 from onnx_ops.serving.http import on_crash, on_http_error, read_body
 
 _MAX_BODY = 1 << 20
@@ -46,7 +46,7 @@ class Publisher(Protocol):
 
     def shown(self) -> AdminState: ...
 
-    def counts(self, asked: Watch | None = None) -> Counts: ...
+    def counts(self, asked: UserCountsRequest | None = None) -> Counts: ...
 
     async def publish(self, state: EndpointState, who: str) -> None: ...
 
@@ -104,11 +104,11 @@ class AdminApp:
         """The counts, with those of the watched deployments by user."""
         self._authorize(request)
         try:
-            asked = read_message(await read_body(request, _MAX_BODY), Watch)
+            asked = read_message(await read_body(request, _MAX_BODY), UserCountsRequest)
         except CorruptStateError as error:
             return _error(error, 400)
-        if any(len(s) > MOST_LIMITS or list(s) != sorted(s) for s in asked.limits_s.values()):
-            return _error(UserError(f"a watch has at most {MOST_LIMITS} thresholds a deployment, which ascend"), 400)
+        if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in asked.limits_s.values()):
+            return _error(UserError(f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment"), 400)
         return Response(codec.dumps(self._server.counts(asked)), media_type="application/json")
 
     async def publish(self, request: Request) -> Response:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import orjson
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.protocol import headers
+from onnx_ops.protocol import messages
 from onnx_ops.serving.http import Overloaded, Unfit, status_of
 
 Head = Mapping[bytes, bytes]
 """Headers of a request by lower-case name; of several with one name the first."""
 
 _JSON_LINE = b"content-type: application/json\r\n"
-_ECHOED = (headers.REQUEST_ID.encode(), headers.TRACE_PARENT.encode())
+_ECHOED = (messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode())
 _NOTHING_TO_ECHO = frozenset(_ECHOED).isdisjoint
 _LONGEST_ECHO = 256
 
@@ -59,7 +59,7 @@ def of_crash(lines: bytes = b"") -> Answer:
 def naming(deployment: str) -> bytes:
     """The header lines that say which deployment answered."""
     name = deployment.encode("ascii", "replace")
-    return b"%s: %s\r\n%s: %s\r\n" % (headers.DEPLOYMENT.encode(), name, headers.INVOKED_VARIANT.encode(), name)
+    return b"%s: %s\r\n%s: %s\r\n" % (messages.DEPLOYMENT_HEADER.encode(), name, messages.VARIANT_HEADER.encode(), name)
 
 
 def echo(head: Head) -> bytes:

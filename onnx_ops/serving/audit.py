@@ -10,7 +10,7 @@ from pathlib import Path
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.protocol.admin import AUDIT_FILE
+from onnx_ops.protocol.server_process import AUDIT_FILE
 
 
 class Audit:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from onnx_ops.protocol.headers import BINARY_LENGTH
+from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.serving.answers import Answer
 
-_LENGTH = re.compile(rb"(?:%b: |json-header-size=)([0-9]+)" % BINARY_LENGTH.encode())
+_LENGTH = re.compile(rb"(?:%b: |json-header-size=)([0-9]+)" % BINARY_LENGTH_HEADER.encode())
 _FLOATS: Mapping[str, str] = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 
 

@@ -18,10 +18,8 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
-from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
-from onnx_ops.protocol.options import described
-from onnx_ops.protocol.table import follow
-from onnx_ops.protocol.table_file import TableFile
+from onnx_ops.protocol.routing_table import TableFile, build_next_table
+from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER, list_options
 from onnx_ops.serving import main as server
 from onnx_ops.serving.verified import verify
 
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         state = EndpointState(
             deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100}), generation=1
         )
-        TableFile(folder).write(follow(None, state))
+        TableFile(folder).write(build_next_table(None, state))
     except OnnxOpsError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -120,7 +118,7 @@ def _state_folder(environment: Mapping[str, str]) -> Path:
 
 def _options(environment: Mapping[str, str]) -> list[str]:
     """The server's options, each from its variable."""
-    named = {name: f"ONNX_OPS_SERVE_{name.upper()}" for name, _, _, _ in described()}
+    named = {name: f"ONNX_OPS_SERVE_{name.upper()}" for name, _, _, _ in list_options()}
     return [f"--{name.replace('_', '-')}={environment[key]}" for name, key in named.items() if key in environment]
 
 

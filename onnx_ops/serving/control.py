@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onnx_ops import codec
-from onnx_ops.protocol.table import Table
+from onnx_ops.protocol.routing_table import RoutingTable
 
 _LENGTH = struct.Struct("!I")
 
@@ -20,7 +20,7 @@ class Prepare:
     """To a worker: load what this table needs, so that it can be published as `edition`. `slots` are for counts."""
 
     edition: int
-    table: Table
+    table: RoutingTable
     slots: Mapping[str, int]
     kind: Literal["prepare"] = "prepare"
 

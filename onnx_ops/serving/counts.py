@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from onnx_ops.protocol.admin import Counts, DeploymentCounts, Watch
+from onnx_ops.protocol.messages import Counts, DeploymentCounts, UserCountsRequest
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.shared import Shared
 from onnx_ops.serving.user_counts import counted_by_user, watch
@@ -14,7 +14,7 @@ from onnx_ops.serving.user_counts import counted_by_user, watch
 def counted(
     shared: Shared,
     slots: Mapping[str, int],
-    asked: Watch | None = None,
+    asked: UserCountsRequest | None = None,
     *,
     split: str = "",
     cold_s: Mapping[str, Sequence[float]] | None = None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError
-from onnx_ops.protocol.admin import error_from_bytes
+from onnx_ops.protocol.messages import error_from_bytes
 from onnx_ops.serving.control import Channel, Message, Prepare, Prepared, Ready, Settled
 from onnx_ops.serving.endpoint import Edition
 from onnx_ops.serving.worker import Start, work

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ConflictError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.table import Table, follow
-from onnx_ops.protocol.table_file import TableFile
+from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table
 from onnx_ops.serving.shared import Shared, Slots
 
 _log = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ class Edition:
     """A table on its way to the workers or published by them. `slots` are where its deployments are counted."""
 
     number: int
-    table: Table
+    table: RoutingTable
     slots: Mapping[str, int]
 
 
@@ -76,7 +75,7 @@ class Endpoint:
             ServiceUnavailableError: the table could not be written.
             OnnxOpsError: a worker could not prepare it.
         """
-        edition = self._next(follow(None if self.current is None else self.current.table, state))
+        edition = self._next(build_next_table(None if self.current is None else self.current.table, state))
         await prepare(edition)
         # From here to the end nothing may be awaited: a worker that started in between would not know the edition.
         try:
@@ -87,7 +86,7 @@ class Endpoint:
         _log.info("generation %d is published: %s", state.generation, dict(state.split.weights))
         return edition
 
-    def _next(self, table: Table) -> Edition:
+    def _next(self, table: RoutingTable) -> Edition:
         self._last += 1
         slots = self._slots.assign(table, None if self.current is None else self.current.table)
         return Edition(number=self._last, table=table, slots=slots)

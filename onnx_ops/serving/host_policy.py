@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from onnx_ops.errors import RefusedError
-from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.answers import Head
 
 _ANY = b"*"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
-from onnx_ops.protocol import headers
+from onnx_ops.protocol import messages
 from onnx_ops.serving import answers
 from onnx_ops.serving.access_log import AccessLog
 from onnx_ops.serving.answers import Answer, Head
@@ -25,9 +25,9 @@ from onnx_ops.serving.user_counts import UserCounts
 
 _log = logging.getLogger(__name__)
 
-_USER_KEY = headers.USER_KEY.encode()
-_TIMEOUT = headers.TIMEOUT.encode()
-_REQUEST_ID = headers.REQUEST_ID.encode()
+_USER_KEY = messages.USER_KEY_HEADER.encode()
+_TIMEOUT = messages.TIMEOUT_HEADER.encode()
+_REQUEST_ID = messages.REQUEST_ID_HEADER.encode()
 _GONE = 499
 
 Respond = Callable[[Answer], None]
@@ -232,5 +232,5 @@ def _patience_s(head: Head, default_s: float) -> float:
     if wanted is None:
         return default_s
     if not wanted.isdigit() or len(wanted) > 9:
-        raise UserError(f"{headers.TIMEOUT} must be a whole number of milliseconds")
+        raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
     return min(int(wanted) / 1e3, default_s)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.protocol.admin import HANDOVER_SOCKET
+from onnx_ops.protocol.server_process import HANDOVER_SOCKET
 
 _log = logging.getLogger(__name__)
 

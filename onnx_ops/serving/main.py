@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.protocol.options import described, options_of
+from onnx_ops.protocol.server_process import list_options, parse_options
 
 _SPARE_FILES = 256
 
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Before numpy is loaded: it would start threads, of which a process that forks must have none.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        options = options_of(given)
+        options = parse_options(given)
         _allow_files(options.max_connections + _SPARE_FILES)
         from onnx_ops.serving.supervisor import serve
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, required=True, help="port of the public listener")
     parser.add_argument("--admin-port", type=int, default=0, help="port of the admin listener on loopback")
     parser.add_argument("--must-load", action="store_true", help="end if what the table names cannot be loaded")
-    for name, kind, default, text in described():
+    for name, kind, default, text in list_options():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=default, help=text.replace("%", "%%"))
     return parser

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.protocol import headers
+from onnx_ops.protocol import messages
 from onnx_ops.protocol.tensors import DATATYPE_OF
 from onnx_ops.serving.outcomes import MOST_REPORTS
 from onnx_ops.serving.wire import Signature
@@ -147,9 +147,12 @@ def _outcomes() -> Schema:
         "required": ["success"],
         "properties": {
             "success": {"type": "boolean"},
-            "request_id": {**_TEXT, "description": f"Of a request that was sent with the header {headers.REQUEST_ID}."},
-            "key": {**_TEXT, "description": f"What the user sends as {headers.USER_KEY}."},
-            "deployment": {**_TEXT, "description": f"The header {headers.DEPLOYMENT} of the answer."},
+            "request_id": {
+                **_TEXT,
+                "description": f"Of a request with the header {messages.REQUEST_ID_HEADER}.",
+            },
+            "key": {**_TEXT, "description": f"What the user sends as {messages.USER_KEY_HEADER}."},
+            "deployment": {**_TEXT, "description": f"The header {messages.DEPLOYMENT_HEADER} of the answer."},
         },
         "oneOf": [{"required": [name]} for name in ("request_id", "key", "deployment")],
     }
@@ -169,9 +172,9 @@ def _outcomes() -> Schema:
 
 def _request_headers() -> list[Schema]:
     about = {
-        headers.USER_KEY: "Requests with the same key are answered by the same deployment.",
-        headers.REQUEST_ID: "Passed through to the answer.",
-        **dict.fromkeys(headers.PINS, "Forces a deployment by name."),
+        messages.USER_KEY_HEADER: "Requests with the same key are answered by the same deployment.",
+        messages.REQUEST_ID_HEADER: "Passed through to the answer.",
+        **dict.fromkeys(messages.PIN_HEADERS, "Forces a deployment by name."),
     }
     word = {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"}
     return [{"name": name, "in": "header", "description": text, "schema": word} for name, text in about.items()]
@@ -179,7 +182,7 @@ def _request_headers() -> list[Schema]:
 
 def _length_header() -> Schema:
     return {
-        "name": headers.BINARY_LENGTH,
+        "name": messages.BINARY_LENGTH_HEADER,
         "in": "header",
         "description": "Bytes of JSON before the tensors' bytes; announces a body in the binary form.",
         "schema": {"type": "integer", "minimum": 0},

@@ -9,13 +9,13 @@ from typing import Any
 import orjson
 
 from onnx_ops.errors import OnnxOpsError, UserError
-from onnx_ops.protocol.users import CELLS, KEYLESS
+from onnx_ops.protocol.messages import KEYLESS_CELL, USER_CELLS
 from onnx_ops.serving.shared import OUTCOMES, SLOTS, SUCCESSES, TICKETS, UNKNOWN_OUTCOMES, Shared
 from onnx_ops.serving.user_counts import UserCounts
 
 MOST_REPORTS = 1000
 _SLOT_BITS = (SLOTS - 1).bit_length()
-_PLACE_BITS = _SLOT_BITS + (CELLS - 1).bit_length()
+_PLACE_BITS = _SLOT_BITS + (USER_CELLS - 1).bit_length()
 _NAMES = ("request_id", "key", "deployment")
 
 
@@ -80,7 +80,7 @@ class Outcomes:
                 return self._redeem(report["request_id"].encode())
             if "key" in report:
                 return self._keyed(report["key"].encode())
-            return self._named(report["deployment"]), KEYLESS
+            return self._named(report["deployment"]), KEYLESS_CELL
         except OnnxOpsError:
             return None
 

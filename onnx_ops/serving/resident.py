@@ -9,14 +9,14 @@ from typing import Any
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.ports.data import Array
-from onnx_ops.protocol import headers
+from onnx_ops.protocol import messages
 from onnx_ops.serving import wire
 from onnx_ops.serving.answers import Answer, Head, naming
 from onnx_ops.serving.lanes import Lane
 from onnx_ops.serving.run_time import RunTime
 from onnx_ops.serving.shared import UNTIMED, Row
 
-_BINARY_LENGTH = headers.BINARY_LENGTH.encode()
+_BINARY_LENGTH = messages.BINARY_LENGTH_HEADER.encode()
 _INLINE_TEXT = 1 << 16
 """Longer text is read on the lane's thread: on the event loop it would keep other requests waiting."""
 _INLINE_BODY = 1 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
-from onnx_ops.protocol.table import Table
+from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving.resident import Resident
 from onnx_ops.serving.router import Router
 from onnx_ops.serving.run_time import RunTime
@@ -58,7 +58,7 @@ class Snapshot:
     """
 
     edition: int
-    table: Table
+    table: RoutingTable
     router: Router
     model: str
     residents: Mapping[str, Resident]
@@ -146,7 +146,7 @@ class Residents:
         return snapshot.loaded(name).slot
 
     def place_of_key(self, key: bytes) -> tuple[int, int]:
-        """Slot of the deployment that a user's requests go to, and the user's bucket; raises ServiceUnavailable."""
+        """Return slot and bucket of a user; raises ServiceUnavailableError."""
         snapshot = self.current()
         return snapshot.loaded(snapshot.router.by_key(key)).slot, snapshot.router.bucket(key)
 
@@ -164,7 +164,7 @@ class Residents:
             self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
         return snapshot
 
-    def restore(self, edition: int, table: Table, slots: Mapping[str, int], refused: str = "") -> Snapshot:
+    def restore(self, edition: int, table: RoutingTable, slots: Mapping[str, int], refused: str = "") -> Snapshot:
         """Load a published table after a restart. Deployments that cannot be loaded any more are recorded as failed.
 
         `refused` is why none is even tried; empty if there is no reason.
@@ -181,7 +181,7 @@ class Residents:
                 failed[deployment.name] = str(error)
         return self._keep(edition, table, residents, failed)
 
-    def prepare(self, edition: int, table: Table, slots: Mapping[str, int]) -> Snapshot:
+    def prepare(self, edition: int, table: RoutingTable, slots: Mapping[str, int]) -> Snapshot:
         """Load what a table needs beyond what is held already, so that turning to it takes no time.
 
         Raises:
@@ -206,7 +206,7 @@ class Residents:
         return [s for s in (*self._prepared.values(), self._previous, self._snapshot) if s is not None]
 
     def _keep(
-        self, edition: int, table: Table, residents: Mapping[str, Resident], failed: Mapping[str, str]
+        self, edition: int, table: RoutingTable, residents: Mapping[str, Resident], failed: Mapping[str, str]
     ) -> Snapshot:
         snapshot = Snapshot(
             edition=edition,
@@ -222,7 +222,7 @@ class Residents:
         self._prepared[edition] = snapshot
         return snapshot
 
-    def _pair(self, table: Table, residents: Mapping[str, Resident]) -> Pair | None:
+    def _pair(self, table: RoutingTable, residents: Mapping[str, Resident]) -> Pair | None:
         """A twin for the deployment with more of the traffic, if there are two and it is worth its memory."""
         shares = sorted((weight, name) for name, weight in table.state.split.weights.items() if weight)
         if len(shares) != 2 or shares[0][0] == shares[1][0]:
@@ -259,7 +259,7 @@ class Residents:
         return resident
 
 
-def _routes(table: Table, endpoint: str) -> Mapping[bytes, Route]:
+def _routes(table: RoutingTable, endpoint: str) -> Mapping[bytes, Route]:
     model = table.state.deployments[0].model
     base = f"/v2/models/{model}"
     routes = {

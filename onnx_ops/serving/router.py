@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onnx_ops.errors import NotFoundError
-from onnx_ops.protocol import headers
-from onnx_ops.protocol.table import Table, experiment, slots
-from onnx_ops.protocol.users import BUCKETS, KEYLESS
+from onnx_ops.protocol import messages
+from onnx_ops.protocol.messages import KEYLESS_CELL, USER_BUCKETS
+from onnx_ops.protocol.routing_table import RoutingTable
 
 _MASK = 0xFFFFFFFF
-_PINS = tuple(name.encode() for name in headers.PINS)
+_PINS = tuple(name.encode() for name in messages.PIN_HEADERS)
 _NO_PIN = frozenset(_PINS).isdisjoint
 
 
@@ -29,9 +29,9 @@ class Router:
     salt: int
 
     @classmethod
-    def of(cls, table: Table) -> Router:
-        salt = zlib.crc32("\0".join(experiment(table)).encode())
-        return cls(slots=slots(table), names=frozenset(table.layout), salt=salt)
+    def of(cls, table: RoutingTable) -> Router:
+        salt = zlib.crc32("\0".join(table.get_experiment()).encode())
+        return cls(slots=table.list_slots(), names=frozenset(table.layout), salt=salt)
 
     def by_key(self, key: bytes) -> str:
         """Always the same deployment for the same key and split."""
@@ -39,7 +39,7 @@ class Router:
 
     def bucket(self, key: bytes | None) -> int:
         """The bucket in which a user is counted; nested in the split, but for those that it cuts in two."""
-        return KEYLESS if key is None else mixed(zlib.crc32(key) ^ self.salt) * BUCKETS >> 32
+        return KEYLESS_CELL if key is None else mixed(zlib.crc32(key) ^ self.salt) * USER_BUCKETS >> 32
 
     def by_chance(self, draw: float) -> str:
         """The deployment for a draw from [0, 1)."""

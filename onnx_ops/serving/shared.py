@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import UserError
-from onnx_ops.protocol.table import Table
-from onnx_ops.protocol.users import CELLS, FIELDS
+from onnx_ops.protocol.messages import USER_CELLS, USER_FIELDS
+from onnx_ops.protocol.routing_table import RoutingTable
 
 SLOTS = 64
 """Deployments that are told apart in metrics; those of the present and the previous table always are."""
@@ -33,7 +33,7 @@ _EDITION = 0
 WATCH = 1
 """Number of the watch; behind it, for either deployment, its slot and places in `BOUNDS_S` for all thresholds; last
 the number that the reader gave it."""
-_USERS = 2 * CELLS * FIELDS
+_USERS = 2 * USER_CELLS * USER_FIELDS
 _SAME = 1e-9
 _LABEL = 1024
 _NUMBER = 8
@@ -156,7 +156,7 @@ class Slots:
         self._shared = shared
         self._taken: dict[Deployment, int] = {}
 
-    def assign(self, table: Table, previous: Table | None) -> Mapping[str, int]:
+    def assign(self, table: RoutingTable, previous: RoutingTable | None) -> Mapping[str, int]:
         """Slot by deployment name. When all are taken, the one that was assigned longest ago begins anew.
 
         Raises:

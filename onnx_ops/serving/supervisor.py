@@ -26,11 +26,10 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout_policy import COLD_STARTS
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError
-from onnx_ops.protocol import processes
-from onnx_ops.protocol.admin import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, AdminState, Counts, ServerRecord, Watch
-from onnx_ops.protocol.options import ServerOptions
-from onnx_ops.protocol.table import split_of
-from onnx_ops.protocol.table_file import TableFile, write_durably
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.messages import AdminState, Counts, UserCountsRequest
+from onnx_ops.protocol.routing_table import TableFile, write_durably
+from onnx_ops.protocol.server_process import HANDOVER_SOCKET, LOCK_FILE, SERVER_FILE, ServerOptions, ServerRecord
 from onnx_ops.serving.admin import AdminApp, read_token
 from onnx_ops.serving.audit import Audit
 from onnx_ops.serving.counts import counted
@@ -134,7 +133,7 @@ class Supervisor:
         failed = {name: why for name, why in self._crew.failed().items() if name in names}
         return AdminState(state=current, failed=failed)
 
-    def counts(self, asked: Watch | None = None) -> Counts:
+    def counts(self, asked: UserCountsRequest | None = None) -> Counts:
         """What every deployment that is published was asked and answered; those that are watched by user, too."""
         current = self._endpoint.current
         if current is None:
@@ -142,9 +141,9 @@ class Supervisor:
         if asked is not None and self._watch_cold_starts(current.table.state, asked):
             asked = None  # users are counted from the first request on that the candidate might get
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
-        return counted(self._shared, current.slots, asked, split=split_of(current.table), cold_s=cold_s)
+        return counted(self._shared, current.slots, asked, split=current.table.compute_split_digest(), cold_s=cold_s)
 
-    def _watch_cold_starts(self, state: EndpointState, asked: Watch) -> bool:
+    def _watch_cold_starts(self, state: EndpointState, asked: UserCountsRequest) -> bool:
         """Load what is watched again and again in the background, if some of it gets neither traffic nor copies; return
         whether that is so."""
         watched = [deployment for deployment in state.deployments if deployment.name in asked.limits_s]
@@ -260,13 +259,13 @@ class Supervisor:
             _log.warning("taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans)))
         for number, patience_s in ((signal.SIGTERM, self._options.drain + _KILL_MARGIN_S), (signal.SIGKILL, 5)):
             for pid in self._orphans():
-                processes.end(pid, self._folder, number)
+                server_process.signal_worker(pid, self._folder, number)
             deadline = time.monotonic() + patience_s
             while self._orphans() and time.monotonic() < deadline:
                 await asyncio.sleep(_ORPHAN_PAUSE_S)
 
     def _orphans(self) -> list[int]:
-        return [pid for pid in processes.workers(self._folder) if pid not in self._crew.pids]
+        return [pid for pid in server_process.list_workers(self._folder) if pid not in self._crew.pids]
 
     def _start_of(self, number: int, control: socket.socket, refused: str) -> Start:
         current = self._endpoint.current
@@ -307,7 +306,7 @@ def _config(app: Starlette) -> uvicorn.Config:
 
 def _listeners(folder: Path, host: str, port: int) -> Listeners:
     """Those of workers whose supervisor died, or new ones."""
-    if processes.workers(folder) and (found := inherited(folder, host, port)) is not None:
+    if server_process.list_workers(folder) and (found := inherited(folder, host, port)) is not None:
         return found
     return Listeners(public=bound(host, port), handover=bound_to_file(folder / HANDOVER_SOCKET))
 

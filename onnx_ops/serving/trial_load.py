@@ -23,8 +23,8 @@ from typing import BinaryIO
 from onnx_ops.domain.artifact import MODEL_FILE
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
-from onnx_ops.protocol.admin import error_from_bytes, error_to_bytes
-from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
+from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.crew import fork, how_it_ended
 from onnx_ops.serving.models import run_on_random
 from onnx_ops.serving.worker import load

@@ -14,12 +14,20 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from onnx_ops.protocol.admin import Watch
-from onnx_ops.protocol.users import CELLS, ERRORS, FIELDS, GRADES, MOST_LIMITS, OUTCOMES, SUCCESSES
+from onnx_ops.protocol.messages import (
+    CELL_ERRORS,
+    CELL_LATENCIES,
+    CELL_OUTCOMES,
+    CELL_SUCCESSES,
+    MAX_USER_THRESHOLDS,
+    USER_CELLS,
+    USER_FIELDS,
+    UserCountsRequest,
+)
 from onnx_ops.serving.shared import BOUNDS_S, OTHER, WATCH, Shared, bound_of, column_of
 
 _FAILED = frozenset({column_of(status) for status in (422, 429, 500, 503, 504)} | {OTHER})
-"""Columns of statuses that are the deployment's fault; see `protocol.admin.FAILURES`."""
+"""Columns of statuses that are the deployment's fault; see `protocol.messages.FAILURE_STATUSES`."""
 _NEVER = len(BOUNDS_S)
 
 
@@ -47,17 +55,17 @@ class UserCounts:
         cells, at = self._cells, side[0] + bucket
         cells[at] += 1
         if status != 200 and column_of(status) in _FAILED:
-            cells[at + ERRORS * CELLS] += 1
+            cells[at + CELL_ERRORS * USER_CELLS] += 1
         if seconds:
-            cells[at + (GRADES + bisect_left(side[1], seconds)) * CELLS] += 1
+            cells[at + (CELL_LATENCIES + bisect_left(side[1], seconds)) * USER_CELLS] += 1
 
     def report(self, slot: int, bucket: int, success: bool) -> None:
         """Count what a client reports of an answer."""
         side = self._side(slot)
         if side is not None:
             at = side[0] + bucket
-            self._cells[at + OUTCOMES * CELLS] += 1
-            self._cells[at + SUCCESSES * CELLS] += success
+            self._cells[at + CELL_OUTCOMES * USER_CELLS] += 1
+            self._cells[at + CELL_SUCCESSES * USER_CELLS] += success
 
     def _side(self, slot: int) -> tuple[int, Sequence[float]] | None:
         if self._words[WATCH] != self._seen:
@@ -70,20 +78,23 @@ class UserCounts:
             self._cells[:] = memoryview(bytes(8 * len(self._cells))).cast("Q")
         self._sides = {}
         for side in range(2):
-            begin = WATCH + 1 + side * (1 + MOST_LIMITS)
-            slot, *limits = self._words[begin : begin + 1 + MOST_LIMITS]
+            begin = WATCH + 1 + side * (1 + MAX_USER_THRESHOLDS)
+            slot, *limits = self._words[begin : begin + 1 + MAX_USER_THRESHOLDS]
             if slot:
-                self._sides[slot] = side * CELLS * FIELDS, [BOUNDS_S[limit] for limit in limits if limit < _NEVER]
+                self._sides[slot] = (
+                    side * USER_CELLS * USER_FIELDS,
+                    [BOUNDS_S[limit] for limit in limits if limit < _NEVER],
+                )
         self._header[0] = self._seen
 
 
-def watch(shared: Shared, slots: Mapping[str, int], asked: Watch) -> None:
+def watch(shared: Shared, slots: Mapping[str, int], asked: UserCountsRequest) -> None:
     """Let the workers count these deployments by user. Setting the same watch again changes nothing."""
     wanted: list[int] = []
     for name in sorted(asked.limits_s)[:2]:
         limits = [bound_of(limit_s) for limit_s in asked.limits_s[name]]
-        wanted += [slots.get(name, 0), *limits, *[_NEVER] * (MOST_LIMITS - len(limits))]
-    wanted += [0] * (2 + 2 * MOST_LIMITS - len(wanted)) + [asked.number]
+        wanted += [slots.get(name, 0), *limits, *[_NEVER] * (MAX_USER_THRESHOLDS - len(limits))]
+    wanted += [0] * (2 + 2 * MAX_USER_THRESHOLDS - len(wanted)) + [asked.number]
     words = shared.words[WATCH + 1 : WATCH + 1 + len(wanted)]
     if words.tolist() != wanted:
         for place, value in enumerate(wanted):
@@ -92,8 +103,8 @@ def watch(shared: Shared, slots: Mapping[str, int], asked: Watch) -> None:
 
 
 def counted_by_user(shared: Shared, names: Sequence[str]) -> Mapping[str, str]:
-    """The cells of the deployments that are watched, added over the workers, as `protocol.users.read` takes them."""
-    total = np.zeros((2, FIELDS, CELLS), dtype="<u8")
+    """Return the counts of the watched deployments, summed over the workers (see `decode_user_counts`)."""
+    total = np.zeros((2, USER_FIELDS, USER_CELLS), dtype="<u8")
     for worker in range(shared.workers):
         header, cells = shared.users(worker)
         if header[0] == shared.words[WATCH]:

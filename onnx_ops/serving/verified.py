@@ -10,8 +10,8 @@ from onnx_ops.attestation import Record, TrustedKeys, authority_of, target_of
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
-from onnx_ops.protocol.options import ServerOptions
-from onnx_ops.protocol.table_file import write_durably
+from onnx_ops.protocol.routing_table import write_durably
+from onnx_ops.protocol.server_process import ServerOptions
 
 BINDING_FILE = "binding.json"
 

@@ -21,10 +21,10 @@ from starlette.applications import Starlette
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
-from onnx_ops.protocol import processes
-from onnx_ops.protocol.admin import error_to_bytes
-from onnx_ops.protocol.options import ServerOptions
-from onnx_ops.protocol.table import Table
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.messages import error_to_bytes
+from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.access_log import AccessLog
 from onnx_ops.serving.app import PublicApp
 from onnx_ops.serving.connections import Connections
@@ -68,14 +68,14 @@ class Start:
     listeners: Listeners
     control: socket.socket
     edition: int
-    table: Table | None
+    table: RoutingTable | None
     slots: Mapping[str, int]
     refused: str = ""
 
 
 def work(start: Start) -> None:
     """The life of a worker process. Returns when it has drained."""
-    record = processes.enlist(start.folder)
+    record = server_process.register_worker(start.folder)
     start.shared.restart(start.number)
     gc.freeze()  # what was inherited lives as long as the process
     try:

@@ -31,8 +31,8 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.protocol import processes
-from onnx_ops.protocol.admin import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
 from tests.support.ports import free_port
 
@@ -83,7 +83,7 @@ def test_a_rollback_of_a_server_that_does_not_answer_serves_nothing_else(
 ) -> None:
     green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
     provider.apply(CONFIG, state_of(green, green=100), generation=1)
-    server, workers = record_of(folder).pid, processes.workers(folder)
+    server, workers = record_of(folder).pid, server_process.list_workers(folder)
     number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
     for pid in (server, *(() if how == "supervisor hung" else workers)):
         os.kill(pid, number)
@@ -91,7 +91,7 @@ def test_a_rollback_of_a_server_that_does_not_answer_serves_nothing_else(
     observed = provider.observe(CONFIG)
     assert observed is not None
     assert observed.same_as(state_of(blue, blue=100))
-    assert not set(processes.workers(folder)) & set(workers)
+    assert not set(server_process.list_workers(folder)) & set(workers)
     address = provider.address(CONFIG)
     assert address is not None
     assert TestLocalEndpoints().scale(address) == 2.0
@@ -328,7 +328,7 @@ def test_settings_of_the_server_reach_it_and_others_are_refused(
     provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=2)
     assert (first.options.workers, record_of(folder).options.workers) == (1, 2)
     assert record_of(folder).port == first.port
-    assert len(processes.workers(folder)) == 2
+    assert len(server_process.list_workers(folder)) == 2
     second = record_of(folder)
     provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=3)
     assert record_of(folder) == second
@@ -338,7 +338,7 @@ def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_ov
     provider: LocalEndpoints, folder: Path, blue: Deployment, tmp_path: Path
 ) -> None:
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    address, orphans = str(provider.address(CONFIG)), processes.workers(folder)
+    address, orphans = str(provider.address(CONFIG)), server_process.list_workers(folder)
     os.kill(record_of(folder).pid, signal.SIGKILL)
     assert not provider.unsupervised(replace(CONFIG, endpoint="other"))
     for _ in range(400):  # the system takes a moment to end a process, and to give back what it held
@@ -351,7 +351,7 @@ def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_ov
     provider.apply(CONFIG, state_of(green, green=100), generation=2)
     assert provider.address(CONFIG) == address
     assert EndpointProviderSuite().scale(address) == 3.0
-    assert set(orphans).isdisjoint(processes.workers(folder))
+    assert set(orphans).isdisjoint(server_process.list_workers(folder))
     assert not provider.unsupervised(CONFIG)
 
 
@@ -361,10 +361,10 @@ def test_who_is_dead_or_does_not_serve_is_not_called_unsupervised(
     assert not provider.unsupervised(CONFIG)
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
     assert not provider.unsupervised(CONFIG)
-    workers = processes.workers(folder)
+    workers = server_process.list_workers(folder)
     for pid in (record_of(folder).pid, *workers):  # workers cannot come back without their supervisor
         os.kill(pid, signal.SIGKILL)
-    while processes.workers(folder):
+    while server_process.list_workers(folder):
         pass
     assert not provider.unsupervised(CONFIG)
     assert provider.observe(CONFIG) is None
@@ -376,7 +376,7 @@ def test_stopping_ends_workers_whose_supervisor_was_killed(
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
     os.kill(record_of(folder).pid, signal.SIGKILL)
     provider.stop(CONFIG)
-    assert processes.workers(folder) == ()
+    assert server_process.list_workers(folder) == ()
 
 
 def test_stopping_what_does_not_run_is_no_error(provider: LocalEndpoints) -> None:

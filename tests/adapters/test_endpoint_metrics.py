@@ -14,8 +14,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, UnitSums, interval
 from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.protocol.admin import Counts, Watch
-from onnx_ops.protocol.users import KEYLESS
+from onnx_ops.protocol.messages import KEYLESS_CELL, Counts, UserCountsRequest
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.counts import counted
 from onnx_ops.serving.shared import BOUNDS_S, Shared, observe
@@ -35,7 +34,7 @@ class Server:
         self.shared = Shared(2)
         self.source = ServerMetrics(self._counts)
 
-    def _counts(self, config: EndpointConfig, watch: Watch | None) -> list[Counts]:
+    def _counts(self, config: EndpointConfig, watch: UserCountsRequest | None) -> list[Counts]:
         assert config is CONFIG
         return [counted(self.shared, SLOTS, watch)]
 
@@ -138,7 +137,7 @@ def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
         worker.observe(2, 7, 200, BOUNDS_S[115])
     workers[0].observe(1, 7, 200, BOUNDS_S[105])
     for seconds in (BOUNDS_S[100], 0.0):
-        workers[1].observe(1, KEYLESS, 422, seconds)
+        workers[1].observe(1, KEYLESS_CELL, 422, seconds)
     workers[1].report(1, 3, True)
     workers[1].report(3, 3, True)
     found = server.source.read(CONFIG, limits).units

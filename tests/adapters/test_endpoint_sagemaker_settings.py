@@ -23,7 +23,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope, Signature
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
-from onnx_ops.protocol.container import TRUSTED_KEYS_VARIABLE
+from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.clouds.sagemaker_parts import check_config

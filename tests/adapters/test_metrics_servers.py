@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import UnitSums
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.protocol.admin import TOKEN_FILE
+from onnx_ops.protocol.server_process import TOKEN_FILE
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.support.server import ServerFamily
 

@@ -15,7 +15,7 @@ import pytest
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.adapters.webhooks.secret import VARIABLE, make_secret, read_secret
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.delivery import ID, MAX_BODY, SIGNATURE, TIMESTAMP, sign
+from onnx_ops.protocol.webhooks import ID_HEADER, MAX_BODY_BYTES, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery
 from onnx_ops.testing.fakes import FakeClock
 from tests.support.golden import Golden
 
@@ -49,7 +49,11 @@ class Listening:
         if body is None:
             body = json.dumps({"data": {"name": model, "alias": "champion-cpu", "version": "666"}}).encode()
         timestamp = str(int(self.clock.now() - age))
-        signed = {ID: delivery, TIMESTAMP: timestamp, SIGNATURE: sign(secret, delivery, timestamp, body)}
+        signed = {
+            ID_HEADER: delivery,
+            TIMESTAMP_HEADER: timestamp,
+            SIGNATURE_HEADER: sign_delivery(secret, delivery, timestamp, body),
+        }
         return httpx.post(self.url, content=body, headers=signed, timeout=30).status_code
 
 
@@ -103,8 +107,8 @@ def test_a_replay_is_refused_once_it_is_old_and_unheard_while_it_is_young(listen
 
 
 def test_an_oversize_body_is_not_read_to_its_end(listening: Listening) -> None:
-    assert listening.send(body=b"x" * (MAX_BODY + 1)) == 413
-    assert listening.send(body=b"x" * (20 * MAX_BODY)) == 413
+    assert listening.send(body=b"x" * (MAX_BODY_BYTES + 1)) == 413
+    assert listening.send(body=b"x" * (20 * MAX_BODY_BYTES)) == 413
     assert listening.woken == []
 
 
@@ -145,7 +149,7 @@ def test_a_sender_that_hangs_up_or_says_nothing_stops_nobody(listening: Listenin
 def test_the_answer_says_nothing_of_the_secret(listening: Listening) -> None:
     import httpx
 
-    answer = httpx.post(listening.url, content=b"{}", headers={SIGNATURE: "v1,AAAA"})
+    answer = httpx.post(listening.url, content=b"{}", headers={SIGNATURE_HEADER: "v1,AAAA"})
     assert answer.status_code == 401
     assert SECRET not in answer.text + str(answer.headers)
 

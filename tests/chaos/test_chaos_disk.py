@@ -12,7 +12,7 @@ import pytest
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import MeasurementError
-from onnx_ops.protocol.table_file import TableFile
+from onnx_ops.protocol.routing_table import TableFile
 from onnx_ops.testing.endpoints import state_of
 from tests.chaos.chaos_parts import Make, Patient
 from tests.support.server import ServerFamily

@@ -28,7 +28,7 @@ from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import ActionKind, RolloutPolicy
 from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
 from onnx_ops.ports import Ports
-from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
+from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.promote import configure, promote
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.rollback import roll_back

@@ -18,7 +18,7 @@ from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.adapters.webhooks.secret import read_secret
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, sign
+from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery
 from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, until, watching
 from tests.support.mlflow_server import mlflow_server
 from tests.support.ports import free_port
@@ -112,7 +112,11 @@ def test_false_deliveries_deploy_nothing(site: Site) -> None:
         data = {"name": site.model, "alias": CHALLENGER, "version": version, "fill": "x" * size}
         body = json.dumps({"entity": "model_version_alias", "action": "created", "data": data}).encode()
         timestamp = str(int(now - age))
-        signed = {ID: delivery, TIMESTAMP: timestamp, SIGNATURE: sign(secret, delivery, timestamp, body)}
+        signed = {
+            ID_HEADER: delivery,
+            TIMESTAMP_HEADER: timestamp,
+            SIGNATURE_HEADER: sign_delivery(secret, delivery, timestamp, body),
+        }
         return httpx.post(f"http://127.0.0.1:{port}/webhooks/mlflow", content=body, headers=signed).status_code
 
     with watching(site, "--every", "1h", "--listen", f"127.0.0.1:{port}") as watch:

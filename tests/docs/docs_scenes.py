@@ -19,7 +19,7 @@ from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.protocol.admin import SERVER_FILE, ServerRecord
+from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.journal import Journal, bound_endpoints
 from onnx_ops.testing.endpoints import state_of
 from onnx_ops.testing.inbox import Inbox

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
+from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.infra.infra_tools import INFRA, ROOT, tool
 from tests.support.ports import free_port

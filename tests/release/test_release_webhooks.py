@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, TOLERANCE, sign
+from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, TOLERANCE_S, sign_delivery
 from onnx_ops.release.bell import Bell
 from onnx_ops.release.watch import Watcher
 from onnx_ops.testing.fakes import FakeClock
@@ -50,7 +50,11 @@ class Delivery:
 
     def headers(self, secret: str = SECRET) -> dict[str, str]:
         name, timestamp = f"d-{self.number}", str(int(self.at))
-        return {ID: name, TIMESTAMP: timestamp, SIGNATURE: sign(secret, name, timestamp, self.body)}
+        return {
+            ID_HEADER: name,
+            TIMESTAMP_HEADER: timestamp,
+            SIGNATURE_HEADER: sign_delivery(secret, name, timestamp, self.body),
+        }
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Stage:
         if not self.sent:
             return
         delivery = self.sent[number % len(self.sent)]
-        old = self.clock.now() - int(delivery.at) > TOLERANCE
+        old = self.clock.now() - int(delivery.at) > TOLERANCE_S
         assert self.post(delivery.body, delivery.headers()) == (400 if old else 204)
 
     def forge(self, how: str) -> None:
@@ -94,11 +98,11 @@ class Stage:
         if how == "body":
             body = body.replace(b'"version": "', b'"version": "9') + b" "
         elif how == "id":
-            headers[ID] = "d-new"
+            headers[ID_HEADER] = "d-new"
         elif how == "time":
-            headers[TIMESTAMP] = str(int(self.clock.now()) + 1)
+            headers[TIMESTAMP_HEADER] = str(int(self.clock.now()) + 1)
         elif how == "unsigned":
-            del headers[SIGNATURE]
+            del headers[SIGNATURE_HEADER]
         assert self.post(body, headers) == 401
 
     def wait(self, seconds: int) -> None:

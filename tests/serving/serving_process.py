@@ -19,8 +19,9 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.protocol import processes
-from onnx_ops.protocol.admin import SERVER_FILE, STATE_PATH, TOKEN_FILE, AdminState, ServerRecord
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.messages import STATE_PATH, AdminState
+from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
 from tests.support.ports import free_port
 
 
@@ -99,7 +100,7 @@ class Server:
         return codec.loads((self.folder / SERVER_FILE).read_bytes(), ServerRecord)
 
     def workers(self) -> tuple[int, ...]:
-        return processes.workers(self.folder)
+        return server_process.list_workers(self.folder)
 
     def kill_all(self) -> None:
         """End supervisor and workers by force, those of supervisors that died before too."""
@@ -107,7 +108,7 @@ class Server:
             self.end(signal.SIGKILL)
         while self.workers():
             for pid in self.workers():
-                processes.end(pid, self.folder, signal.SIGKILL)
+                server_process.signal_worker(pid, self.folder, signal.SIGKILL)
             time.sleep(0.01)
 
     def log(self) -> str:

@@ -14,7 +14,7 @@ import uvicorn
 import uvloop
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.protocol.table import Table, follow
+from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 from onnx_ops.serving.app import PublicApp
 from onnx_ops.serving.connections import Connections
 from onnx_ops.serving.host_policy import HostPolicy
@@ -58,11 +58,11 @@ class Worker:
     hosts: HostPolicy = field(default_factory=HostPolicy)
     slowly: list[str] = field(default_factory=list)
     """Paths of the inference requests that went to the Starlette app."""
-    table: Table | None = field(default=None, init=False)
+    table: RoutingTable | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
         edition = self.shared.edition + 1
-        table = follow(self.table, state)
+        table = build_next_table(self.table, state)
         self.residents.prepare(edition, table, self.slots.assign(table, self.table))
         self.table = table
         self.shared.edition = edition

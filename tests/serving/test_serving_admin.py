@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from onnx_ops.errors import RefusedError
-from onnx_ops.protocol.admin import TOKEN_FILE
+from onnx_ops.protocol.server_process import TOKEN_FILE
 from onnx_ops.serving.admin import read_token
 from onnx_ops.serving.http import read_body
 

@@ -19,7 +19,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
+from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.serving.serving_process import wait_until
 from tests.support.ports import free_port

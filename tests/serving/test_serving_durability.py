@@ -6,8 +6,8 @@ import json
 import resource
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.protocol.admin import AUDIT_FILE
-from onnx_ops.protocol.table_file import CURRENT, PREVIOUS, TableFile
+from onnx_ops.protocol.routing_table import CURRENT_FILE, PREVIOUS_FILE, TableFile
+from onnx_ops.protocol.server_process import AUDIT_FILE
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import Server
 
@@ -19,14 +19,14 @@ def test_a_full_disk_refuses_a_publication_and_changes_nothing(
     crew.publish(state_of(blue, blue=100), 1)
     assert crew.process is not None
     size = (crew.folder / AUDIT_FILE).stat().st_size
-    table = (crew.folder / CURRENT).read_bytes()
+    table = (crew.folder / CURRENT_FILE).read_bytes()
     hard = resource.prlimit(crew.process.pid, resource.RLIMIT_FSIZE)[1]
     for room in (size + 5, size + 400):  # the audit line does not fit; it does, but the table does not
         resource.prlimit(crew.process.pid, resource.RLIMIT_FSIZE, (room, hard))
         answer = crew.publish(state_of(blue, green, blue=50, green=50), 2)
         assert answer.status == 503, answer.body
         assert "written" in answer.body.decode()
-        assert (crew.folder / CURRENT).read_bytes() == table
+        assert (crew.folder / CURRENT_FILE).read_bytes() == table
         assert crew.infer([1, 2]).status == 200
         assert crew.generation() == 1
     resource.prlimit(crew.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
@@ -48,15 +48,15 @@ def test_a_table_that_is_cut_at_any_byte_gives_way_to_the_previous_one(
         *(("publish", 1), ("published", 1)),
         *(("publish", 2), ("published", 2)),
     ]
-    whole = (crew.folder / CURRENT).read_bytes()
+    whole = (crew.folder / CURRENT_FILE).read_bytes()
     tables = TableFile(crew.folder)
     for end in range(len(whole)):
-        (crew.folder / CURRENT).write_bytes(whole[:end])
+        (crew.folder / CURRENT_FILE).write_bytes(whole[:end])
         found = tables.read()
         assert found is not None
         assert found.state.generation == 1
     crew.start()
     assert crew.who_answers() == "blue"
-    (crew.folder / CURRENT).write_bytes(whole)
-    (crew.folder / PREVIOUS).write_bytes(b"")
+    (crew.folder / CURRENT_FILE).write_bytes(whole)
+    (crew.folder / PREVIOUS_FILE).write_bytes(b"")
     assert tables.read() is not None

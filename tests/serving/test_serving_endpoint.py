@@ -19,8 +19,7 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.protocol.table import Table
-from onnx_ops.protocol.table_file import TableFile
+from onnx_ops.protocol.routing_table import RoutingTable, TableFile
 from onnx_ops.serving import residents
 from onnx_ops.serving.endpoint import Edition, Endpoint
 from onnx_ops.serving.lanes import Hands, Lane
@@ -81,7 +80,7 @@ class Server:
             self.dismissed += [r.deployment.name for r in self.residents.dismiss()]
 
     @property
-    def table(self) -> Table:
+    def table(self) -> RoutingTable:
         return self.residents.current().table
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.errors import RefusedError
-from onnx_ops.protocol.options import ServerOptions
+from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.host_policy import HostPolicy
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_process import INFER, Server, infer_body

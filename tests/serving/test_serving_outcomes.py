@@ -15,9 +15,8 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.rollout_policy import COLD_STARTS
-from onnx_ops.protocol import users
-from onnx_ops.protocol.admin import COUNTS_PATH, Watch
-from onnx_ops.protocol.users import CELLS
+from onnx_ops.protocol import messages
+from onnx_ops.protocol.messages import COUNTS_PATH, USER_CELLS, UserCountsRequest
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.outcomes import MOST_REPORTS, Outcomes
 from onnx_ops.serving.shared import Shared
@@ -171,7 +170,7 @@ def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
     shared = Shared(1)
     outcomes = Outcomes(shared, 0, named=lambda _: 1, keyed=lambda _: (1, 0), users=UserCounts(shared, 0))
     for number in range(3 * slab.TICKETS):
-        outcomes.remember(b"%d" % number, 1 + number % 2, number % CELLS)
+        outcomes.remember(b"%d" % number, 1 + number % 2, number % USER_CELLS)
     reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * slab.TICKETS, 97)]
     counted = unknown = 0
     for start in range(0, len(reports), MOST_REPORTS):
@@ -189,7 +188,7 @@ def test_requests_and_outcomes_are_counted_by_user_over_the_workers(
     pair: tuple[ServerFamily, Deployment, Deployment],
 ) -> None:
     server, *_ = pair
-    asked = Watch(limits_s=dict.fromkeys(("blue", "green"), (1e-05 * 2**3, 1e-05 * 2**20)))
+    asked = UserCountsRequest(limits_s=dict.fromkeys(("blue", "green"), (1e-05 * 2**3, 1e-05 * 2**20)))
     server.counts(asked)
     who = ask(server, **{"x-user-key": "u", "x-request-id": "r"})
     for _ in range(29):
@@ -197,13 +196,13 @@ def test_requests_and_outcomes_are_counted_by_user_over_the_workers(
     for _ in range(8):
         ask(server)
     report(server, {"request_id": "r", "success": True}, {"key": "u", "success": False})
-    found = {name: users.read(one.users) for name, one in server.counts(asked).deployments.items()}
-    (bucket,) = np.flatnonzero(found[who][users.REQUESTS, : users.BUCKETS])
+    found = {name: messages.decode_user_counts(one.users) for name, one in server.counts(asked).deployments.items()}
+    (bucket,) = np.flatnonzero(found[who][messages.CELL_REQUESTS, : messages.USER_BUCKETS])
     cell = found[who][:, bucket]
-    assert (cell[users.REQUESTS], cell[users.ERRORS]) == (30, 0)
-    assert (cell[users.OUTCOMES], cell[users.SUCCESSES]) == (2, 1)
-    assert sum(cells[users.REQUESTS, users.KEYLESS] for cells in found.values()) == 8
-    assert sum(int(cells[users.REQUESTS].sum()) for cells in found.values()) == 38
+    assert (cell[messages.CELL_REQUESTS], cell[messages.CELL_ERRORS]) == (30, 0)
+    assert (cell[messages.CELL_OUTCOMES], cell[messages.CELL_SUCCESSES]) == (2, 1)
+    assert sum(cells[messages.CELL_REQUESTS, messages.KEYLESS_CELL] for cells in found.values()) == 8
+    assert sum(int(cells[messages.CELL_REQUESTS].sum()) for cells in found.values()) == 38
     assert server.counts().deployments[who].users == ""
     server.port = server.record().admin_port
     assert server.call("POST", COUNTS_PATH, codec.dumps(asked)).status == 401
@@ -219,7 +218,7 @@ def test_a_watched_deployment_without_traffic_is_loaded_beside_the_other(
     pair: tuple[ServerFamily, Deployment, Deployment],
 ) -> None:
     server, blue, green = pair
-    asked = Watch(limits_s={"blue": (), "green": ()})
+    asked = UserCountsRequest(limits_s={"blue": (), "green": ()})
     assert {one.cold_s for one in server.counts(asked).deployments.values()} == {()}
     for generation in (2, 3):  # the second publication ends the loads that the first watch has begun
         assert server.publish(state_of(blue, green, blue=100, green=0), generation).status == 200

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import NotFoundError
-from onnx_ops.protocol.table import Table, follow
+from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 from onnx_ops.serving.router import Router, mixed
 
 USERS = [f"user-{number}".encode() for number in range(20_000)]
 
 
-def table(weights: dict[str, int], previous: Table | None = None, content: str = "") -> Table:
+def table(weights: dict[str, int], previous: RoutingTable | None = None, content: str = "") -> RoutingTable:
     deployments = tuple(
         Deployment(
             name=name,
@@ -28,7 +28,7 @@ def table(weights: dict[str, int], previous: Table | None = None, content: str =
         )
         for name in weights
     )
-    return follow(previous, EndpointState(deployments=deployments, split=TrafficSplit(weights=weights)))
+    return build_next_table(previous, EndpointState(deployments=deployments, split=TrafficSplit(weights=weights)))
 
 
 def split(candidate: int, content: str = "") -> Router:

@@ -24,8 +24,9 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution
-from onnx_ops.protocol.admin import STATE_PATH, TOKEN_FILE, AdminState
-from onnx_ops.protocol.table_file import CURRENT
+from onnx_ops.protocol.messages import STATE_PATH, AdminState
+from onnx_ops.protocol.routing_table import CURRENT_FILE
+from onnx_ops.protocol.server_process import TOKEN_FILE
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_process import Clients, Server
 
@@ -329,7 +330,7 @@ def test_killed_at_any_moment_it_comes_back_with_the_last_published_table(
 
 def test_a_torn_table_gives_way_to_the_previous_one(serving: Server, blue: Deployment) -> None:
     serving.end(signal.SIGKILL)
-    (serving.folder / CURRENT).write_bytes(b'{"checksum":')
+    (serving.folder / CURRENT_FILE).write_bytes(b'{"checksum":')
     serving.start()
     state = codec.loads(serving.admin("GET").body, AdminState).state
     assert state == replace(state_of(blue, blue=100), generation=1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
-from onnx_ops.protocol.table import Table, follow
+from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.shared import (
     BOUNDS_S,
@@ -26,13 +26,15 @@ from onnx_ops.serving.shared import (
 )
 
 
-def table(*names: str, previous: Table | None = None) -> Table:
+def table(*names: str, previous: RoutingTable | None = None) -> RoutingTable:
     digest = digest_bytes(b"")
     deployments = tuple(
         Deployment(name=n, model="m", version="1", variant="fp32", release=digest, manifest=digest, location="/")
         for n in names
     )
-    return follow(previous, EndpointState(deployments=deployments, split=TrafficSplit(weights={names[0]: 100})))
+    return build_next_table(
+        previous, EndpointState(deployments=deployments, split=TrafficSplit(weights={names[0]: 100}))
+    )
 
 
 @given(
@@ -109,7 +111,7 @@ def test_a_deployment_that_comes_back_keeps_its_counts() -> None:
 def test_slots_of_deployments_that_are_long_gone_begin_anew() -> None:
     shared = Shared(1)
     slots = Slots(shared)
-    previous: Table | None = None
+    previous: RoutingTable | None = None
     for number in range(200):
         current = table(f"d{number}", previous=previous)
         (slot,) = slots.assign(current, previous).values()

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.protocol.admin import HANDOVER_SOCKET
+from onnx_ops.protocol.server_process import HANDOVER_SOCKET
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Clients, Server, infer_body, wait_until
 

@@ -16,7 +16,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.protocol.admin import AUDIT_FILE
+from onnx_ops.protocol.server_process import AUDIT_FILE
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Clients, Server, infer_body, wait_until
 

@@ -18,17 +18,8 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import CorruptStateError, MeasurementError
-from onnx_ops.protocol.admin import (
-    COUNTS_PATH,
-    SERVER_FILE,
-    STATE_PATH,
-    TOKEN_FILE,
-    AdminState,
-    Counts,
-    ServerRecord,
-    Watch,
-    read_message,
-)
+from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest, read_message
+from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
 from tests.support.processes import ROOT, session_of
 
 _LOOPBACK = "127.0.0.1"
@@ -160,7 +151,7 @@ class ServerFamily:
             raise MeasurementError("the server does not show its state", why=str(answer))
         return read_message(answer.body, AdminState).state
 
-    def counts(self, watch: Watch | None = None) -> Counts:
+    def counts(self, watch: UserCountsRequest | None = None) -> Counts:
         body = None if watch is None else codec.dumps(watch)
         answer = self._admin("GET" if body is None else "POST", body, COUNTS_PATH)
         if answer.status != 200:

@@ -36,8 +36,8 @@ from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports.release import MetricsSource
-from onnx_ops.protocol import container
-from onnx_ops.protocol.execution import unservable
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.server_process import explain_unservable
 
 _INVOKE_S = 90.0
 _PIN = "azureml-model-deployment"
@@ -96,7 +96,7 @@ class AzureEndpoints:
         return missing_credentials(where=config.endpoint)
 
     def unservable(self, target: Target) -> str:
-        return unservable(target, container.PROVIDERS)
+        return explain_unservable(target, server_process.CONTAINER_PROVIDERS)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """None also where a deployment is lost, traffic is not what any state says, or Azure does not answer."""

@@ -18,7 +18,7 @@ from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError, ServiceUnavailableError
-from onnx_ops.protocol.container import OPTION_VARIABLE, TRUSTED_KEYS_VARIABLE
+from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
@@ -64,7 +64,7 @@ class Deployments:
         if not str(found.environment).endswith(f"/{_environment_name(self._settings)}/versions/1"):
             yield f"image of {found.name}: another one, not {wanted['image']}"
         wanted.pop("image")
-        options = {name: value for name, value in variables.items() if name.startswith(OPTION_VARIABLE)}
+        options = {name: value for name, value in variables.items() if name.startswith(OPTION_PREFIX)}
         options.pop(TRUSTED_KEYS_VARIABLE, None)
         for key in sorted({*wanted, *options}):
             value = there.get(key, options.get(key))

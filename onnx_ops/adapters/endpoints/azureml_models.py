@@ -22,7 +22,7 @@ from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError
-from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
+from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 
 if TYPE_CHECKING:
     from azure.storage.blob import ContainerClient

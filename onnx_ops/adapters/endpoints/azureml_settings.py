@@ -8,8 +8,12 @@ from dataclasses import dataclass
 
 from onnx_ops.adapters.azure import ANSWER_S, ENDPOINT_NAME, Scalar, Workspace, workspace_of
 from onnx_ops.errors import UserError
-from onnx_ops.protocol.container import TRUSTED_KEYS_VARIABLE, option_variables, server_options
-from onnx_ops.protocol.options import options_of
+from onnx_ops.protocol.server_process import (
+    TRUSTED_KEYS_VARIABLE,
+    format_option_variables,
+    parse_options,
+    select_container_options,
+)
 
 _DATASTORE = re.compile(r"azureml://datastores/(?P<datastore>\w+)/paths/(?P<folder>[\w./-]+?)/?", re.ASCII)
 _IMAGE = re.compile(r"[\w.-]+(:\d+)?(/[\w.-]+)+(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
@@ -64,7 +68,7 @@ class AzureSettings:
     @property
     def concurrency(self) -> int:
         """Requests that an instance gets at a time."""
-        return self.max_concurrent_requests_per_instance or options_of(self.server).queue
+        return self.max_concurrent_requests_per_instance or parse_options(self.server).queue
 
     @property
     def scaled(self) -> bool:
@@ -84,7 +88,7 @@ class AzureSettings:
 
     def variables(self) -> dict[str, str]:
         """Environment of the container."""
-        return option_variables(self.server)
+        return format_option_variables(self.server)
 
 
 _OWN = ("subscription", "resource_group", "workspace", "name")
@@ -113,7 +117,7 @@ def read_settings(settings: Mapping[str, Scalar], *, where: str = "") -> AzureSe
     if name is not None and not (isinstance(name, str) and ENDPOINT_NAME.fullmatch(name)):
         raise _wrong("name", name, "3 to 32 lower-case letters, digits and hyphens, first a letter", where)
     given = {key: value for key, value in settings.items() if key in _KNOWN}
-    server = server_options(settings, where=where, others=(*_OWN, *_KNOWN))
+    server = select_container_options(settings, where=where, others=(*_OWN, *_KNOWN))
     for key in ("image", "instance_type"):
         if key not in given:
             raise UserError(f"azureml needs {key}", where=where, remedy="See docs/azureml.md for an example.")

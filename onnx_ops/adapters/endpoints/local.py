@@ -21,20 +21,23 @@ from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS, require
-from onnx_ops.protocol.admin import (
-    AUDIT_FILE,
+from onnx_ops.protocol.messages import (
     COUNTS_PATH,
     AdminState,
     Counts,
-    ServerRecord,
-    Watch,
+    UserCountsRequest,
     error_from_bytes,
     read_message,
 )
-from onnx_ops.protocol.execution import unservable
-from onnx_ops.protocol.options import ServerOptions, described, options_of
-from onnx_ops.protocol.table import follow
-from onnx_ops.protocol.table_file import TableFile
+from onnx_ops.protocol.routing_table import TableFile, build_next_table
+from onnx_ops.protocol.server_process import (
+    AUDIT_FILE,
+    ServerOptions,
+    ServerRecord,
+    explain_unservable,
+    list_options,
+    parse_options,
+)
 
 _LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -73,7 +76,7 @@ class LocalEndpoints:
     def metrics(self) -> ServerMetrics:
         return ServerMetrics(lambda config, watch: [self.counts(config, watch)])
 
-    def counts(self, config: EndpointConfig, watch: Watch | None = None) -> Counts:
+    def counts(self, config: EndpointConfig, watch: UserCountsRequest | None = None) -> Counts:
         """What the running server has counted; by user, too, what is to be watched.
 
         Raises:
@@ -98,10 +101,10 @@ class LocalEndpoints:
     def unservable(self, target: Target) -> str:
         on_processor = [provider.name for provider in target.providers] == [CPU]
         if on_processor:
-            return unservable(target, [CPU])
+            return explain_unservable(target, [CPU])
         import onnxruntime
 
-        return unservable(target, onnxruntime.get_available_providers())
+        return explain_unservable(target, onnxruntime.get_available_providers())
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
         """That another program has the port that the settings name."""
@@ -137,7 +140,7 @@ class LocalEndpoints:
         if port is not None and port != record.port:
             yield f"port: {record.port}, not {port}"
         wanted = _options(config.settings, where=config.endpoint)
-        for name, *_ in described():
+        for name, *_ in list_options():
             if name != "trusted_keys" and (there := getattr(record.options, name)) != (asked := getattr(wanted, name)):
                 yield f"{name}: {there}, not {asked}"
 
@@ -189,7 +192,7 @@ class LocalEndpoints:
             if self._took_back(server, state):  # whoever changed it until now has started it again
                 return
             tables = TableFile(server.folder)
-            tables.write(follow(tables.read(), without_spare(state)))
+            tables.write(build_next_table(tables.read(), without_spare(state)))
             self._running(server, config)
             if not self._took_back(server, state):
                 raise ServiceUnavailableError("the endpoint server does not answer", where=config.endpoint)
@@ -307,7 +310,7 @@ def _options(settings: Mapping[str, object], where: str = "") -> ServerOptions:
         raise UserError(
             "an endpoint does not say whom it trusts", where=where, remedy="Set ONNX_OPS_TRUSTED_KEYS for the project."
         )
-    return options_of(given, where=where, others=("port",))
+    return parse_options(given, where=where, others=("port",))
 
 
 def _write(path: Path, port: int) -> None:

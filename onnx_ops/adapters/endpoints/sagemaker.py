@@ -40,8 +40,8 @@ from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports import MetricsSource
-from onnx_ops.protocol import container
-from onnx_ops.protocol.execution import unservable
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.server_process import explain_unservable
 
 _ANSWERS = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"})
 Scalar = str | int | float | bool
@@ -92,7 +92,7 @@ class SageMakerEndpoints:
         return missing_credentials(config.settings, where=config.endpoint)
 
     def unservable(self, target: Target) -> str:
-        return unservable(target, container.PROVIDERS)
+        return explain_unservable(target, server_process.CONTAINER_PROVIDERS)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """What the endpoint does, as SageMaker says. While an update is under way that is what stood before it.

@@ -21,11 +21,11 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import document_of
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import DigestMismatchError, NotFoundError
-from onnx_ops.protocol.container import DEPLOYMENT_FILE, MODEL_FOLDER
+from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 
 PART_BYTES = 64 << 20
 """Larger archives are sent in parts of this size; S3 takes at least 5 MiB."""
-_MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
+_MISSING = frozenset({"404", "NoSuchKey", "NotFoundError"})
 
 
 def pack(deployment: Deployment, target: IO[bytes]) -> None:

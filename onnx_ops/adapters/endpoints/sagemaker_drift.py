@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx_ops.adapters.endpoints.sagemaker_layout import Layout
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
-from onnx_ops.protocol.container import OPTION_VARIABLE, TRUSTED_KEYS_VARIABLE
+from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
 
 _OF_VARIANTS = (
     "InstanceType",
@@ -56,7 +56,7 @@ def _of_model(model: Mapping[str, Any]) -> dict[str, Any]:
     options = {
         name: value
         for name, value in container.get("Environment", {}).items()
-        if name.startswith(OPTION_VARIABLE) and name != TRUSTED_KEYS_VARIABLE
+        if name.startswith(OPTION_PREFIX) and name != TRUSTED_KEYS_VARIABLE
     }
     archive = {"ModelDataUrl": container["ModelDataUrl"], "Image": container["Image"]}
     return _picked(model, _OF_MODEL) | archive | options

@@ -18,7 +18,7 @@ from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, li
 from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import CorruptStateError, UserError
-from onnx_ops.protocol.container import TRUSTED_KEYS_VARIABLE, option_variables
+from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE, format_option_variables
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
 DOCUMENT = "ONNX_OPS_DEPLOYMENT_DOCUMENT"
@@ -158,7 +158,7 @@ def _check(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> 
 def _model(endpoint: str, deployment: Deployment, settings: SageMakerSettings, trusted_keys: str) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError("there are more trusted keys than a container's environment takes", remedy="Retire old ones.")
-    options = option_variables(settings.server) | ({TRUSTED_KEYS_VARIABLE: trusted_keys} if trusted_keys else {})
+    options = format_option_variables(settings.server) | ({TRUSTED_KEYS_VARIABLE: trusted_keys} if trusted_keys else {})
     subnets, groups = listed(settings.subnets), listed(settings.security_groups)
     request: dict[str, Any] = {
         "ExecutionRoleArn": settings.role,

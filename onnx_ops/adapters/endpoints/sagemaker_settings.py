@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from onnx_ops.adapters.aws import ANSWER_S
 from onnx_ops.errors import UserError
-from onnx_ops.protocol.container import server_options
+from onnx_ops.protocol.server_process import select_container_options
 
 Scalar = str | int | float | bool
 
@@ -116,7 +116,7 @@ def settings_of(given: Mapping[str, Scalar], *, where: str = "") -> SageMakerSet
     """
     hints = get_type_hints(SageMakerSettings)
     own = tuple(f.name for f in fields(SageMakerSettings) if f.name != "server")
-    server = server_options(given, where=where, others=own)
+    server = select_container_options(given, where=where, others=own)
     given = {name: value for name, value in given.items() if name in own}
     for name, value in given.items():
         _check(name, hints[name], value, where)

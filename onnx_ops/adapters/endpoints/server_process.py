@@ -16,9 +16,16 @@ from pathlib import Path
 
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.errors import ConflictError, CorruptStateError, RefusedError, ServiceUnavailableError
-from onnx_ops.protocol import processes
-from onnx_ops.protocol.admin import LOCK_FILE, SERVER_FILE, STATE_PATH, TOKEN_FILE, ServerRecord, read_message
-from onnx_ops.protocol.options import ServerOptions, flags
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.messages import STATE_PATH, read_message
+from onnx_ops.protocol.server_process import (
+    LOCK_FILE,
+    SERVER_FILE,
+    TOKEN_FILE,
+    ServerOptions,
+    ServerRecord,
+    format_flags,
+)
 
 LOG_FILE = "server.log"
 
@@ -75,7 +82,7 @@ class ServerProcess:
 
     def orphaned(self) -> bool:
         """Whether workers serve whose supervisor died. A new server takes over their port, and then from them."""
-        return self._pid() is None and bool(processes.workers(self.folder))
+        return self._pid() is None and bool(server_process.list_workers(self.folder))
 
     def ready(self, port: int, *, timeout_s: float) -> bool | None:
         """Whether whoever serves on this port says that every deployment with traffic is loaded; None if nobody
@@ -100,7 +107,7 @@ class ServerProcess:
         command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", str(self.folder.resolve())]
         with log.open("ab") as sink:
             process = subprocess.Popen(
-                [*command, "--host", _LOOPBACK, "--port", str(port), *flags(options)],
+                [*command, "--host", _LOOPBACK, "--port", str(port), *format_flags(options)],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -127,12 +134,12 @@ class ServerProcess:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             self.gone(_KILLED_S)
-        workers = processes.workers(self.folder)
+        workers = server_process.list_workers(self.folder)
         if workers and (port is None or self.ready(port, timeout_s=_KILLED_S) is None):
             for worker in workers:
-                processes.end(worker, self.folder, signal.SIGKILL)
+                server_process.signal_worker(worker, self.folder, signal.SIGKILL)
             deadline = time.monotonic() + _KILLED_S
-            while processes.workers(self.folder) and time.monotonic() < deadline:
+            while server_process.list_workers(self.folder) and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
 
     def stop(self) -> None:
@@ -142,10 +149,10 @@ class ServerProcess:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
                 self.gone(patience_s)
-            for worker in processes.workers(self.folder):
-                processes.end(worker, self.folder, number)
+            for worker in server_process.list_workers(self.folder):
+                server_process.signal_worker(worker, self.folder, number)
             deadline = time.monotonic() + patience_s
-            while processes.workers(self.folder) and time.monotonic() < deadline:
+            while server_process.list_workers(self.folder) and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
 
     def gone(self, patience_s: float) -> bool:

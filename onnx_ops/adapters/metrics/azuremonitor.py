@@ -18,7 +18,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.ports import Clock
-from onnx_ops.protocol.admin import FAILURES
+from onnx_ops.protocol.messages import FAILURE_STATUSES
 
 _VERSION = "2023-10-01"
 _MINUTE = 60.0
@@ -136,8 +136,8 @@ def _tally(rows: Sequence[tuple[str, str, list[float]]]) -> Tally:
     counts = [(status, round(sum(values))) for _, status, values in rows]
     return Tally(
         requests=sum(count for _, count in counts),
-        errors=sum(count for status, count in counts if status >= "500" or status in FAILURES),
-        refused=sum(count for status, count in counts if "400" <= status < "500" and status not in FAILURES),
+        errors=sum(count for status, count in counts if status >= "500" or status in FAILURE_STATUSES),
+        refused=sum(count for status, count in counts if "400" <= status < "500" and status not in FAILURE_STATUSES),
     )
 
 

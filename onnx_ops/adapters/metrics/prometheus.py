@@ -20,7 +20,7 @@ from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.errors import RefusedError, ServiceUnavailableError, UserError, quoted
-from onnx_ops.protocol.admin import FAILURES, REFUSALS
+from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
 
 VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
 _SAME = 1e-4
@@ -149,8 +149,8 @@ def _tally(page: _Page, deployment: str, thresholds: Thresholds | None) -> Tally
     statuses, buckets = page.statuses[deployment], page.buckets.get(deployment, {})
     return Tally(
         requests=sum(statuses.values()),
-        errors=sum(count for status, count in statuses.items() if status in FAILURES),
-        refused=sum(count for status, count in statuses.items() if status in REFUSALS),
+        errors=sum(count for status, count in statuses.items() if status in FAILURE_STATUSES),
+        refused=sum(count for status, count in statuses.items() if status in REJECTION_STATUSES),
         outcomes=page.counters[_OUTCOMES[0]][deployment],
         successes=page.counters[_OUTCOMES[1]][deployment],
         timed=max(buckets.values(), default=None),

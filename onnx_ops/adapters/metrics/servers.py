@@ -13,7 +13,7 @@ from onnx_ops.adapters.metrics.selecting import Scalar
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.admin import COUNTS_PATH, Counts, Watch
+from onnx_ops.protocol.messages import COUNTS_PATH, Counts, UserCountsRequest
 
 VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
 
@@ -39,11 +39,12 @@ class SeveralServers(ServerMetrics):
         self._hosts = {url: host_of(url, "an address in urls") for url in urls}
         super().__init__(self._all)
 
-    def _all(self, config: EndpointConfig, watch: Watch | None) -> Sequence[Counts]:
+    def _all(self, config: EndpointConfig, watch: UserCountsRequest | None) -> Sequence[Counts]:
         """The counts of every server.
 
         Raises:
-            ServiceUnavailableError: a server does not answer, or they split users differently, as during a publication.
+            ServiceUnavailableError: a server does not answer, or they split users differently, as during a
+                publication.
         """
         found = [self._ask(url) for url in self._hosts]
         _check(found, config)
@@ -60,7 +61,7 @@ class SeveralServers(ServerMetrics):
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
         return None if os.environ.get(VARIABLE, "").strip() else _no_token(config.endpoint)
 
-    def _ask(self, url: str, watch: Watch | None = None) -> Counts:
+    def _ask(self, url: str, watch: UserCountsRequest | None = None) -> Counts:
         token = os.environ.get(VARIABLE, "").strip()
         if not token:
             raise _no_token()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.adapters.registries.mlflow_connection import Connection
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError, quoted
-from onnx_ops.protocol.delivery import EVENTS
+from onnx_ops.protocol.webhooks import ALIAS_EVENTS
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -192,14 +192,14 @@ def _named(client: MlflowClient, name: str) -> list[Webhook]:
 def _events() -> list[WebhookEvent | WebhookEventStr]:
     from mlflow.entities.webhook import WebhookEvent
 
-    return [WebhookEvent(*event.split(".")) for event in EVENTS]
+    return [WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS]
 
 
 def _wrong(webhook: Webhook, url: str) -> tuple[str, ...]:
     """What is not as it should be. Nobody can see which secret it has; the test tells."""
     wrong = {
         "url": webhook.url != url,
-        "events": {str(event) for event in webhook.events} != set(EVENTS),
+        "events": {str(event) for event in webhook.events} != set(ALIAS_EVENTS),
         "disabled": not webhook.status.is_active(),
     }
     return tuple(what for what, is_so in wrong.items() if is_so)

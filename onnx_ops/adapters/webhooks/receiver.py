@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, ServiceUnavailableError, TooLargeError, UserError
 from onnx_ops.ports import Clock
-from onnx_ops.protocol.delivery import MAX_BODY, Recent, open_delivery
+from onnx_ops.protocol.webhooks import MAX_BODY_BYTES, RecentDeliveryIds, verify_delivery
 
 PATH = "/webhooks/mlflow"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,7 +61,7 @@ class WebhookReceiver:
         self._wake = wake
         self._refused = refused
         self._metrics = metrics
-        self._recent = Recent()
+        self._recent = RecentDeliveryIds()
         try:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
@@ -108,7 +108,7 @@ class WebhookReceiver:
     async def _receive(self, request: Request) -> Response:
         try:
             body = await _body(request)
-            delivery = open_delivery(request.headers, body, secret=self._secret, now=self._clock.now())
+            delivery = verify_delivery(request.headers, body, secret=self._secret, now=self._clock.now())
         except ClientDisconnect:
             return Response(status_code=400)
         except OnnxOpsError as error:
@@ -133,8 +133,8 @@ async def _body(request: Request) -> bytes:
         async with asyncio.timeout(_PATIENCE):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > MAX_BODY:
-                    raise TooLargeError(f"the delivery is larger than {MAX_BODY} bytes")
+                if len(body) > MAX_BODY_BYTES:
+                    raise TooLargeError(f"the delivery is larger than {MAX_BODY_BYTES} bytes")
     except TimeoutError as error:
         raise UserError("the delivery did not come to its end") from error
     return bytes(body)

@@ -10,7 +10,7 @@ import orjson
 
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
-from onnx_ops.protocol.headers import BINARY_LENGTH
+from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.serving.wire.call import Call, Form
 from onnx_ops.serving.wire.signature import Signature
 
@@ -61,7 +61,7 @@ def write(call: Call, signature: Signature, arrays: Sequence[Array]) -> tuple[by
 def _lengths(call: Call, size: int) -> Headers:
     if call.sagemaker:
         return ((b"content-type", b"%b;json-header-size=%d" % (SAGEMAKER_TYPE.encode(), size)),)
-    return ((b"content-type", b"application/octet-stream"), (BINARY_LENGTH.encode(), b"%d" % size))
+    return ((b"content-type", b"application/octet-stream"), (BINARY_LENGTH_HEADER.encode(), b"%d" % size))
 
 
 def _predictions(call: Call, arrays: Sequence[Array]) -> bytes:

@@ -14,11 +14,11 @@ import httptools
 import numpy as np
 
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.protocol.headers import DEPLOYMENT
+from onnx_ops.protocol.messages import DEPLOYMENT_HEADER
 from tests.support.load.plan import LoadPlan, Requests
 from tests.support.load.records import Failure, Records
 
-_ECHO = DEPLOYMENT.encode()
+_ECHO = DEPLOYMENT_HEADER.encode()
 _PAUSE_S = 0.01
 """After a refused connection; without it, a server that is away would be asked thousands of times a second."""
 _SWEEP_S = 0.05

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from onnx_ops.errors import UserError
-from onnx_ops.protocol.headers import USER_KEY
+from onnx_ops.protocol.messages import USER_KEY_HEADER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Requests:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._heads = [_head(target, parts.netloc, {**plan.headers, **p.headers}, p.body) for p in plan.payloads]
         self._tails = [b"\r\n" + payload.body for payload in plan.payloads]
-        self._keys = [f"{USER_KEY}: user-{number}\r\n".encode() for number in range(plan.keys)] or [b""]
+        self._keys = [f"{USER_KEY_HEADER}: user-{number}\r\n".encode() for number in range(plan.keys)] or [b""]
 
     def key_of(self, number: int) -> int:
         """Which user sends request `number`: each user sends every payload."""

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError, UserError
-from onnx_ops.protocol.delivery import ID, SIGNATURE, TIMESTAMP, TOLERANCE, Recent, open_delivery, sign
+from onnx_ops.protocol.webhooks import (
+    ID_HEADER,
+    SIGNATURE_HEADER,
+    TIMESTAMP_HEADER,
+    TOLERANCE_S,
+    RecentDeliveryIds,
+    sign_delivery,
+    verify_delivery,
+)
 
 SECRET, NOW = "a secret of some length", 1_700_000_000.0
 BODY = json.dumps({"entity": "model_version_alias", "action": "created", "data": {"name": "digits"}}).encode()
@@ -18,11 +26,15 @@ BODY = json.dumps({"entity": "model_version_alias", "action": "created", "data":
 
 def headers(body: bytes = BODY, *, delivery: str = "d-1", at: float = NOW, secret: str = SECRET) -> Mapping[str, str]:
     timestamp = str(int(at))
-    return {ID: delivery, TIMESTAMP: timestamp, SIGNATURE: sign(secret, delivery, timestamp, body)}
+    return {
+        ID_HEADER: delivery,
+        TIMESTAMP_HEADER: timestamp,
+        SIGNATURE_HEADER: sign_delivery(secret, delivery, timestamp, body),
+    }
 
 
 def test_a_good_delivery_names_its_model() -> None:
-    delivery = open_delivery(headers(), BODY, secret=SECRET, now=NOW)
+    delivery = verify_delivery(headers(), BODY, secret=SECRET, now=NOW)
     assert (delivery.id, delivery.model) == ("d-1", "digits")
 
 
@@ -30,40 +42,44 @@ def test_the_signature_is_the_one_of_mlflow() -> None:
     from mlflow.webhooks.delivery import _generate_hmac_signature
 
     theirs = _generate_hmac_signature(SECRET, "d-1", "1700000000", BODY.decode())
-    assert sign(SECRET, "d-1", "1700000000", BODY) == theirs
+    assert sign_delivery(SECRET, "d-1", "1700000000", BODY) == theirs
 
 
-@pytest.mark.parametrize("age", [-TOLERANCE, 0.0, TOLERANCE])
+@pytest.mark.parametrize("age", [-TOLERANCE_S, 0.0, TOLERANCE_S])
 def test_clocks_may_differ_a_little(age: float) -> None:
-    assert open_delivery(headers(at=NOW - age), BODY, secret=SECRET, now=NOW).model == "digits"
+    assert verify_delivery(headers(at=NOW - age), BODY, secret=SECRET, now=NOW).model == "digits"
 
 
-@pytest.mark.parametrize("age", [-TOLERANCE - 1, TOLERANCE + 1, 1e9])
+@pytest.mark.parametrize("age", [-TOLERANCE_S - 1, TOLERANCE_S + 1, 1e9])
 def test_a_stale_delivery_is_refused(age: float) -> None:
     with pytest.raises(RefusedError, match="old, or from the future"):
-        open_delivery(headers(at=NOW - age), BODY, secret=SECRET, now=NOW)
+        verify_delivery(headers(at=NOW - age), BODY, secret=SECRET, now=NOW)
 
 
-@pytest.mark.parametrize("name", [ID, TIMESTAMP, SIGNATURE])
+@pytest.mark.parametrize("name", [ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER])
 @pytest.mark.parametrize("value", [None, "", "x", "v1,", "v1,AAAA", "ÿ", "9" * 5000])
 def test_whatever_is_changed_it_is_refused(name: str, value: str | None) -> None:
     given_headers = {key: text for key, text in headers().items() if key != name or value is not None}
     if value is not None:
         given_headers[name] = value
     with pytest.raises(InvalidSignatureError):
-        open_delivery(given_headers, BODY, secret=SECRET, now=NOW)
+        verify_delivery(given_headers, BODY, secret=SECRET, now=NOW)
 
 
 @pytest.mark.parametrize("timestamp", ["", "soon", "-1", "1e9", "9" * 5000, "١٢٣"])
 def test_a_signed_timestamp_that_is_no_time_is_refused(timestamp: str) -> None:
-    signed = {ID: "d-1", TIMESTAMP: timestamp, SIGNATURE: sign(SECRET, "d-1", timestamp, BODY)}
+    signed = {
+        ID_HEADER: "d-1",
+        TIMESTAMP_HEADER: timestamp,
+        SIGNATURE_HEADER: sign_delivery(SECRET, "d-1", timestamp, BODY),
+    }
     with pytest.raises(RefusedError):
-        open_delivery(signed, BODY, secret=SECRET, now=NOW)
+        verify_delivery(signed, BODY, secret=SECRET, now=NOW)
 
 
 def test_another_secret_is_refused() -> None:
     with pytest.raises(InvalidSignatureError):
-        open_delivery(headers(secret=SECRET.upper()), BODY, secret=SECRET, now=NOW)
+        verify_delivery(headers(secret=SECRET.upper()), BODY, secret=SECRET, now=NOW)
 
 
 @given(st.binary(max_size=200), st.integers(0, 199), st.integers(1, 255))
@@ -72,13 +88,16 @@ def test_one_changed_byte_of_a_body_is_seen(body: bytes, place: int, change: int
         return
     changed = body[:place] + bytes([body[place] ^ change]) + body[place + 1 :]
     with pytest.raises(InvalidSignatureError):
-        open_delivery(headers(body), changed, secret=SECRET, now=NOW)
+        verify_delivery(headers(body), changed, secret=SECRET, now=NOW)
 
 
-@given(st.dictionaries(st.sampled_from([ID, TIMESTAMP, SIGNATURE]), st.text(max_size=40)), st.binary(max_size=80))
+@given(
+    st.dictionaries(st.sampled_from([ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER]), st.text(max_size=40)),
+    st.binary(max_size=80),
+)
 def test_nothing_that_is_not_signed_gets_in(given_headers: dict[str, str], body: bytes) -> None:
     with pytest.raises(OnnxOpsError):
-        open_delivery(given_headers, body, secret=SECRET, now=NOW)
+        verify_delivery(given_headers, body, secret=SECRET, now=NOW)
 
 
 NAMELESS = [b"", b"[]", b"{}", b"null", b'{"data":{}}', b'{"data":{"name":3}}', b'{"data":{"name":""}}', b"\xff"]
@@ -87,12 +106,12 @@ NAMELESS = [b"", b"[]", b"{}", b"null", b'{"data":{}}', b'{"data":{"name":3}}', 
 @pytest.mark.parametrize("body", [*NAMELESS, b"[" * 100_000], ids=[*map(repr, NAMELESS), "deep"])
 def test_a_signed_body_without_a_model_is_the_senders_fault(body: bytes) -> None:
     with pytest.raises(UserError, match="names no model"):
-        open_delivery(headers(body), body, secret=SECRET, now=NOW)
+        verify_delivery(headers(body), body, secret=SECRET, now=NOW)
 
 
 @given(st.lists(st.text(max_size=3), max_size=60), st.integers(1, 8))
 def test_the_last_ids_are_remembered_and_no_more(ids: list[str], limit: int) -> None:
-    recent, kept = Recent(limit), list[str]()
+    recent, kept = RecentDeliveryIds(limit), list[str]()
     for delivery in ids:
         assert recent.add(delivery) == (delivery not in kept)
         if delivery not in kept:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.errors import ConflictError, CorruptStateError, DigestMismatchError, OnnxOpsError, ServiceUnavailableError
-from onnx_ops.protocol.admin import AdminState, error_from_bytes, error_to_bytes, read_message
+from onnx_ops.protocol.messages import AdminState, error_from_bytes, error_to_bytes, read_message
 
 
 @pytest.mark.parametrize("kind", [ConflictError, DigestMismatchError, ServiceUnavailableError])

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import digest_bytes, digest_json
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import CorruptStateError
-from onnx_ops.protocol.table import Table, decode, encode, experiment, follow, slots
+from onnx_ops.protocol.routing_table import (
+    RoutingTable,
+    build_next_table,
+    decode_table,
+    encode_table,
+)
 
 
 def deployment(name: str, content: str = "") -> Deployment:
@@ -39,58 +44,58 @@ def states(draw: st.DrawFn) -> EndpointState:
 
 @given(st.lists(states(), min_size=1, max_size=4))
 def test_a_table_survives_the_disk_and_its_slots_are_the_split(history: list[EndpointState]) -> None:
-    table: Table | None = None
+    table: RoutingTable | None = None
     for published in history:
-        table = follow(table, published)
+        table = build_next_table(table, published)
     assert table is not None
-    assert decode(encode(table)) == table
-    percent = slots(table)
+    assert decode_table(encode_table(table)) == table
+    percent = table.list_slots()
     assert len(percent) == 100
     assert {n: percent.count(n) for n in table.layout} == {n: table.state.split.weights.get(n, 0) for n in table.layout}
 
 
 def test_newcomers_are_laid_out_first_and_weights_do_not_move_anybody() -> None:
-    first = follow(None, state({"a": 100}))
-    second = follow(first, state({"a": 90, "b": 10}))
+    first = build_next_table(None, state({"a": 100}))
+    second = build_next_table(first, state({"a": 90, "b": 10}))
     assert second.layout == ("b", "a")
-    assert follow(second, state({"a": 10, "b": 90})).layout == ("b", "a")
-    assert follow(second, state({"b": 70, "a": 20, "c": 10})).layout == ("c", "b", "a")
-    assert follow(second, state({"a": 100})).layout == ("a",)
+    assert build_next_table(second, state({"a": 10, "b": 90})).layout == ("b", "a")
+    assert build_next_table(second, state({"b": 70, "a": 20, "c": 10})).layout == ("c", "b", "a")
+    assert build_next_table(second, state({"a": 100})).layout == ("a",)
 
 
 def test_of_two_that_come_together_the_one_with_less_traffic_is_the_candidate() -> None:
-    assert follow(None, state({"a": 10, "b": 90})).layout == ("a", "b")
-    assert follow(None, state({"a": 90, "b": 10})).layout == ("b", "a")
-    assert follow(None, state({"a": 50, "b": 50})).layout == ("b", "a")
+    assert build_next_table(None, state({"a": 10, "b": 90})).layout == ("a", "b")
+    assert build_next_table(None, state({"a": 90, "b": 10})).layout == ("b", "a")
+    assert build_next_table(None, state({"a": 50, "b": 50})).layout == ("b", "a")
 
 
 def test_a_name_with_another_manifest_is_a_newcomer() -> None:
-    first = follow(None, state({"a": 90, "b": 10}))
+    first = build_next_table(None, state({"a": 90, "b": 10}))
     changed = replace(state({"a": 10, "b": 90}), deployments=(deployment("a", "other"), deployment("b")))
-    assert follow(first, changed).layout == ("a", "b")
+    assert build_next_table(first, changed).layout == ("a", "b")
 
 
 def test_an_experiment_lasts_while_its_candidate_has_traffic() -> None:
-    table = follow(follow(None, state({"a": 100})), state({"a": 90, "b": 10}))
-    begun = experiment(table)
-    assert experiment(follow(table, state({"a": 50, "b": 50}))) == begun
-    assert experiment(follow(table, state({"a": 50, "b": 50, "c": 0}))) == begun
-    assert experiment(follow(table, state({"a": 50, "b": 40, "c": 10}))) != begun
+    table = build_next_table(build_next_table(None, state({"a": 100})), state({"a": 90, "b": 10}))
+    begun = table.get_experiment()
+    assert build_next_table(table, state({"a": 50, "b": 50})).get_experiment() == begun
+    assert build_next_table(table, state({"a": 50, "b": 50, "c": 0})).get_experiment() == begun
+    assert build_next_table(table, state({"a": 50, "b": 40, "c": 10})).get_experiment() != begun
 
 
 def test_every_truncation_and_every_flipped_byte_is_refused() -> None:
-    data = encode(follow(None, state({"a": 60, "b": 40}, generation=17)))
+    data = encode_table(build_next_table(None, state({"a": 60, "b": 40}, generation=17)))
     for end in range(len(data)):
         with pytest.raises(CorruptStateError):
-            decode(data[:end])
+            decode_table(data[:end])
     for place in range(len(data)):
         altered = bytes([*data[:place], data[place] ^ 1, *data[place + 1 :]])
         with pytest.raises(CorruptStateError):
-            decode(altered)
+            decode_table(altered)
 
 
 def test_foreign_documents_are_refused() -> None:
-    good = json.loads(encode(follow(None, state({"a": 100}))))
+    good = json.loads(encode_table(build_next_table(None, state({"a": 100}))))
     content = {**good["table"], "layout": ["z"]}
     document: Any
     for document in (
@@ -102,6 +107,6 @@ def test_foreign_documents_are_refused() -> None:
         {**good, "table": content, "checksum": digest_json(content)},
     ):
         with pytest.raises(CorruptStateError):
-            decode(json.dumps(document).encode())
+            decode_table(json.dumps(document).encode())
     with pytest.raises(CorruptStateError):
-        decode(b'{"format":"onnx-ops/table","version":1,"checksum":"","table":NaN}')
+        decode_table(b'{"format":"onnx-ops/table","version":1,"checksum":"","table":NaN}')

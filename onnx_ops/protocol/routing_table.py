@@ -1,0 +1,169 @@
+"""The routing table: what an endpoint serves and how traffic is split, as published and as stored on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import canonical_json, digest_bytes, digest_json, short
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.errors import CorruptStateError
+
+_log = logging.getLogger(__name__)
+
+FORMAT = "onnx-ops/table"
+VERSION = 2
+"""Version 1 had no shadow traffic and no batchable deployments."""
+_READABLE_VERSIONS = (1, 2)
+
+CURRENT_FILE = "table.json"
+PREVIOUS_FILE = "table.previous.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTable:
+    """One published state of an endpoint.
+
+    `layout` holds the deployments' names, the newest first. It depends on when a deployment was added and never on
+    weights. Therefore a change of weights moves as few users as possible to another deployment.
+    """
+
+    state: EndpointState
+    layout: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if sorted(self.layout) != sorted(d.name for d in self.state.deployments):
+            raise ValueError(f"the layout {list(self.layout)} does not name the deployments")
+
+    def list_slots(self) -> tuple[str, ...]:
+        """Return one deployment name per percent of traffic, newest first; the length is 100."""
+        weights = self.state.split.weights
+        return tuple(name for name in self.layout for _ in range(weights.get(name, 0)))
+
+    def get_experiment(self) -> tuple[str, str]:
+        """Return name and manifest of the newest deployment with traffic: the salt of sticky assignment."""
+        newest = next(name for name in self.layout if self.state.split.weights.get(name, 0) > 0)
+        return newest, next(d.manifest for d in self.state.deployments if d.name == newest)
+
+    def compute_split_digest(self) -> str:
+        """Return a digest that is equal for tables that send every user to the same deployment."""
+        return short(digest_bytes("\0".join((*self.get_experiment(), *self.list_slots())).encode()))
+
+
+def build_next_table(previous: RoutingTable | None, state: EndpointState) -> RoutingTable:
+    """Return the table that publishes `state` after `previous`.
+
+    Known deployments keep their order. New ones, and those with another manifest, come first, the one with less
+    traffic before the others.
+    """
+    known = {} if previous is None else {d.name: d.manifest for d in previous.state.deployments}
+    manifests = {d.name: d.manifest for d in state.deployments}
+    weights = state.split.weights
+    unchanged = [] if previous is None else [n for n in previous.layout if manifests.get(n) == known[n]]
+    new = [d.name for d in reversed(state.deployments) if d.name not in unchanged]
+    new.sort(key=lambda name: weights.get(name, 0))
+    return RoutingTable(state=state, layout=(*new, *unchanged))
+
+
+def encode_table(table: RoutingTable) -> bytes:
+    """Serialize a table with format, version and checksum."""
+    content = codec.to_json(table)
+    return canonical_json({"format": FORMAT, "version": VERSION, "checksum": digest_json(content), "table": content})
+
+
+def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
+    """Parse a table that `encode_table` wrote.
+
+    Raises:
+        CorruptStateError: it is truncated, altered, of another format, or of an unsupported version.
+    """
+    try:
+        document: Any = json.loads(data)
+    except ValueError as error:
+        raise CorruptStateError("the table is not JSON", where=where, why=str(error)) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CorruptStateError("not a table of an endpoint", where=where)
+    if document.get("version") not in _READABLE_VERSIONS:
+        raise CorruptStateError(f"table version {document.get('version')!r} is not supported", where=where)
+    content = document.get("table")
+    if not isinstance(content, dict) or not _matches_checksum(content, document.get("checksum")):
+        raise CorruptStateError("the table does not match its checksum", where=where)
+    return codec.from_json(content, RoutingTable, where=where)
+
+
+def _matches_checksum(content: object, checksum: object) -> bool:
+    try:
+        return digest_json(content) == checksum
+    except ValueError:  # NaN or an infinity, which `encode_table` never writes
+        return False
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace a file atomically: after a crash or power loss, readers see the old content or the new.
+
+    Raises:
+        OSError: it could not be written; the old content is unchanged.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class TableFile:
+    """Two files in a folder: the table that was published last, and the one before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._current = folder / CURRENT_FILE
+        self._previous = folder / PREVIOUS_FILE
+
+    def read(self) -> RoutingTable | None:
+        """Return the last valid table; None if there is none. Invalid files are logged and left unchanged."""
+        for path in (self._current, self._previous):
+            try:
+                table = self._load(path)
+            except CorruptStateError as error:
+                _log.warning("invalid table: %s", error)
+                continue
+            if table is not None:
+                return table
+        return None
+
+    def write(self, table: RoutingTable) -> None:
+        """Write a table durably, and keep the valid one before as the previous table.
+
+        Raises:
+            OSError: it could not be written; `read` returns the table of before.
+        """
+        try:
+            current = self._load(self._current)
+        except CorruptStateError:
+            current = None
+        if current is not None:
+            write_durably(self._previous, encode_table(current))
+        write_durably(self._current, encode_table(table))
+
+    @staticmethod
+    def _load(path: Path) -> RoutingTable | None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return decode_table(data, where=str(path))

@@ -1,0 +1,257 @@
+"""How an endpoint server is configured and found: options, container environment, files of its folder, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import signal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+from annotated_types import DocInfo, Ge, Le, doc
+
+from onnx_ops.domain.execution import CPU
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+
+# Files of a server's folder.
+SERVER_FILE = "server.json"
+"""The `ServerRecord` of the running server; written when it answers."""
+LOCK_FILE = "server.lock"
+"""Locked (flock) by the server while it runs; holds its process id."""
+TOKEN_FILE = "token"  # noqa: S105 (the name of the file)
+"""The bearer token of the admin listener; readable by its owner only."""
+WORKERS_FOLDER = "workers"
+"""One file per live worker, named after its process id; holds the start time of that process."""
+HANDOVER_SOCKET = "handover.sock"
+"""Unix socket on which workers without a supervisor give their listening sockets to the next supervisor."""
+AUDIT_FILE = "audit.jsonl"
+"""Audit trail: one line per requested change and one per result."""
+
+# Files and environment of a cloud container.
+DEPLOYMENT_FILE = "deployment.json"
+"""The deployment; its `location` is not used in the container."""
+MODEL_FOLDER = "model"
+"""Folder beside `DEPLOYMENT_FILE` with the files of the version and nothing else."""
+CONTAINER_PROVIDERS = (CPU,)
+"""Execution providers of the build of ONNX Runtime in the image."""
+OPTION_PREFIX = "ONNX_OPS_SERVE_"
+"""Prefix of the environment variables that set server options."""
+TRUSTED_KEYS_VARIABLE = "ONNX_OPS_SERVE_TRUSTED_KEYS"
+_CONTAINER_OPTIONS = frozenset({"access_log", "admin_socket", "endpoint", "trusted_keys"})
+"""Options that the container sets itself."""
+
+_START_FIELD = 21
+_STATE_FIELD = 2
+_DEAD_STATES = ("Z", "X")
+
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Options of an endpoint server: the flags of `onnx-ops serve`, and the settings of a local endpoint.
+
+    Sizes are in bytes, times in seconds.
+    """
+
+    workers: Annotated[int, Ge(1), Le(256), doc("Worker processes; each loads every model.")] = 1
+    threads: Annotated[
+        int, Ge(0), Le(256), doc("Threads of a worker for models that are not fast; 0: an equal share of the cores.")
+    ] = 0
+    queue: Annotated[int, Ge(1), Le(1 << 20), doc("Queued requests of a worker; further requests get a 429.")] = 128
+    deadline: Annotated[
+        float,
+        Ge(0.001),
+        Le(3600),
+        doc("Longest time in the queue, unless x-request-timeout-ms is shorter; then 504."),
+    ] = 30.0
+    max_body: Annotated[int, Ge(1), Le(2 << 30), doc("Bytes of the largest request body; a larger one gets a 413.")] = (
+        32 << 20
+    )
+    max_connections: Annotated[
+        int, Ge(1), Le(1 << 20), doc("Open connections of all workers together; idle ones are closed first.")
+    ] = 16_384
+    read_timeout: Annotated[
+        float, Ge(0.1), Le(3600), doc("Time to receive a whole request; a slower one gets a 408.")
+    ] = 30.0
+    keep_alive: Annotated[float, Ge(0.1), Le(3600), doc("An idle connection is closed after this time.")] = 75.0
+    drain: Annotated[
+        int, Ge(0), Le(3600), doc("Time for requests in flight after SIGTERM; clouds send SIGKILL after 30 s.")
+    ] = 25
+    prepack: Annotated[
+        int, Ge(0), doc("Smallest model that is cached optimised and packed for this processor; 0: none.")
+    ] = 4 << 20
+    access_log: Annotated[str, doc("File for one JSON line per inference; `-` is standard output.")] = ""
+    admin_socket: Annotated[
+        str, doc("Unix socket of a second admin listener, which needs no token; only the owner can connect.")
+    ] = ""
+    allowed_hosts: Annotated[
+        str, doc("Accepted Host headers besides those of loopback, separated by commas; `*`: any.")
+    ] = ""
+    allowed_origins: Annotated[str, doc("Accepted Origin headers of web pages, separated by commas; `*`: any.")] = ""
+    trusted_keys: Annotated[
+        str, doc("Folder of public keys, or keys in base64: only models signed by them are loaded; empty: any model.")
+    ] = ""
+    endpoint: Annotated[str, doc("Name of the endpoint in metrics; default: the name of its folder.")] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRecord:
+    """Ports and options of a running server. `started` is in seconds since the epoch."""
+
+    pid: int
+    port: int
+    admin_port: int
+    started: float
+    options: ServerOptions = field(default_factory=ServerOptions)
+
+
+def list_options() -> tuple[tuple[str, type, Any, str], ...]:
+    """Return name, type, default and description of every option."""
+    hints = get_type_hints(ServerOptions, include_extras=True)
+    listed = []
+    for option in fields(ServerOptions):
+        kind, *extras = get_args(hints[option.name])
+        text = next(extra.documentation for extra in extras if isinstance(extra, DocInfo))
+        listed.append((option.name, kind, option.default, text))
+    return tuple(listed)
+
+
+def parse_options(settings: Mapping[str, object], *, where: str = "", others: tuple[str, ...] = ()) -> ServerOptions:
+    """Validate plain settings and return them as options.
+
+    Args:
+        settings: values by name of option.
+        where: location for error messages.
+        others: further names, which the caller handles.
+
+    Raises:
+        UserError: a name is not an option, or a value has the wrong type or is out of range.
+    """
+    kinds = {name: kind for name, kind, _, _ in list_options()}
+    for name in settings:
+        if name not in kinds and name not in others:
+            close = difflib.get_close_matches(name, [*kinds, *others], n=1)
+            remedy = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(sorted([*kinds, *others]))}."
+            raise UserError(f"there is no setting {name!r}", where=where, remedy=remedy)
+    values = {
+        name: _check_option(name, kind, settings[name], where) for name, kind in kinds.items() if name in settings
+    }
+    return ServerOptions(**values)
+
+
+def _check_option(name: str, kind: type, value: object, where: str) -> Any:
+    is_whole_float = kind is float and type(value) is int
+    if type(value) is not kind and not is_whole_float:
+        raise UserError(f"{name} must be of type {kind.__name__}, not {value!r}", where=where)
+    hint = get_type_hints(ServerOptions, include_extras=True)[name]
+    for limit in get_args(hint)[1:]:
+        low = limit.ge if isinstance(limit, Ge) else None
+        high = limit.le if isinstance(limit, Le) else None
+        too_low = low is not None and not value >= low  # type: ignore[operator]
+        too_high = high is not None and not value <= high  # type: ignore[operator]
+        if too_low or too_high:
+            bound = f"at least {low}" if too_low else f"at most {high}"
+            raise UserError(f"{name} must be {bound}, not {value!r}", where=where)
+    return kind(value)
+
+
+def format_flags(options: ServerOptions) -> list[str]:
+    """Return the command-line flags that give a server these options."""
+    return [f"--{f.name.replace('_', '-')}={getattr(options, f.name)}" for f in fields(options)]
+
+
+def select_container_options(
+    settings: Mapping[str, Scalar], *, where: str = "", others: tuple[str, ...] = ()
+) -> dict[str, Scalar]:
+    """Return the server options among an endpoint's settings. `others` are names of the provider's settings.
+
+    Raises:
+        UserError: a name is unknown, a value is invalid, or the container sets that option itself.
+    """
+    options = {name: value for name, value in settings.items() if name not in others}
+    parse_options(options, where=where, others=others)
+    if reserved := sorted(_CONTAINER_OPTIONS & set(options)):
+        raise UserError(f"the container sets {reserved[0]} itself", where=where, remedy="Leave it out.")
+    return options
+
+
+def format_option_variables(options: Mapping[str, Scalar]) -> dict[str, str]:
+    """Return the environment variables that set the options of a container's server."""
+    return {
+        f"{OPTION_PREFIX}{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in sorted(options.items())
+    }
+
+
+def explain_unservable(target: Target, available: Collection[str]) -> str:
+    """Return why a server cannot run models as they were measured on a target; empty if it can.
+
+    Args:
+        target: where models were measured.
+        available: execution providers of the server's build of ONNX Runtime.
+    """
+    if target.runtime != "onnxruntime":
+        return f"it measures with runtime '{target.runtime}', and the server runs 'onnxruntime'"
+    if target.env is not None and target.env.isolated:
+        return "its runtime has an isolated environment, and the server's has not"
+    if target.ort_format is not None:
+        return "it runs .ort files, and the server .onnx files"
+    for provider in target.providers:
+        if provider.package:
+            return f"the server does not load plug-ins such as {provider.package}"
+        if provider.name not in available:
+            return f"the server's build of ONNX Runtime has no {provider.name}; it has {', '.join(sorted(available))}"
+    return ""
+
+
+def read_start_time(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot (proc(5), field 22); None if it is not running.
+
+    Pid and start time together identify a process: the system reuses pids. A process whose first thread has ended
+    runs, and keeps its port, until its last thread ends.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        columns = text[text.rindex(")") + 2 :].split()  # the name, in parentheses, can hold any character
+        if columns[_STATE_FIELD - 2] in _DEAD_STATES and len(os.listdir(f"/proc/{pid}/task")) <= 1:
+            return None
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return columns[_START_FIELD - 2]
+
+
+def register_worker(folder: Path) -> Path:
+    """Record this process as a worker of the folder's server; return the file."""
+    path = folder / WORKERS_FOLDER / str(os.getpid())
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(read_start_time(os.getpid()) or "", encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def list_workers(folder: Path) -> tuple[int, ...]:
+    """Return the running workers of a folder's server, and remove the files of those that ended."""
+    running = []
+    for path in sorted((folder / WORKERS_FOLDER).glob("[0-9]*")):
+        try:
+            recorded = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            continue
+        if recorded == read_start_time(int(path.name)):
+            running.append(int(path.name))
+        else:
+            path.unlink(missing_ok=True)
+    return tuple(running)
+
+
+def signal_worker(pid: int, folder: Path, number: signal.Signals) -> None:
+    """Send a signal to a worker of the folder, unless it has ended."""
+    with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as handle:
+        if pid in list_workers(folder):  # checked while the handle is open, so that the pid cannot be reused
+            signal.pidfd_send_signal(handle.fileno(), number)

@@ -1,0 +1,179 @@
+"""Options of servers, what they can serve, and their worker processes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
+from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import CPU, Provider, SessionSettings
+from onnx_ops.domain.target import OrtFormat, Target
+from onnx_ops.errors import UserError
+from onnx_ops.protocol.server_process import (
+    WORKERS_FOLDER,
+    ServerOptions,
+    explain_unservable,
+    format_flags,
+    list_options,
+    list_workers,
+    parse_options,
+    read_start_time,
+    register_worker,
+    signal_worker,
+)
+
+
+def test_every_option_is_described() -> None:
+    assert [name for name, _, _, _ in list_options()] == [f.name for f in fields(ServerOptions)]
+    assert all(text and kind in (int, float, str) for _, kind, _, text in list_options())
+    assert parse_options({}) == ServerOptions()
+
+
+@given(st.builds(ServerOptions, workers=st.integers(1, 9), deadline=st.floats(0.001, 3600), endpoint=st.text("ab")))
+def test_what_is_said_on_the_command_line_is_understood(options: ServerOptions) -> None:
+    parser = argparse.ArgumentParser()
+    for name, kind, default, _ in list_options():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
+    assert parse_options(vars(parser.parse_args(format_flags(options)))) == options
+
+
+def test_whole_numbers_are_times_too() -> None:
+    assert parse_options({"deadline": 5}).deadline == 5.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"worker": 2}, "no setting 'worker'"),
+        ({"workers": "2"}, "workers must be of type int, not '2'"),
+        ({"workers": True}, "workers must be of type int"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"workers": 1000}, "workers must be at most 256"),
+        ({"deadline": float("nan")}, "deadline must be at least"),
+        ({"access_log": 1}, "access_log must be of type str"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_options(settings, where="digits")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("digits: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("workers", 1, 256), ("drain", 0, 3600), ("deadline", 0.001, 3600.0), ("keep_alive", 0.1, 3600.0)],
+)
+def test_limits_are_the_last_values_that_are_accepted(name: str, low: float, high: float) -> None:
+    for limit, direction in ((low, -1), (high, 1)):
+        assert getattr(parse_options({name: limit}), name) == limit
+        beyond = limit + direction if isinstance(limit, int) else math.nextafter(limit, direction * math.inf)
+        with pytest.raises(UserError):
+            parse_options({name: beyond})
+
+
+def test_a_name_that_is_nearly_right_is_suggested() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_options({"prot": 1}, others=("port",))
+    assert caught.value.remedy == "Did you mean 'port'?"
+
+
+CUDA = Provider(name="CUDAExecutionProvider")
+ON_CUDA = Target(name="cuda", providers=(CUDA, Provider(name=CPU)))
+PROVIDERS = (LocalEndpoints, SageMakerEndpoints, AzureEndpoints)
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        (Target(name="node", runtime="javascript"), "the server runs 'onnxruntime'"),
+        (Target(name="own", env=Environment(requirements=("onnxruntime==1.20",))), "an isolated environment"),
+        (Target(name="phone", ort_format=OrtFormat()), ".ort files"),
+        (Target(name="npu", providers=(Provider(name="QNNExecutionProvider", package="onnxruntime_qnn"),)), "plug-in"),
+        (ON_CUDA, "has no CUDAExecutionProvider; it has CPUExecutionProvider"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Target) else "",
+)
+def test_a_target_that_the_server_would_run_otherwise_is_named_with_the_reason(target: Target, why: str) -> None:
+    assert why in explain_unservable(target, [CPU])
+
+
+def test_threads_are_the_servers_to_set_and_providers_are_if_its_build_has_them() -> None:
+    threads = Target(name="cpu-all", session=SessionSettings(intra_op_threads=0, spinning=True))
+    assert explain_unservable(threads, [CPU]) == ""
+    assert explain_unservable(ON_CUDA, [CUDA.name, CPU]) == ""
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+def test_no_provider_takes_what_its_build_of_the_runtime_cannot_run(kind: type, tmp_path: object) -> None:
+    provider = kind(tmp_path)
+    assert provider.unservable(Target(name="cpu-1t")) == ""
+    assert CUDA.name in provider.unservable(ON_CUDA)
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+def test_a_process_is_known_by_when_it_started() -> None:
+    assert read_start_time(os.getpid()) == read_start_time(os.getpid())
+    with sleeper() as other:
+        assert read_start_time(other.pid) not in (None, read_start_time(os.getpid()))
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert read_start_time(other.pid) is None  # a zombie does not live
+    assert read_start_time(other.pid) is None
+
+
+FIRST_THREAD_ENDS = """
+import ctypes, os, platform, threading
+threading.Thread(target=lambda: os._exit(len(os.read(0, 1)))).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit(2), of this thread alone
+"""
+
+
+def test_one_whose_first_thread_has_ended_lives_until_the_last_has() -> None:
+    """As for a moment after a SIGKILL, when its threads end one by one; its port is taken until then."""
+    with subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdin=subprocess.PIPE) as process:
+        started = read_start_time(process.pid)
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert process.poll() is None
+        assert read_start_time(process.pid) == started is not None
+        process.communicate()
+    assert read_start_time(process.pid) is None
+
+
+def test_only_live_workers_are_listed_and_files_of_others_are_removed(tmp_path: Path) -> None:
+    assert list_workers(tmp_path) == ()
+    mine = register_worker(tmp_path)
+    reused = tmp_path / WORKERS_FOLDER / str(os.getppid())
+    reused.write_text("17")  # the number belongs to somebody else by now
+    assert list_workers(tmp_path) == (os.getpid(),)
+    assert mine.exists()
+    assert not reused.exists()
+
+
+def test_a_signal_reaches_a_worker_and_never_a_stranger(tmp_path: Path) -> None:
+    with sleeper() as worker, sleeper() as stranger:
+        (tmp_path / WORKERS_FOLDER).mkdir()
+        (tmp_path / WORKERS_FOLDER / str(worker.pid)).write_text(read_start_time(worker.pid) or "")
+        (tmp_path / WORKERS_FOLDER / str(stranger.pid)).write_text("17")
+        signal_worker(stranger.pid, tmp_path, signal.SIGKILL)
+        signal_worker(worker.pid, tmp_path, signal.SIGKILL)
+        assert worker.wait(timeout=30) == -signal.SIGKILL
+        assert stranger.poll() is None
+        stranger.kill()
+    signal_worker(worker.pid, tmp_path, signal.SIGKILL)
