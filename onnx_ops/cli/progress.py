@@ -67,12 +67,20 @@ class Durations:
 class StepProgress:
     """The step at work, in one line that is redrawn on a terminal."""
 
-    def __init__(self, console: Console, durations: Durations, prefix: str, steps: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        console: Console,
+        durations: Durations,
+        prefix: str,
+        steps: Sequence[str] = (),
+        *,
+        is_printing: bool = False,
+    ) -> None:
         self._console, self._durations, self._prefix = console, durations, prefix
         self._steps = list(steps)
         self._status: Status | None = None
         self._name, self._detail, self._begun = "", "", time.monotonic()
-        self._is_printing = False
+        self._is_printing = is_printing
 
     def begin(self, name: str) -> None:
         """End the step before, and begin this one."""
@@ -203,13 +211,12 @@ class TerminalProgress:
     def planned(self, plan: Plan) -> None:
         ids = [stage.id for stage in plan.stages]
         self._prefix, self._last = f"run {plan.pipeline} ", ids[-1] if ids else ""
-        self._progress = StepProgress(self._console, self._durations, self._prefix, ids)
+        is_printing = not self._console.is_terminal
+        self._progress = StepProgress(self._console, self._durations, self._prefix, ids, is_printing=is_printing)
         self._console.print(f"[bold]{escape(plan.pipeline)}[/bold]: {len(ids)} stages")
 
     def started(self, stage: Stage) -> None:
         self._progress.begin(stage.id)
-        if not self._console.is_terminal:
-            self._progress.print_lines()
 
     def told(self, stage: Stage, line: str) -> None:
         del stage

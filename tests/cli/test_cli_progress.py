@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from onnx_ops.cli.progress import Durations, StepProgress, working
+from onnx_ops.cli.progress import Durations, StepProgress, TerminalProgress, working
+from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 
 
 @pytest.fixture
@@ -62,3 +63,21 @@ def test_without_a_terminal_only_what_takes_long_is_printed(
         pass
     assert capsys.readouterr().err == ""
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_terminal_each_stage_begins_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    console = Console(file=io.StringIO(), width=80)
+    progress = TerminalProgress(console)
+    stages = tuple(Stage(id=name, kind=StageKind(name), settings={}) for name in ("train", "export"))
+    progress.planned(Plan(pipeline="digits", stages=stages))
+    for stage in stages:
+        progress.started(stage)
+        progress.finished(stage, StageOutcome(stage=stage.id, status=StageStatus.DONE))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["[1/2]", "train"],
+        ["✓", "train"],
+        ["[2/2]", "export"],
+        ["✓", "export"],
+    ]
