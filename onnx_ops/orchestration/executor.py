@@ -34,7 +34,7 @@ class PrefectExecutor:
         self._states: dict[str, State[Any]] = {}
 
     def run(self, stage: Stage, work: Work, decide: Decide) -> Manifest:
-        attempt = _Attempt(work, decide)
+        attempt = _Attempt(task_run_name(stage), work, decide)
         self._run(
             stage,
             attempt.run,
@@ -46,7 +46,7 @@ class PrefectExecutor:
         return attempt.manifest
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:
-        self._run(stage, lambda: _shown(outcome, decide))
+        self._run(stage, lambda: _shown(task_run_name(stage), outcome, decide))
 
     def _run(
         self,
@@ -65,14 +65,14 @@ class PrefectExecutor:
 class _Attempt:
     """Does the work of a stage, once for each attempt; keeps what the last one brought."""
 
-    def __init__(self, work: Work, decide: Decide) -> None:
+    def __init__(self, name: str, work: Work, decide: Decide) -> None:
+        self._name = name
         self._work = work
         self._decide = decide
         self.manifest: Manifest | None = None
         self.error: Exception | None = None
 
     def run(self) -> State[Any]:
-        logger = get_run_logger()
         begun = time.monotonic()
         self.error = None
         try:
@@ -80,16 +80,14 @@ class _Attempt:
             decision = self._decide(manifest)
         except OnnxOpsError as error:
             self.error = error
-            logger.error("failed after %.2f s", time.monotonic() - begun)
+            get_run_logger().error("%s: failed after %.2f s", self._name, time.monotonic() - begun)
             return failed(error)
         except Exception as error:
             self.error = error
             raise
         self.manifest = manifest
-        seconds = time.monotonic() - begun
-        logger.info("done in %.2f s", seconds)
         if decision is None:
-            return Completed(message=f"done in {seconds:.2f} s")
+            return Completed(message=f"{self._name}: done in {time.monotonic() - begun:.2f} s")
         return judged(decision)
 
 
@@ -102,19 +100,23 @@ def task_run_name(stage: Stage) -> str:
 
 def judged(decision: Decision) -> State[Any]:
     """The end of a gate: Completed if it passed, else Failed, named by the verdict."""
+    message = f"{decision.variant} @ {decision.target}: {decision.reason}"
     if decision.verdict is Verdict.PASS:
-        return Completed(message=decision.reason)
-    return Failed(name=GATE_STATES[decision.verdict], message=decision.reason)
+        return Completed(message=message)
+    return Failed(name=GATE_STATES[decision.verdict], message=message)
 
 
-def _shown(outcome: StageOutcome, decide: Decide) -> State[Any]:
-    """The end of a stage that needed no work."""
+def _shown(name: str, outcome: StageOutcome, decide: Decide) -> State[Any]:
+    """The end of a stage that needed no work.
+
+    Its message names the stage: `prefect flow-run logs` prints the message of a task run's state, and not its name.
+    """
     if outcome.status is StageStatus.FAILED:
         return Failed(message=outcome.reason)
     if outcome.manifest is None or outcome.status is StageStatus.SKIPPED:
-        return Completed(name="Skipped", message=outcome.reason)
+        return Completed(name="Skipped", message=f"{name}: {outcome.reason}")
     decision = decide(outcome.manifest)
     if decision is not None and decision.verdict is not Verdict.PASS:
         return judged(decision)
-    known = f" ({short(outcome.key)})" if outcome.key is not None else ""
-    return Completed(name="Cached", message=f"its result is known already{known}")
+    key = f" ({short(outcome.key)})" if outcome.key is not None else ""
+    return Completed(name="Cached", message=f"{name}: unchanged{key}")

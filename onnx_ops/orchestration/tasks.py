@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect import State, Task, allow_failure
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_logger
 from prefect.states import Failed
 
 from onnx_ops.errors import OnnxOpsError
@@ -34,6 +36,7 @@ def run_as_task(
         retries: further attempts after a Failed state.
         retry_if: asked after each Failed state whether another attempt makes sense.
     """
+    get_logger("prefect.task_runs").addFilter(_without_repetition)
     task = Task(
         fn=work,
         name=kind,
@@ -44,6 +47,11 @@ def run_as_task(
         persist_result=False,
     )
     return task(return_state=True, wait_for=[allow_failure(state) for state in after])
+
+
+def _without_repetition(record: logging.LogRecord) -> bool:
+    """Drop what Prefect logs as an error with the traceback of none, `NoneType: None`; its next line has the state."""
+    return record.exc_info != (None, None, None)
 
 
 def failed(error: OnnxOpsError) -> State[Any]:

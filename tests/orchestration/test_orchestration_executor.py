@@ -159,11 +159,16 @@ def test_task_runs_say_kind_variant_and_target(seen: Seen) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "state", "message"),
     [
-        ("data train", "COMPLETED", "Completed", "done in "),
-        ("export fp32", "COMPLETED", "Cached", "known already"),
+        ("data train", "COMPLETED", "Completed", "data train: done in "),
+        ("export fp32", "COMPLETED", "Cached", "export fp32: unchanged"),
         ("quantize int8", "FAILED", "UserError", "quantize/int8: no node is called 'fc9'"),
-        ("benchmark int8 @ cpu-1t", "COMPLETED", "Skipped", "needs quantize/int8, which was failed"),
-        ("gate fp32 @ cpu-1t", "FAILED", "GateFailed", f"latency: {REASON}"),
+        (
+            "benchmark int8 @ cpu-1t",
+            "COMPLETED",
+            "Skipped",
+            "benchmark int8 @ cpu-1t: needs quantize/int8, which was failed",
+        ),
+        ("gate fp32 @ cpu-1t", "FAILED", "GateFailed", f"fp32 @ cpu-1t: latency: {REASON}"),
         ("gate int8 @ cpu-1t", "COMPLETED", "Skipped", "needs benchmark/int8@cpu-1t, which was skipped"),
         ("register", "COMPLETED", "Completed", "done in "),
         ("promote @ cpu-1t", "COMPLETED", "Skipped", "no variant passed"),
@@ -207,7 +212,7 @@ def test_retries_are_visible_in_the_history_of_states(seen: Seen) -> None:
     assert names == ["Pending", "Running", "Retrying", "Completed"]
 
 
-def test_logs_tell_how_long_a_stage_took(seen: Seen) -> None:
+def test_each_line_of_the_log_names_its_stage_and_stands_there_once(seen: Seen) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId
     from prefect.client.schemas.sorting import LogSort
@@ -217,9 +222,15 @@ def test_logs_tell_how_long_a_stage_took(seen: Seen) -> None:
         with get_client(sync_client=True) as client:
             return [log.message for log in client.read_logs(log_filter=wanted, sort=LogSort.TIMESTAMP_ASC)]
 
-    waited(lambda: any("done in" in line for line in lines("data train")))
-    waited(lambda: any("failed after" in line for line in lines("quantize int8")))
-    assert not any("Traceback" in line for line in lines("quantize int8"))
+    waited(lambda: len(lines("data train")) == 1 and len(lines("gate fp32 @ cpu-1t")) == 1)
+    waited(lambda: len(lines("quantize int8")) == 2)
+    for name in ("data train", "quantize int8", "gate fp32 @ cpu-1t"):
+        text = "\n".join(lines(name))
+        assert "Traceback" not in text
+        assert "NoneType" not in text
+    assert "data train: done in" in lines("data train")[0]
+    assert lines("quantize int8")[0].startswith("quantize int8: failed after")
+    assert "fp32 @ cpu-1t: latency:" in lines("gate fp32 @ cpu-1t")[0]
 
 
 def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server: None) -> None:
