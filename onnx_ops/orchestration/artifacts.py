@@ -45,11 +45,11 @@ def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
     for choice in summary.choices:
         picture = variants_picture(choice.target, tuple(evidence), summary.decisions, choice.variant)
         if picture is not None:
-            data = base64.b64encode(picture.encode("utf-8")).decode("ascii")
+            data = base64.b64encode(picture.svg.encode("utf-8")).decode("ascii")
             create_image_artifact(
                 f"data:image/svg+xml;base64,{data}",
                 key=f"{summary.pipeline}-{choice.target}-variants",
-                description=f"Variants of {summary.pipeline} on {choice.target}: size and latency.",
+                description=f"{picture.title}. {picture.caption}",
             )
 
 
@@ -58,10 +58,10 @@ def _gate_row(row: ResultRow) -> dict[str, str]:
         "variant": row.variant,
         "target": row.target,
         "gate": f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate,
-        "limit": row.limit,
-        "figure": f"{row.figure} {row.interval}".strip(),
-        "n": str(row.n or ""),
         "verdict": f"{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}",
+        "figure": f"{row.figure} {row.interval}".strip(),
+        "limit": row.limit,
+        "n": str(row.n or ""),
         "reason": row.reason,
     }
 

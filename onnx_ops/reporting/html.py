@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 
 from onnx_ops import codec
@@ -325,16 +326,15 @@ def _weights(here: Sequence[Evidence], judged: Mapping[tuple[str, str], Decision
 
 def variants_picture(
     target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
-) -> str | None:
-    """Size and latency of a target's variants as an SVG file of its own; None if nothing was measured there."""
+) -> Figure | None:
+    """Size and latency of a target's variants, as an SVG file of its own; None if nothing was measured there."""
     here = [e for e in evidence if e.target == target]
     verdicts = {d.variant: d.verdict for d in decisions if d.target == target}
     figure = pareto_figure(target, here, verdicts, chosen, headline(decisions, here))
     if figure is None:
         return None
-    return figure.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
-        ">", f"><style>{STYLE}</style>", 1
-    )
+    svg = figure.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return replace(figure, svg=svg.replace(">", f"><style>{STYLE}</style>", 1))
 
 
 def figure_markup(figure: Figure) -> str:
