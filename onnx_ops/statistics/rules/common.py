@@ -14,6 +14,11 @@ def baseline_of(evidence: Evidence) -> str:
     return evidence.baseline or ("" if evidence.variant == EXPORT else EXPORT)
 
 
+def noun(baseline: str) -> str:
+    """Return what a sentence calls the model that another is compared with."""
+    return "the champion" if baseline == "champion" else baseline
+
+
 def not_measured(gate: str, metric: str, limit: str, *, advisory: bool = False) -> GateResult:
     return GateResult(
         gate=gate,

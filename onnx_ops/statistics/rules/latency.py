@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from onnx_ops.domain.evidence import Evidence, LatencyComparison
 from onnx_ops.domain.gate import GateResult, LatencyGate, Verdict
 from onnx_ops.statistics.latency import compare, quantile_gate
-from onnx_ops.statistics.rules.common import baseline_of, finite, milliseconds, no_limit, not_measured, percent
+from onnx_ops.statistics.rules.common import baseline_of, finite, milliseconds, no_limit, not_measured, noun, percent
 from onnx_ops.statistics.rules.ratio import Ratio, judge_ratio, ratio_text
 
 _SAID = {
@@ -40,7 +40,7 @@ def _ratio(comparison: LatencyComparison) -> Ratio:
     return Ratio(
         gate="latency",
         metric=f"ratio vs {comparison.against}",
-        of=f"the latency of {comparison.against}",
+        of=f"the latency of {noun(comparison.against)}",
         log_ratios=comparison.log_ratios,
         self_log_ratios=comparison.self_log_ratios,
         pairs="session pairs",

@@ -17,7 +17,7 @@ from onnx_ops.statistics.agreement import (
     value_interval,
     value_p_value,
 )
-from onnx_ops.statistics.rules.common import baseline_of, no_limit, not_measured
+from onnx_ops.statistics.rules.common import baseline_of, no_limit, not_measured, noun
 from onnx_ops.statistics.rules.limit import Limit, limits_of
 
 _Entry = PairedCounts | ScoreComparison
@@ -188,7 +188,7 @@ def _problem(entry: _Entry) -> str:
 
 def _reason(name: str, limit: Limit, entry: _Entry, found: Interval, verdict: Verdict) -> str:
     verb = f"{name} changes by" if limit.of_change else f"{name} is"
-    against = f" against {entry.against}" if limit.of_change else ""
+    against = f" against {noun(entry.against)}" if limit.of_change else ""
     figures = f"{limit.told(found.estimate)} [{limit.told(found.low)}, {limit.told(found.high)}]{against}"
     reason = f"{verb} {figures}, limit {limit.told(limit.bound)}, n = {entry.n}"
     if entry.groups:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import GateResult, Verdict
 from onnx_ops.statistics.latency import LOOKS, Comparison, compare, pairs_needed, trend, withheld
-from onnx_ops.statistics.rules.common import baseline_of, finite, not_measured, percent
+from onnx_ops.statistics.rules.common import baseline_of, finite, not_measured, noun, percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def judge_figure(
         ratio = Ratio(
             gate=gate,
             metric=metric,
-            of=f"{of} of {baseline}",
+            of=f"{of} of {noun(baseline)}",
             log_ratios=r.log_ratios,
             self_log_ratios=r.self_log_ratios,
             pairs=pairs,
