@@ -23,8 +23,9 @@ _VERSIONS = (
     "report of the release."
 )
 _ALIASES = (
-    "Alias `champion-<target>` serves, `challenger-<target>` is on trial, `previous-<target>` is what a rollback gives "
-    "back. Setting `challenger-<target>` asks for a rollout."
+    "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback returns "
+    "to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is moved back, "
+    "and the version gets the tag `onnxops.rejected.<alias>` with the reason."
 )
 _REASON_LIMIT = 240
 _TABLE_HEAD = ("| gate | target | limit | figure | verdict | reason |", "|---|---|---|---|---|---|")
