@@ -50,7 +50,7 @@ lint: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "The site is in .site/; open .site/index.html"
+	@echo "The site is in .site/: open .site/index.html; for its search: python3 -m http.server --directory .site"
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
