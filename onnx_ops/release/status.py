@@ -232,7 +232,7 @@ def _noted_told(
     if isinstance(body, Held):
         return f"goes on by a person only ({body.wait.value})", body.why
     if isinstance(body, Notified):
-        return f"told people by {body.notifier}, up to entry {body.of}", ""
+        return f"sent notifications by {body.notifier}, up to entry {body.of}", ""
     if isinstance(body, Renewed):
         return f"still at it (entry {body.of})", ""
     if isinstance(body, Observed):
