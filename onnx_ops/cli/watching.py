@@ -66,7 +66,7 @@ def keep_watching(
         if listen is not None and not bell.stopped():
             _repair_webhook(project, watcher)
         watcher.run()
-    watcher.tell("", Kind.STOPPED, why="between two effects; start again to go on")
+    watcher.tell("", Kind.STOPPED, why="no step was interrupted; start again to continue")
 
 
 @contextlib.contextmanager
