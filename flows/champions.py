@@ -5,13 +5,13 @@ from typing import Any
 from prefect import State, flow
 
 from onnx_ops.app.child import Performer
-from onnx_ops.orchestration.champions import look_after
-from onnx_ops.orchestration.flows import actor, concluding
-from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.orchestration.champions import check_champions
+from onnx_ops.orchestration.environment import project_of
+from onnx_ops.orchestration.flows import actor, ends_as_failed
 
 
 @flow(name="champions", persist_result=False)
-@concluding
+@ends_as_failed
 def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
     """Do each champion's benchmark again and judge it by its own gates; the run fails as `Drifted` if one is worse.
 
@@ -21,4 +21,4 @@ def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> 
     """
     with project_of(blocks) as project:
         performer = Performer(settings=project.settings, ports=project.ports)
-        return look_after(project.ports, performer, pipelines, by=actor(project.ports))
+        return check_champions(project.ports, performer, pipelines, by=actor(project.ports))

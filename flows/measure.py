@@ -7,13 +7,13 @@ from prefect.states import Completed
 
 from onnx_ops.app.child import Performer
 from onnx_ops.app.remote import answer
-from onnx_ops.orchestration.flows import concluding
-from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.orchestration.environment import project_of
+from onnx_ops.orchestration.flows import ends_as_failed
 from onnx_ops.orchestration.tasks import failed
 
 
 @flow(name="measure", persist_result=False)
-@concluding
+@ends_as_failed
 def measure(request: dict[str, Any]) -> State[Any]:
     """Do one benchmark here, one at a time on this machine, and leave its evidence in the store that both share.
 

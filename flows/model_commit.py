@@ -5,13 +5,12 @@ from typing import Any
 from prefect import State, flow
 
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.orchestration.flows import concluding
-from onnx_ops.orchestration.pipelines import lead_touched
-from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.orchestration.environment import project_of
+from onnx_ops.orchestration.flows import ends_as_failed, run_affected
 
 
 @flow(name="model_commit", persist_result=False)
-@concluding
+@ends_as_failed
 def model_commit(since: str = "HEAD~1", until: StageKind | None = None, blocks: tuple[str, ...] = ()) -> State[Any]:
     """Run every pipeline that the change since a commit touches: its files, data, targets, or the code that it reaches.
 
@@ -21,4 +20,4 @@ def model_commit(since: str = "HEAD~1", until: StageKind | None = None, blocks: 
         blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        return lead_touched(project, since, until)
+        return run_affected(project, since, until)

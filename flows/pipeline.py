@@ -5,13 +5,12 @@ from typing import Any
 from prefect import State, flow
 
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.orchestration.flows import concluding, named_after_file
-from onnx_ops.orchestration.pipelines import lead
-from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.orchestration.environment import project_of
+from onnx_ops.orchestration.flows import ends_as_failed, named_after_file, run_pipeline
 
 
 @flow(name="pipeline", flow_run_name=named_after_file, persist_result=False)
-@concluding
+@ends_as_failed
 def pipeline(
     file: str,
     overrides: tuple[str, ...] = (),
@@ -31,4 +30,4 @@ def pipeline(
         blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        return lead(project, file, overrides=overrides, until=until, fresh=fresh, abandon=abandon)
+        return run_pipeline(project, file, overrides=overrides, until=until, fresh=fresh, abandon=abandon)

@@ -4,15 +4,15 @@ from typing import Any
 
 from prefect import State, flow
 
-from onnx_ops.orchestration.flows import actor, concluding, reconcile_as_task, together
-from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.orchestration.environment import project_of
+from onnx_ops.orchestration.flows import actor, aggregate_state, ends_as_failed, reconcile_as_task
 from onnx_ops.release.glance import Glance, ask
 from onnx_ops.release.journal import bound_endpoints
 from onnx_ops.release.notify import notify_each
 
 
 @flow(name="reconcile", persist_result=False)
-@concluding
+@ends_as_failed
 def reconcile(endpoints: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
     """Settle every endpoint, each on its own; the run fails if one of them could not be settled.
 
@@ -26,4 +26,4 @@ def reconcile(endpoints: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> 
         glance = Glance(ports, lambda: ask(ports))
         states = {name: reconcile_as_task(glance, name, actor(ports)) for name in names}
         notify_each(ports, names)
-        return together(states)
+        return aggregate_state(states)

@@ -4,13 +4,13 @@ from typing import Any
 
 from prefect import State, flow
 
-from onnx_ops.orchestration.flows import actor, back_as_tasks, concluding, together
-from onnx_ops.orchestration.surroundings import project_of
+from onnx_ops.orchestration.environment import project_of
+from onnx_ops.orchestration.flows import actor, aggregate_state, ends_as_failed, roll_back_endpoints
 from onnx_ops.release.rollback import chosen
 
 
 @flow(name="rollback", persist_result=False)
-@concluding
+@ends_as_failed
 def rollback(
     endpoints: tuple[str, ...] = (),
     to: str | None = None,
@@ -36,4 +36,6 @@ def rollback(
     with project_of(blocks) as project:
         ports = project.ports
         names = chosen(ports, endpoints, every=all, model=model, target=target)
-        return together(back_as_tasks(ports, names, to=to, reason=reason, by=actor(ports), force=force, pin=not all))
+        return aggregate_state(
+            roll_back_endpoints(ports, names, to=to, reason=reason, by=actor(ports), force=force, pin=not all)
+        )

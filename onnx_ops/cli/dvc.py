@@ -28,7 +28,7 @@ def export_dvc(
     """
     from onnx_ops.app.project import open_project
     from onnx_ops.release.explain import explain_release
-    from onnx_ops.reporting.dvc import dvc_metrics, dvc_plots
+    from onnx_ops.reporting.metrics import dvc_metrics, dvc_plots
 
     model, number = version_of(version, "export-dvc")
     found = explain_release(open_project().ports, model, number)

@@ -14,7 +14,7 @@ from onnx_ops.domain.artifact import TensorSpec, short
 from onnx_ops.onnx_graph.cost import Cost
 from onnx_ops.onnx_graph.ort_file import is_ort
 from onnx_ops.onnx_graph.survey import Survey
-from onnx_ops.reporting.figures import format_figure, number
+from onnx_ops.reporting.formatting import format_figure, number
 
 
 def survey_document(

@@ -358,7 +358,7 @@ def _rows_text(
 
 
 def _heading(found: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[Setting]) -> Heading:
-    from onnx_ops.reporting.figures import format_figure
+    from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.judgement import Heading
 
     notes = list(found.notes)

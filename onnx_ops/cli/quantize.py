@@ -167,7 +167,7 @@ def _report(found: Derived, out: Path, targets: list[Target]) -> None:
 
     from onnx_ops.cli.terminal import console, print_text
     from onnx_ops.cli.tool_reports import advise
-    from onnx_ops.reporting.figures import format_figure
+    from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.structure import coverage_lines
 
     show = console()

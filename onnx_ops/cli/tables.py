@@ -13,7 +13,7 @@ from onnx_ops.cli.terminal import KEEP, console, print_error, print_table, print
 from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
-from onnx_ops.reporting.figures import format_figure, format_interval
+from onnx_ops.reporting.formatting import format_figure, format_interval
 
 if TYPE_CHECKING:
     from onnx_ops.app.project import Project
@@ -157,7 +157,7 @@ def _key_metrics(
     decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]
 ) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows: the task metric, the median latency, the paired ratio and the size of each variant."""
-    from onnx_ops.reporting.measured import headline, median_latency, task_metric
+    from onnx_ops.reporting.metrics import headline, median_latency, task_metric
 
     measured_here = [one for d in decisions if (one := evidence.get((d.variant, d.target))) is not None]
     metric, against = headline(decisions, measured_here), _baseline(decisions)

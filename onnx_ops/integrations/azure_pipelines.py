@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def base_of(environ: Mapping[str, str]) -> str:
-    """What this build is compared with: the branch that a pull request goes to, else the commit before.
+    """Return the base of the comparison: the target branch of a pull request, else the commit before.
 
     Raises:
         UserError: the branch has a name that is none.
@@ -98,13 +98,13 @@ def publish(folder: Path, environ: Mapping[str, str]) -> int:
 
 
 def _command(name: str, text: str) -> None:
-    """A command of the agent, whose text stays in its one line."""
+    """Return a logging command of the agent, with its text on one line."""
     data = text.replace("%", "%AZP25").replace("\r", "%0D").replace("\n", "%0A")
     _tell(f"##vso[{name}]{data}", command=True)
 
 
 def _tell(line: str, *, command: bool = False) -> None:
-    """What is told is no command, whatever it holds: the agent looks for them anywhere in a line."""
+    """Escape text in which the agent would find logging commands, which it looks for anywhere in a line."""
     sys.stdout.write((line if command else line.replace("##", "# #")) + "\n")
 
 

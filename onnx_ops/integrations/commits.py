@@ -177,7 +177,7 @@ def report_of(
     base: BaseRelease | None,
     pairs: Pairs,
 ) -> str:
-    """The page about a release that is not registered yet, or never will be."""
+    """Return the report of a release that is not registered."""
     digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
     versions = {} if summary.registration is None else summary.registration.versions
     return release_report(
@@ -194,7 +194,7 @@ def report_of(
 
 
 def results(folder: Path) -> tuple[Checked, ...]:
-    """What `judge_change` left there.
+    """Return the results that `judge_change` wrote to a folder.
 
     Raises:
         UserError: it has not run.

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_event(environ: Mapping[str, str]) -> Event:
-    """The event that started the workflow.
+    """Return the event that started the workflow.
 
     Raises:
         UserError: this is no GitHub workflow.

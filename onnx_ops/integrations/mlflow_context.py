@@ -20,9 +20,11 @@ class RunContext:
     """
 
     def in_context(self) -> bool:
+        """Return whether the process is a flow run."""
         return bool(_flow_run())
 
     def tags(self) -> dict[str, str]:
+        """Return the tags that MLflow adds to runs."""
         from onnx_ops.app import git_sha
 
         tags = {"prefect.flow_run": _flow_run(), "git.sha": git_sha(Path.cwd())}

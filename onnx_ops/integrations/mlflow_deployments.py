@@ -78,7 +78,7 @@ an update moves all of them; each does so by the steps of its own rollout policy
 
 
 def target_help() -> str:
-    """What `mlflow deployments help -t onnx-ops` prints."""
+    """Return the text of `mlflow deployments help -t onnx-ops`."""
     return _HELP
 
 
@@ -198,6 +198,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
 
     @_translated
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
+        """List all endpoints."""
         del endpoint
         found = []
         for name in bound_endpoints(self._ports):
@@ -209,6 +210,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
 
     @_translated
     def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
+        """Return the state of an endpoint."""
         del endpoint
         return self._described(name)
 

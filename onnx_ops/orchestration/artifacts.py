@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+from uuid import UUID
 
-from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.logging import get_logger
 
 from onnx_ops.app.summary import Summary, where_to_read
 from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
 from onnx_ops.domain.release import Choice
+from onnx_ops.pipeline import Silent
 from onnx_ops.reporting.description import ResultRow, result_table
 from onnx_ops.reporting.html import variants_picture
 
@@ -75,3 +87,38 @@ def _choice_row(choice: Choice, summary: Summary) -> dict[str, str]:
         "version": versions.get(choice.variant or "", ""),
         "reason": choice.reason,
     }
+
+
+class Progress(Silent):
+    """`<pipeline>-progress`: stages that have ended, of those planned. A server that does not take it fails no run."""
+
+    def __init__(self) -> None:
+        self._artifact: UUID | None = None
+        self._planned = 0
+        self._ended = 0
+
+    def planned(self, plan: Plan) -> None:
+        """Create the progress artifact."""
+        self._planned = len(plan.stages)
+        with _patiently():
+            made: Any = create_progress_artifact(
+                progress=0.0,
+                key=f"{plan.pipeline}-progress",
+                description=f"Stages of {plan.pipeline} that have ended, of {self._planned}.",
+            )
+            self._artifact = made
+
+    def finished(self, stage: Stage, outcome: StageOutcome) -> None:
+        """Update the progress artifact."""
+        self._ended += 1
+        if self._artifact is not None:
+            with _patiently():
+                update_progress_artifact(self._artifact, progress=100.0 * self._ended / self._planned)
+
+
+@contextlib.contextmanager
+def _patiently() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of whatever kind Prefect's client raises
+        get_logger(__name__).info("no progress is shown: %s", type(error).__name__)

@@ -72,6 +72,7 @@ class ModelRegistry(Block, EnvironmentBlock):
     token: SecretStr | None = Field(default=None, description="Bearer token, in place of user name and password.")
 
     def environ(self, folder: Path) -> Mapping[str, str]:
+        """Return environment variables; files that they name are written to `folder`."""
         return _filled(
             ONNX_OPS_TRACKING_URI=self.tracking_uri,
             ONNX_OPS_MLFLOW_URL=self.mlflow_url,
@@ -114,6 +115,7 @@ class EndpointAccess(Block, EnvironmentBlock):
         return value
 
     def environ(self, folder: Path) -> Mapping[str, str]:
+        """Return environment variables; files that they name are written to `folder`."""
         secrets = {name: str(value) for name, value in self.credentials.get_secret_value().items()}
         return _filled(ONNX_OPS_LEDGER=self.ledger, ONNX_OPS_STORE=self.store, **secrets)
 
@@ -140,6 +142,7 @@ class NotificationTarget(Block, EnvironmentBlock):
     github_token: SecretStr | None = Field(default=None, description="Token of GitHub's that may write issues.")
 
     def environ(self, folder: Path) -> Mapping[str, str]:
+        """Return environment variables; files that they name are written to `folder`."""
         return _filled(
             ONNX_OPS_NOTIFY=self.notify,
             ONNX_OPS_NOTIFY_WEBHOOK=_plain(self.webhook),
@@ -180,6 +183,7 @@ class TargetDefinitions(Block, EnvironmentBlock):
         return value
 
     def environ(self, folder: Path) -> Mapping[str, str]:
+        """Return environment variables; files that they name are written to `folder`."""
         return {"ONNX_OPS_TARGETS": str(_written(self.targets, folder))}
 
 
@@ -221,7 +225,7 @@ def _check(folder: Path, names: Iterable[str]) -> None:
 
 
 def load_block(place: str) -> Block:
-    """The block of that type and name, such as `onnx-ops-registry/prod`.
+    """Load a block by type and name, such as `onnx-ops-registry/prod`.
 
     Raises:
         UserError: there is none.

@@ -21,7 +21,7 @@ DRIFTED = "Drifted"
 _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}
 
 
-def look_after(ports: Ports, perform: Perform, names: Sequence[str], *, by: str) -> State[Any]:
+def check_champions(ports: Ports, perform: Perform, names: Sequence[str], *, by: str) -> State[Any]:
     """Measure champions again, one after the other, and tell people and programs of those that have drifted.
 
     Args:
@@ -52,7 +52,7 @@ def publish_champions(found: Sequence[Drift]) -> None:
 
 
 def concluded(found: Sequence[Drift]) -> State[Any]:
-    """The end of the flow run: Failed and named `Drifted` if one has drifted."""
+    """Return the final state of the flow run: Failed, named `Drifted`, if a champion has drifted."""
     lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in found]
     message = "\n".join(lines) or "no champions yet: the first release of a pipeline makes one"
     code = exit_code(found)

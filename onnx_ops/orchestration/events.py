@@ -48,13 +48,15 @@ class PrefectEvents:
             raise UserError(f"{NAME} takes no place, not {place!r}", where="notify", remedy=f"Write {NAME} alone.")
 
     def send(self, notification: Notification) -> None:
+        """Emit the notification as an event."""
         post([event_of(notification)])
 
     def check(self) -> str:
+        """Return where events go."""
         return f"as events, to Prefect's server at {_server()}"
 
 
-def telling(ports: Ports) -> Ports:
+def with_events(ports: Ports) -> Ports:
     """Ports whose notifiers also emit events, first of all; the same ports where no server is set."""
     from prefect.settings import PREFECT_API_URL
 

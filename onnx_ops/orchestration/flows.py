@@ -1,19 +1,24 @@
-"""What the flows in `flows/` are told in: names, actors, and the states in which a flow run ends."""
+"""The bodies of the flows in `flows/`: pipelines, reconciliation, rollbacks, and the final states of flow runs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
 from prefect import State, runtime
 from prefect.states import Completed, Failed
 
-from onnx_ops.app.summary import Summary
+from onnx_ops.app.affected import affected, changed_since
+from onnx_ops.app.project import Project, execute, prepare
+from onnx_ops.app.summary import Summary, evidence_of, summarise
+from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.orchestration.tasks import failed, run_as_task
+from onnx_ops.orchestration.artifacts import Progress, publish_pictures, publish_tables
+from onnx_ops.orchestration.events import tell_run
+from onnx_ops.orchestration.tasks import PrefectExecutor, failed, run_as_task
 from onnx_ops.ports import Ports
 from onnx_ops.release.glance import Glance
 from onnx_ops.release.notify import notify_each
@@ -22,21 +27,21 @@ from onnx_ops.release.rollback import Rolled, roll_back_each
 
 P = ParamSpec("P")
 
-ENDS = {1: "GateFailed", 2: "WrongInput", 3: "Inconclusive", 4: "EnvironmentFailed", 5: "Refused"}
+FAILED_STATES = {1: "GateFailed", 2: "WrongInput", 3: "Inconclusive", 4: "EnvironmentFailed", 5: "Refused"}
 """Names of the Failed states in which a pipeline ends, by the exit code that `onnx-ops run` would have."""
 
 
-def concluding(story: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
-    """Errors that onnx-ops raises on purpose end a flow run as Failed, in their own words and without a traceback."""
+def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
+    """End a flow run as Failed, with the message and without a traceback, where it raises an `OnnxOpsError`."""
 
-    @functools.wraps(story)
-    def told(*args: P.args, **kwargs: P.kwargs) -> State[Any]:
+    @functools.wraps(flow)
+    def run(*args: P.args, **kwargs: P.kwargs) -> State[Any]:
         try:
-            return story(*args, **kwargs)
+            return flow(*args, **kwargs)
         except OnnxOpsError as error:
             return failed(error)
 
-    return told
+    return run
 
 
 def named_after_file() -> str:
@@ -45,16 +50,16 @@ def named_after_file() -> str:
 
 
 def actor(ports: Ports) -> str:
-    """Who acts, for the ledger: whoever runs the worker, and the flow run that can be looked up in Prefect."""
+    """Return the actor for the ledger: the user of the worker, and the flow run."""
     return f"{ports.host.actor()} via prefect flow run {runtime.flow_run.id}"
 
 
-def conclusion(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[Any]:
-    """The end of a pipeline's flow run: Completed where `onnx-ops run` would exit 0, else Failed with the reasons."""
+def final_state(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[Any]:
+    """Return the final state of a pipeline's flow run: Completed where `onnx-ops run` exits 0, else Failed."""
     unserved = [_choice_line(choice) for choice in summary.choices if choice.variant is None]
     failures = [f"{stage} failed: {error}" for stage, error in errors.items()]
     if summary.exit_code:
-        return Failed(name=ENDS[summary.exit_code], message="\n".join([*unserved, *failures]))
+        return Failed(name=FAILED_STATES[summary.exit_code], message="\n".join([*unserved, *failures]))
     served = [_choice_line(choice) for choice in summary.choices if choice.variant is not None]
     waiting = [f"{target}: awaiting promotion, by alias challenger-{target}" for target in summary.awaiting]
     count = len(summary.executed)
@@ -69,11 +74,11 @@ def _choice_line(choice: Choice) -> str:
 
 
 def reconcile_as_task(glance: Glance, endpoint: str, by: str) -> State[Any]:
-    """Settle one endpoint in a task run of its own; one endpoint's trouble is not another's."""
+    """Reconcile one endpoint in its own task run; a failure does not stop other endpoints."""
     return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(glance, endpoint, by))
 
 
-def back_as_tasks(
+def roll_back_endpoints(
     ports: Ports,
     names: Sequence[str],
     *,
@@ -83,7 +88,7 @@ def back_as_tasks(
     force: bool,
     pin: bool,
 ) -> Mapping[str, State[Any]]:
-    """Move the traffic of all of them back, then say so in a task run for each, tell the registry, and tell people."""
+    """Roll all endpoints back first; then record a task run for each, update the registry, and notify people."""
     moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=by, force=force, pin=pin)
     states: dict[str, State[Any]] = {}
     for name in names:
@@ -102,8 +107,8 @@ def _moved(ports: Ports, rolled: Rolled, by: str) -> State[Any]:
     return Completed(message=f"{told}\nregistry pending: {pending}" if pending else told)
 
 
-def together(states: Mapping[str, State[Any]]) -> State[Any]:
-    """The end of a flow run over several endpoints: Failed, named by the first that is, or Completed."""
+def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
+    """Return the state of a flow run over several endpoints: Completed, or Failed with the first failure's name."""
     told = "\n".join(f"{name}: {state.message}" for name, state in states.items())
     bad = [state.name for state in states.values() if not state.is_completed()]
     if bad:
@@ -122,3 +127,48 @@ def _settled(glance: Glance, endpoint: str, by: str) -> State[Any]:
     if reports[-1].registry_down:
         return Failed(name="RegistryDown", message=f"{told}\nthe registry does not answer: {reports[-1].registry_down}")
     return Completed(message=told)
+
+
+def run_pipeline(
+    project: Project,
+    file: str,
+    *,
+    overrides: Sequence[str] = (),
+    until: StageKind | None = None,
+    fresh: Collection[StageKind] = (),
+    abandon: str = "",
+) -> State[Any]:
+    """Run a pipeline with a task run for each stage; publish artifacts, events and notifications."""
+    prepared = prepare(project, project.settings.root / Path(file), overrides=overrides, until=until)
+    result = execute(
+        project,
+        prepared,
+        fresh=fresh,
+        executor=PrefectExecutor(),
+        observer=Progress(),
+        actor=actor(project.ports),
+        abandon=abandon,
+    )
+    summary = summarise(prepared.pipeline, result, project.ports)
+    publish_tables(summary)
+    publish_pictures(summary, evidence_of(summary, project.ports.store).values())
+    tell_run(project.ports, prepared.pipeline, summary)
+    notify_each(project.ports, [entry.endpoint for entry in prepared.pipeline.deploy])
+    return final_state(summary, result.errors)
+
+
+def run_affected(project: Project, since: str, until: StageKind | None) -> State[Any]:
+    """Run the pipelines that the change since a commit affects, one after the other; a failure stops no other."""
+    touched = affected(project, changed_since(project.settings.root, since))
+    if not touched:
+        return Completed(message="no pipeline is touched by this change")
+    states: dict[str, State[Any]] = {}
+    for one in touched:
+        if one.problem:
+            states[one.file] = Failed(name="WrongInput", message=one.problem)
+            continue
+        try:
+            states[one.file] = run_pipeline(project, one.file, until=until)
+        except OnnxOpsError as error:
+            states[one.file] = failed(error)
+    return aggregate_state(states)

@@ -33,6 +33,7 @@ class PrefectNotifier:
         self._place = place
 
     def send(self, notification: Notification) -> None:
+        """Send the notification through the block."""
         block = self._block()
         try:
             block.notify(body="\n".join(notification.lines), subject=notification.title)
@@ -40,6 +41,7 @@ class PrefectNotifier:
             raise ServiceUnavailableError("could not notify", where=self._where, why=type(error).__name__) from None
 
     def check(self) -> str:
+        """Return the name of the block."""
         self._block()
         return f"through Prefect's block {self._place}"
 

@@ -40,6 +40,7 @@ class PrefectPools:
     tries: int = 2
 
     def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
+        """Run a measurement on a worker of the pool, and wait for it."""
         with _client() as client:
             deployment, deaths = _deployment(client, pool), list[str]()
             while len(deaths) < self.tries:
@@ -134,7 +135,7 @@ def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
 
 
 def _heartbeat(client: SyncPrefectClient, run: UUID) -> str:
-    """The run's last heartbeat; empty if it never sent one."""
+    """Return the time of the run's last heartbeat; empty if it sent none."""
     wanted = {
         "filter": {
             "event": {"name": ["prefect.flow-run.heartbeat"]},

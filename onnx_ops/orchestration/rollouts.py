@@ -19,12 +19,12 @@ from onnx_ops.release.journal import Journal
 from onnx_ops.release.notify import notify_each
 from onnx_ops.release.reconcile import StepReport, settle
 from onnx_ops.release.trace import Trace, trace
-from onnx_ops.reporting.evidence_plot import as_data_url, evidence_svg
+from onnx_ops.reporting.plots import as_data_url, evidence_svg
 
 _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
-def drive(ports: Ports, endpoint: str, *, by: str, limit: str, every: str) -> State[Any]:
+def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str) -> State[Any]:
     """Settle the endpoint again and again until its rollout is over, or the time is.
 
     Whoever else drives it meanwhile does no harm. When time is over the rollout stays where it is: the reconciler, or
@@ -41,7 +41,7 @@ def drive(ports: Ports, endpoint: str, *, by: str, limit: str, every: str) -> St
         NotFoundError: no such endpoint.
         UserError: a duration is none.
     """
-    Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFound for an unknown name)
+    Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
     pause, deadline = _seconds(every, "every"), ports.clock.monotonic() + _seconds(limit, "limit")
     trouble, published = "", -1
     while True:

@@ -1,17 +1,22 @@
-"""One task run for one piece of work: what Prefect shows of it is what the work says of itself."""
+"""Stages and other work as Prefect task runs."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect import State, Task, allow_failure
 from prefect.cache_policies import NO_CACHE
-from prefect.logging import get_logger
-from prefect.states import Failed
+from prefect.logging import get_logger, get_run_logger
+from prefect.states import Completed, Failed
 
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.domain.artifact import Manifest, short
+from onnx_ops.domain.gate import Decision, Verdict
+from onnx_ops.domain.pipeline import Stage, StageOutcome, StageStatus
+from onnx_ops.errors import InfrastructureError, OnnxOpsError
+from onnx_ops.ports import Work
 
 
 def run_as_task(
@@ -23,10 +28,10 @@ def run_as_task(
     retries: int = 0,
     retry_if: Callable[[], bool] = lambda: False,
 ) -> State[Any]:
-    """Run `work` here and now as a task run of its own, and return the state it ended in.
+    """Run `work` in this thread as a task run, and return its final state.
 
-    Nothing is passed to the task and nothing is kept of it but its state: no parameters that Prefect would walk
-    through, no pickled result, no cache of Prefect's, and no tags, each of which costs a concurrency lease.
+    The task has no parameters, result, cache or tags: Prefect would walk through parameters, pickle results, and take
+    a concurrency lease for each tag.
 
     Args:
         kind: name of the task.
@@ -50,10 +55,117 @@ def run_as_task(
 
 
 def _without_repetition(record: logging.LogRecord) -> bool:
-    """Drop what Prefect logs as an error with the traceback of none, `NoneType: None`; its next line has the state."""
+    """Drop the errors that Prefect logs with an empty traceback, `NoneType: None`; its next line has the state."""
     return record.exc_info != (None, None, None)
 
 
 def failed(error: OnnxOpsError) -> State[Any]:
-    """The end of a run that raised this error: its own words, named by its type, without a traceback."""
+    """Return the final state of a run that raised this error: its message, named by its type, no traceback."""
     return Failed(name=type(error).__name__, message=str(error))
+
+
+Decide = Callable[[Manifest], Decision | None]
+
+GATE_STATES = {Verdict.FAIL: "GateFailed", Verdict.ERROR: "GateError", Verdict.INCONCLUSIVE: "GateInconclusive"}
+"""Names of the Failed states in which a gate ends that did not pass."""
+
+
+class PrefectExecutor:
+    """A `ports.Executor` for one run, in a flow or without one.
+
+    Stages run in the caller's thread, so that a cancelled flow run interrupts the stage.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, State[Any]] = {}
+
+    def run(self, stage: Stage, work: Work, decide: Decide) -> Manifest:
+        """Run a stage as a task run; return its manifest."""
+        attempt = _Attempt(task_run_name(stage), work, decide)
+        self._run(
+            stage,
+            attempt.run,
+            retries=stage.retries,
+            retry_if=lambda: isinstance(attempt.error, InfrastructureError),
+        )
+        if attempt.manifest is None:
+            raise attempt.error or AssertionError(f"{stage.id} ended without a result and without an error")
+        return attempt.manifest
+
+    def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:
+        """Record a stage that needed no work."""
+        self._run(stage, lambda: _shown(task_run_name(stage), outcome, decide))
+
+    def _run(
+        self,
+        stage: Stage,
+        work: Callable[[], State[Any]],
+        *,
+        retries: int = 0,
+        retry_if: Callable[[], bool] = lambda: False,
+    ) -> None:
+        upstream = dict.fromkeys((*stage.needs, *stage.tolerates))
+        after = [self._states[name] for name in upstream if name in self._states]
+        kind, name = stage.kind.value, task_run_name(stage)
+        self._states[stage.id] = run_as_task(kind, name, work, after=after, retries=retries, retry_if=retry_if)
+
+
+class _Attempt:
+    """The work of a stage, run once for each attempt; keeps the result of the last one."""
+
+    def __init__(self, name: str, work: Work, decide: Decide) -> None:
+        self._name = name
+        self._work = work
+        self._decide = decide
+        self.manifest: Manifest | None = None
+        self.error: Exception | None = None
+
+    def run(self) -> State[Any]:
+        """Run a stage as a task run; return its manifest."""
+        begun = time.monotonic()
+        self.error = None
+        try:
+            manifest = self._work()
+            decision = self._decide(manifest)
+        except OnnxOpsError as error:
+            self.error = error
+            get_run_logger().error("%s: failed after %.2f s", self._name, time.monotonic() - begun)
+            return failed(error)
+        except Exception as error:
+            self.error = error
+            raise
+        self.manifest = manifest
+        if decision is None:
+            return Completed(message=f"{self._name}: done in {time.monotonic() - begun:.2f} s")
+        return judged(decision)
+
+
+def task_run_name(stage: Stage) -> str:
+    """Return the name of a task run: `benchmark int8-static @ cpu-1t`, `data train`, `promote @ cpu-1t`."""
+    subject = stage.variant or stage.id.removeprefix(stage.kind.value).removeprefix("/").partition("@")[0]
+    words = [stage.kind.value, subject] if subject else [stage.kind.value]
+    return " ".join([*words, "@", stage.target] if stage.target else words)
+
+
+def judged(decision: Decision) -> State[Any]:
+    """Return the final state of a gate: Completed if it passed, else Failed, named by the verdict."""
+    message = f"{decision.variant} @ {decision.target}: {decision.reason}"
+    if decision.verdict is Verdict.PASS:
+        return Completed(message=message)
+    return Failed(name=GATE_STATES[decision.verdict], message=message)
+
+
+def _shown(name: str, outcome: StageOutcome, decide: Decide) -> State[Any]:
+    """Return the final state of a cached stage.
+
+    Its message names the stage: `prefect flow-run logs` prints the message of a task run's state, and not its name.
+    """
+    if outcome.status is StageStatus.FAILED:
+        return Failed(message=outcome.reason)
+    if outcome.manifest is None or outcome.status is StageStatus.SKIPPED:
+        return Completed(name="Skipped", message=f"{name}: {outcome.reason}")
+    decision = decide(outcome.manifest)
+    if decision is not None and decision.verdict is not Verdict.PASS:
+        return judged(decision)
+    key = f" ({short(outcome.key)})" if outcome.key is not None else ""
+    return Completed(name="Cached", message=f"{name}: unchanged{key}")

@@ -10,9 +10,9 @@ from onnx_ops.domain.evidence import Evidence, Interval, LatencyComparison, Pair
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import BaseRelease, Choice
-from onnx_ops.reporting.figures import NOTHING, format_figure, format_interval, number, scale_for
-from onnx_ops.reporting.measured import Measured, champion_values, median_latency, task_values, unit_of
-from onnx_ops.reporting.ratio_plots import measured_ratio, name_of
+from onnx_ops.reporting.formatting import NOTHING, format_figure, format_interval, number, scale_for
+from onnx_ops.reporting.metrics import Measured, champion_values, median_latency, task_values, unit_of
+from onnx_ops.reporting.plots import measured_ratio, name_of
 from onnx_ops.statistics.agreement import change_interval
 
 CHAMPION = "champion"
@@ -65,7 +65,7 @@ class VariantLine:
 
 
 def variant_lines(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> tuple[VariantLine, ...]:
-    """The absolute figures of every variant, in the order of the decisions, then those of each champion."""
+    """Return the absolute metrics of every variant in the order of the decisions, then those of each champion."""
     known = {(one.variant, one.target): one for one in evidence}
     found = []
     for decision in decisions:
@@ -118,7 +118,7 @@ def _bytes(size: int) -> str:
 
 
 def champion_comparisons(choices: Sequence[Choice], evidence: Sequence[Evidence]) -> tuple[ModelComparison, ...]:
-    """The chosen variant of each target beside the champion; the export where none is chosen."""
+    """Compare the chosen variant of each target, or the export if none is chosen, with the champion."""
     chosen = (_of_choice(choice, evidence) for choice in choices)
     return tuple(_beside_champion(mine) for mine in chosen if mine is not None)
 
@@ -126,7 +126,7 @@ def champion_comparisons(choices: Sequence[Choice], evidence: Sequence[Evidence]
 def base_comparisons(
     choices: Sequence[Choice], evidence: Sequence[Evidence], base: BaseRelease, pairs: Pairs = lambda *_: ()
 ) -> tuple[ModelComparison, ...]:
-    """The chosen variant of each target beside the one that the base branch had chosen there."""
+    """Compare the chosen variant of each target with the choice of the base branch."""
     if base.why:
         return (_comparison((base.branch, "", "", ""), (), base.why),)
     found = []
@@ -243,7 +243,7 @@ def _value(found: Measured | None) -> str:
 
 
 def _change(entry: PairedCounts | ScoreComparison) -> str:
-    """The paired change of a task metric; empty where none could be measured."""
+    """Return the paired change of a task metric; empty where none could be measured."""
     if isinstance(entry, PairedCounts):
         parts = (entry.both, entry.only_baseline, entry.only_candidate)
         sound = entry.n > 0 and min(parts) >= 0 and sum(parts) <= entry.n
@@ -255,14 +255,14 @@ def _change(entry: PairedCounts | ScoreComparison) -> str:
 
 
 def _difference(found: Interval, unit: str) -> str:
-    """A change with its sign; that of a share in percentage points."""
+    """Format a change with its sign; of a share in percentage points."""
     scale = scale_for(found.estimate, unit)
     shown = [_signed(value / scale.divisor) for value in (found.estimate, found.low, found.high)]
     return f"{shown[0]} [{shown[1]}, {shown[2]}]{' points' if unit == '1' else scale.suffix}"
 
 
 def _apart(ours: Measured, theirs: Measured) -> str:
-    """The change between two measurements that share no rows, without an interval."""
+    """Return the change between two measurements that share no rows, without an interval."""
     difference = ours.estimate - theirs.estimate
     if ours.unit == "1":
         return f"{_signed(100 * difference)} points"

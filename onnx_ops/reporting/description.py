@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from onnx_ops.domain.artifact import short
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.release import Lineage, Provenance
-from onnx_ops.reporting.figures import result_figure, result_interval
+from onnx_ops.reporting.formatting import result_figure, result_interval
 
 DESCRIPTION_LIMIT = 5000
 """Characters that a registry keeps of a version's description."""
@@ -73,7 +73,7 @@ def made_by(provenance: Provenance) -> str:
 
 
 def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
-    """The rows of all decisions, in the order given."""
+    """Return the rows of all decisions, in the given order."""
     return tuple(_row(decision, result) for decision in decisions for result in decision.results)
 
 
@@ -134,7 +134,7 @@ def model_description(about: str, pipeline: str, variants: Iterable[str], target
 
 
 def told_reason(description: str, target: str) -> str:
-    """The reason that a description gives for its verdict about a target; empty if it gives none."""
+    """Return the reason that a description gives for the verdict on a target; empty if none."""
     told = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
     return html.unescape(_ESCAPED.sub(r"\1", told[1])) if told else ""
 

@@ -8,7 +8,7 @@ from html import escape
 from onnx_ops.domain.artifact import Digest, short
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
-from onnx_ops.reporting.figures import NOTHING, format_figure, result_figure, result_interval
+from onnx_ops.reporting.formatting import NOTHING, format_figure, result_figure, result_interval
 from onnx_ops.statistics.latency import compare
 
 _HEADS = ("gate", "metric", "verdict", "limit", "estimate", "interval", "n", "noise", "reason")
@@ -27,12 +27,12 @@ _MARKS = {Verdict.PASS: "✓", Verdict.INCONCLUSIVE: "?", Verdict.ERROR: "!", Ve
 
 
 def chip(verdict: Verdict) -> str:
-    """A verdict in its colour, with a sign for those who do not see colours."""
+    """Return markup of a verdict: a colour, and a sign that does not depend on it."""
     return f'<span class="verdict {verdict.value}">{_MARKS[verdict]} {verdict.value.upper()}</span>'
 
 
 def table(heads: Sequence[str], rows: str) -> str:
-    """A table that scrolls inside its own box. `rows` is markup."""
+    """Return markup of a table that scrolls in its box; `rows` is markup."""
     names = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
     return (
         '<div class="scroll" tabindex="0" role="group" aria-label="table">'
@@ -45,7 +45,7 @@ def gate_table(
     evidence: Mapping[tuple[str, str], Evidence],
     digests: Mapping[tuple[str, str], Digest],
 ) -> str:
-    """The results of each decision below its heading, in the order given.
+    """Return markup of the results of each decision, in the given order.
 
     Args:
         decisions: what to show.
@@ -60,7 +60,7 @@ def gate_table(
 
 
 def _rows(decision: Decision, evidence: Evidence | None, digest: Digest | None) -> list[str]:
-    """A heading that tells what was measured where, and a row for each result."""
+    """Return a heading with variant, target and machine, and a row for each result."""
     stored = f'evidence <code title="{escape(digest)}">{escape(short(digest))}</code>' if digest else "no evidence"
     place = "" if evidence is None else f" · {escape(_place(evidence))}"
     name = f"{escape(decision.variant)} on {escape(decision.target)}"
@@ -76,7 +76,7 @@ def _rows(decision: Decision, evidence: Evidence | None, digest: Digest | None) 
 
 
 def _place(evidence: Evidence) -> str:
-    """The CPU and the provider really used."""
+    """Return the CPU and the execution providers that were used."""
     facts, hardware = evidence.runtime, evidence.hardware
     if facts is None:
         used = "provider not recorded"
@@ -143,7 +143,7 @@ def _preempted(part: int, whole: int) -> str:
 
 
 def _comparison(result: GateResult, evidence: Evidence | None) -> LatencyComparison | PairedRatios | None:
-    """What a result about a ratio rests on."""
+    """Return the measurement behind a result about a ratio."""
     if evidence is None:
         return None
     if result.gate == "latency":

@@ -15,18 +15,19 @@ from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, fl
 from onnx_ops.domain.search import SearchRecord
 from onnx_ops.reporting.comparison import CHAMPION, ModelComparison, Pairs, base_comparisons, champion_comparisons
 from onnx_ops.reporting.description import made_by
-from onnx_ops.reporting.figures import format_figure
+from onnx_ops.reporting.formatting import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
-from onnx_ops.reporting.measured import Measured, champion_values, headline, median_latency, task_values
+from onnx_ops.reporting.metrics import Measured, champion_values, headline, median_latency, task_values
 from onnx_ops.reporting.plots import (
     SERIES,
     Figure,
     latency_figure,
+    measured_ratio,
     pareto_figure,
     parity_figure,
+    ratio_figure,
     weights_figure,
 )
-from onnx_ops.reporting.ratio_plots import measured_ratio, ratio_figure
 from onnx_ops.reporting.searches import search_section
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.style import STYLE
@@ -54,7 +55,7 @@ def release_report(
     base: BaseRelease | None = None,
     pairs: Pairs = lambda *_: (),
 ) -> str:
-    """The page: the choice of each target, what changes, every gate with its figures, the plots, how it was measured.
+    """Return the report: choices, comparisons, gate results, plots and measurement conditions.
 
     The same arguments always give the same text. Nothing in it refers to a network.
 
@@ -99,7 +100,7 @@ def release_report(
 
 
 def page(title: str, body: Sequence[str]) -> str:
-    """A whole document that refers to nothing outside itself; `body` is markup."""
+    """Return a document without external references; `body` is markup."""
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -110,7 +111,7 @@ def page(title: str, body: Sequence[str]) -> str:
 
 
 def _prospects(decisions: Sequence[Decision]) -> Iterator[str]:
-    """What other variants would have met on the same rows: one that loses nothing, and one that loses twice the limit.
+    """Describe the power of a gate: verdicts of a variant without loss and of one with twice the limit.
 
     The spread of their figures is taken to be that of the variant that was measured.
     """
@@ -165,7 +166,7 @@ def _summary(choices: Sequence[Choice]) -> str:
 
 
 def _comparisons(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
-    """A table with a heading for each target; in words where there is nothing to compare."""
+    """Return a table of comparisons by target, or a sentence without any."""
     if not comparisons:
         return
     yield f"<h2>Against {escape(comparisons[0].against)}</h2>"
@@ -240,7 +241,7 @@ def _overview(
 
 
 def _champion_lines(evidence: Iterable[Evidence]) -> Iterator[str]:
-    """The champion of each target as it answered the same rows."""
+    """Return the metrics of each target's champion on the same rows."""
     told = {e.target: e for e in reversed(list(evidence)) if e.baseline == CHAMPION}
     for target, e in sorted(told.items()):
         version = f"<br><small>version {escape(e.champion.version)}</small>" if e.champion is not None else ""
@@ -269,7 +270,7 @@ def _plain_figures(e: Evidence) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """The count on a line of its own."""
+    """Put the count on its own line."""
     figure, _, n = text.partition(" (")
     return escape(figure) + (f"<br><small>{escape(n.removesuffix(')'))}</small>" if n else "")
 
@@ -338,7 +339,7 @@ def variants_picture(
 
 
 def figure_markup(figure: Figure) -> str:
-    """A plot with its title, keys and caption."""
+    """Return markup of a plot with its title, legend and caption."""
     keys = "".join(f'<li class="s{key.series % SERIES}">{escape(key.text)}</li>' for key in figure.keys)
     legend = f'<ul class="keys">{keys}</ul>' if keys else ""
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>"

@@ -12,11 +12,11 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.structure import Advice
 from onnx_ops.reporting.description import markdown
-from onnx_ops.reporting.figures import NOTHING, format_figure, result_figure, result_interval
+from onnx_ops.reporting.formatting import NOTHING, format_figure, result_figure, result_interval
 from onnx_ops.reporting.gate_table import chip, gate_table
 from onnx_ops.reporting.html import figure_markup, page
+from onnx_ops.reporting.plots import ratio_figure
 from onnx_ops.reporting.pull_request import SIGNS
-from onnx_ops.reporting.ratio_plots import ratio_figure
 from onnx_ops.reporting.structure import advice_lines
 
 _HEADS = ("what", "measured", "limit", "verdict")
@@ -176,6 +176,6 @@ def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequen
 def _first(
     decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]
 ) -> Iterator[tuple[Decision, Evidence]]:
-    """The first timing of each target tells its machine."""
+    """Yield the first timing of each target, which names its machine."""
     for decision in decisions:
         yield from [(decision, found) for _, found in timings if found.target == decision.target][:1]

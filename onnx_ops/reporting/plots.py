@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.evidence import Evidence, ParityMeasurement
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, ParityMeasurement, gate_of
 from onnx_ops.domain.gate import Decision, Verdict
-from onnx_ops.reporting.figures import format_figure, number, scale_for
-from onnx_ops.reporting.measured import median_latency, task_metric
+from onnx_ops.reporting.formatting import format_figure, number, scale_for
+from onnx_ops.reporting.metrics import Measured, median_latency, task_metric
+from onnx_ops.reporting.style import STYLE
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, room_for
+from onnx_ops.statistics.latency import ALPHA, compare
 from onnx_ops.statistics.parity import with_pooled_noise
+from onnx_ops.statistics.rollout.judge import EvidencePath
 
 SERIES = 6
 """Colours that the page has for variants; more variants use them again, told apart by their dashes."""
@@ -41,7 +45,7 @@ class Figure:
 
 
 def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
-    """The number behind the limit of a gate's result."""
+    """Return the limit of a gate's result as a number; None if it has none."""
     results = decision.results if decision is not None else ()
     return next((r.bound for r in results if r.gate == gate and r.metric == metric), None)
 
@@ -196,7 +200,7 @@ def _rows_chart(names: Sequence[str], axis: Axis) -> Chart:
 
 
 def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
-    """A step curve in per cent, thinned where there are more values than a plot can show; the ends are kept."""
+    """Return a step curve in per cent, thinned to the resolution of a plot; both ends stay."""
     n = len(values)
     kept = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
     points = [(values[0], 0.0)]
@@ -206,6 +210,7 @@ def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def share(part: int, whole: int) -> str:
+    """Format a part of a whole as a percentage."""
     return format_figure(part / whole if whole > 0 else 0.0, "1")
 
 
@@ -215,3 +220,129 @@ def _times(limit: float | None) -> str:
 
 def _style(series: int) -> str:
     return f"s{series % SERIES}" + (" dash" if series // SERIES % 2 else "")
+
+
+_LARGEST_LOG = 50.0
+_OF = {"load": "load time", "first": "first inference", "peak": "peak memory"}
+_BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % a side over all looks)."
+
+
+def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | None:
+    """Return the ratio to the baseline; None where no pair was measured or a ratio is not finite."""
+    pairs = [pair for pair in comparison.log_ratios if pair]
+    if not pairs or not all(map(math.isfinite, (x for pair in pairs for x in pair))):
+        return None
+    found = compare(pairs, tolerance=0.0)
+    of = f"{_pair(comparison)}s"
+    return Measured(estimate=found.ratio, low=found.low, high=found.high, unit="x", n=found.pairs, of=of)
+
+
+def ratio_figure(
+    evidence: Evidence, comparison: LatencyComparison | PairedRatios, decision: Decision | None
+) -> Figure | None:
+    """Ratio of each pair, the interval over all of them, the limit, and the baseline against itself."""
+    found = measured_ratio(comparison)
+    if found is None:
+        return None
+    limit = limit_of(decision, *_place(comparison))
+    of, noun = name_of(comparison), _pair(comparison)
+    pairs = [[_exp(x) for x in pair] for pair in comparison.log_ratios if pair]
+    selves = [[_exp(x) for x in pair if math.isfinite(x)] for pair in comparison.self_log_ratios]
+    bounds = [v for v in (found.low, found.high, limit) if v is not None and 0 < v < math.inf]
+    centres = [_median(pair) for pair in (*pairs, *(s for s in selves if s))]
+    y = axis_around([1.0, *centres, *bounds, *(v for pair in pairs for v in pair)], f"{of} / {comparison.against} (×)")
+    chart = Chart(x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=_counts(len(pairs))), y=y)
+    if found.low > 0 and found.high < math.inf:
+        chart.band(found.low, found.high, "band")
+    chart.across(found.estimate, "line estimate")
+    chart.across(1.0, "line one")
+    if limit is not None:
+        chart.across(limit, "line limit", f"limit {number(limit)}×")
+    for index, pair in enumerate(selves[: len(pairs)], 1):
+        if pair:
+            chart.dot(index - 0.12, _median(pair), "hollow", f"pair {index}: {comparison.against} against itself")
+    for index, pair in enumerate(pairs, 1):
+        for value in pair if len(pair) > 1 else ():
+            chart.dot(index + 0.12, value, "faint", f"pair {index}, one block: {number(value)}×", radius=2)
+        chart.dot(index + 0.12, _median(pair), "solid", f"pair {index}: {number(_median(pair))}×")
+    parts = "small ones: their blocks; " if any(len(pair) > 1 for pair in pairs) else ""
+    what = f"{evidence.variant} against {comparison.against} on {evidence.target}"
+    return Figure(
+        title=f"{of.capitalize()} ratio: {what}",
+        svg=chart.render(f"{of.capitalize()} ratio of {what}"),
+        caption=f"{found.text()}{_runs(comparison)}. {_BAND} Full dots: {noun}s; {parts}"
+        f"rings: {comparison.against} against itself, the noise of the host.",
+    )
+
+
+def _place(comparison: LatencyComparison | PairedRatios) -> tuple[str, str]:
+    """Gate and metric of the result about a ratio."""
+    if isinstance(comparison, LatencyComparison):
+        return "latency", f"ratio vs {comparison.against}"
+    return gate_of(comparison.figure), f"{comparison.figure} vs {comparison.against}"
+
+
+def name_of(comparison: LatencyComparison | PairedRatios) -> str:
+    """Return what a ratio is of, in words."""
+    if isinstance(comparison, LatencyComparison):
+        return "latency"
+    return _OF.get(comparison.figure, f"time per request at {comparison.figure}")
+
+
+def _pair(comparison: LatencyComparison | PairedRatios) -> str:
+    of_processes = isinstance(comparison, PairedRatios) and comparison.figure in _OF
+    return "process pair" if of_processes else "session pair"
+
+
+def _runs(comparison: LatencyComparison | PairedRatios) -> str:
+    if not isinstance(comparison, LatencyComparison):
+        return ""
+    return f", {comparison.runs} runs, {share(comparison.preempted, comparison.runs)} preempted"
+
+
+def _exp(log_ratio: float) -> float:
+    return math.exp(min(max(log_ratio, -_LARGEST_LOG), _LARGEST_LOG))
+
+
+def _counts(pairs: int) -> tuple[float, ...]:
+    step = 1 if pairs <= 10 else 5
+    return tuple(float(i) for i in range(step, pairs + 1, step))
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+_FAR = 3.0
+"""How far below zero, and above the limit, evidence is drawn; what lies beyond is at the edge."""
+
+
+def evidence_svg(paths: Sequence[EvidencePath]) -> str:
+    """One line for each guardrail that has counts; empty if none has."""
+    drawn = [path for path in paths if path.requests]
+    if not drawn:
+        return ""
+    limit = drawn[0].limit
+    last = max(path.requests[-1] for path in drawn)
+    values = [value for path in drawn for value in path.log10_evidence]
+    inside = [min(max(value, -_FAR), limit + _FAR) for value in values]
+    chart = Chart(
+        x=Axis(low=0.0, high=float(max(last, 1)), label="requests to the candidate"),
+        y=axis_around([0.0, limit, *inside], "evidence against it, log10"),
+    )
+    chart.across(limit, "limit", "rolled back")
+    for index, path in enumerate(drawn):
+        points = [(0.0, 0.0), *zip(map(float, path.requests), path.log10_evidence, strict=True)]
+        chart.path(points, f"line s{index % 6}")
+        chart.note(points[-1][0], points[-1][1], path.name, above=points[-1][1] <= limit)
+    plot = chart.render("evidence against the candidate").replace(
+        "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1
+    )
+    return plot.replace(">", f"><style>{STYLE}svg{{background:var(--bg)}}</style>", 1)
+
+
+def as_data_url(svg: str) -> str:
+    """Return the picture as a data URL."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"

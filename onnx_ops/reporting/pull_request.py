@@ -42,7 +42,7 @@ class Checked:
 
 
 def overall(checked: Sequence[Checked]) -> Verdict | None:
-    """The verdict of all of them together; None if there is no pipeline to judge."""
+    """Return the combined verdict; None if no pipeline was judged."""
     return combine(one.verdict for one in checked) if checked else None
 
 
@@ -123,7 +123,7 @@ def _part(one: Checked) -> str:
 
 
 def _compared(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
-    """A table for each model that the release is compared with; in words where there is nothing to compare."""
+    """Yield a table for each model that the release is compared with, or a sentence without any."""
     for against in dict.fromkeys(one.against for one in comparisons):
         here = [one for one in comparisons if one.against == against]
         rows = [_row((one.target, r.metric, r.ours, r.theirs, r.change)) for one in here for r in one.rows]

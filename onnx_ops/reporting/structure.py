@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.structure import ActivationMeasurement, Advice, Int8Coverage, SourceLimits, TreeStructure
-from onnx_ops.reporting.figures import format_figure, number
+from onnx_ops.reporting.formatting import format_figure, number
 
 _NAN = {
     "refused": "refused by the source: an endpoint must refuse them too",
@@ -35,7 +35,7 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
 
 
 def tree_lines(found: TreeStructure | None) -> list[str]:
-    """The trees counted, and each difference that is told."""
+    """Return the number of trees, and each difference."""
     if found is None:
         return []
     counted = f"{found.trees} trees, {found.splits} splits, {found.leaves} leaves: "

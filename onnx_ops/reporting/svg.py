@@ -102,13 +102,14 @@ class Axis:
         return (inside - self.low) / (self.high - self.low)
 
     def ticks(self) -> tuple[float, ...]:
+        """Return the values to mark."""
         if self.marks:
             return self.marks
         return log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
 
 
 def axis_around(values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06) -> Axis:
-    """An axis that holds all values with some room at both ends.
+    """Return an axis that holds all values with some room at both ends.
 
     Args:
         values: finite, at least one; above 0 for a logarithmic axis.
@@ -139,21 +140,23 @@ class Chart:
     _marks: list[str] = field(default_factory=list)
 
     def path(self, points: Sequence[tuple[float, float]], style: str) -> None:
+        """Draw a line through points."""
         steps = " ".join(f"{_px(self._left_of(x))},{_px(self._top_of(y))}" for x, y in points)
         self._marks.append(f'<polyline class="{style}" points="{steps}"/>')
 
     def dot(self, x: float, y: float, style: str, title: str, radius: float = 4.0) -> None:
+        """Draw a point with a tooltip."""
         at = f'cx="{_px(self._left_of(x))}" cy="{_px(self._top_of(y))}" r="{_px(radius)}"'
         self._marks.append(f'<circle class="{style}" {at}><title>{escape(title)}</title></circle>')
 
     def across(self, y: float, style: str, text: str = "") -> None:
-        """A horizontal line over the whole width, with its name at the right end."""
+        """Draw a horizontal line over the whole width, with its name at the right end."""
         self.path([(self.x.low, y), (self.x.high, y)], style)
         if text:
             self._text(WIDTH - self.right - 2, self._top_of(y) - 4, text, "end")
 
     def upright(self, x: float, style: str, text: str = "") -> None:
-        """A vertical line over the whole height, with its name at the top, on the side that has room."""
+        """Draw a vertical line over the whole height, with its name at the top."""
         self.path([(x, self.y.low), (x, self.y.high)], style)
         left = self._left_of(x)
         if text:
@@ -161,17 +164,17 @@ class Chart:
             self._text(left + (4 if room else -4), self.top + 8, text, "start" if room else "end")
 
     def bar(self, start: tuple[float, float], end: tuple[float, float], style: str) -> None:
-        """An interval, as a line from one point to another."""
+        """Draw an interval as a line from one point to another."""
         self.path([start, end], style)
 
     def band(self, low: float, high: float, style: str) -> None:
-        """The range between two values of y, over the whole width."""
+        """Draw the range between two values of y over the whole width."""
         top, bottom = self._top_of(high), self._top_of(low)
         box = f'x="{_px(self.left)}" y="{_px(top)}" width="{_px(WIDTH - self.left - self.right)}"'
         self._marks.append(f'<rect class="{style}" {box} height="{_px(max(bottom - top, 1.0))}"/>')
 
     def note(self, x: float, y: float, text: str, *, above: bool = True) -> None:
-        """Text beside a point, on the side that has room."""
+        """Write text beside a point, on the side that has room."""
         left, top = self._left_of(x), self._top_of(y)
         room = left + 8 + len(text) * _CHARACTER < WIDTH
         self._text(left + (8 if room else -8), top + (-6 if above else 14), text, "start" if room else "end")
@@ -191,7 +194,7 @@ class Chart:
         self._text(WIDTH - self.right + 6, top + 4, value, "start")
 
     def render(self, title: str) -> str:
-        """The plot; `title` is what a screen reader says."""
+        """Return the plot as SVG; `title` is its text alternative."""
         frame = "".join((*self._grid(), *self._marks))
         box = f'viewBox="0 0 {_px(WIDTH)} {_px(self.height)}" role="img" aria-label="{escape(title)}"'
         return f"<svg {box}>{frame}</svg>"

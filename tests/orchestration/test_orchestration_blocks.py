@@ -127,7 +127,7 @@ PROD = ("onnx-ops-registry/prod", "onnx-ops-endpoints/prod", "onnx-ops-notificat
 
 
 def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, here: Path) -> None:
-    from onnx_ops.orchestration.surroundings import project_of
+    from onnx_ops.orchestration.environment import project_of
 
     before = dict(os.environ)
     with project_of(PROD) as project:
@@ -145,7 +145,7 @@ def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, h
 
 
 def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> None:
-    from onnx_ops.orchestration.surroundings import project_of
+    from onnx_ops.orchestration.environment import project_of
 
     (here / "data.npz").touch()
     file = here / "configs" / "p.yaml"
@@ -187,7 +187,7 @@ def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any],
 
 
 def test_settings_of_the_collection_are_defaults(saved: None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onnx_ops.orchestration.surroundings import project_of
+    from onnx_ops.orchestration.environment import project_of
 
     elsewhere = here / "elsewhere"
     elsewhere.mkdir()
@@ -204,7 +204,7 @@ def test_settings_of_the_collection_are_defaults(saved: None, here: Path, monkey
 
 def test_blocks_that_contradict_each_other_are_refused(saved: None, tmp_path: Path) -> None:
     from onnx_ops.orchestration.blocks import ModelRegistry
-    from onnx_ops.orchestration.surroundings import environment
+    from onnx_ops.orchestration.environment import environment
 
     ModelRegistry(tracking_uri="https://other.example").save("other", overwrite=True)
     with pytest.raises(UserError, match="say different things of ONNX_OPS_TRACKING_URI"):
@@ -215,7 +215,7 @@ def test_blocks_that_contradict_each_other_are_refused(saved: None, tmp_path: Pa
 def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
     from prefect.blocks.system import Secret
 
-    from onnx_ops.orchestration.surroundings import environment
+    from onnx_ops.orchestration.environment import environment
 
     with pytest.raises(UserError, match="no such block"):
         environment(("onnx-ops-registry/nobody",), tmp_path)
@@ -229,7 +229,7 @@ def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
 def test_a_server_that_is_down_is_told(saved: None, tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from onnx_ops.orchestration.surroundings import environment
+    from onnx_ops.orchestration.environment import environment
 
     settings: dict[Any, Any] = {PREFECT_API_URL: "http://127.0.0.1:9/api"}
     with temporary_settings(settings), pytest.raises(ServiceUnavailableError, match="onnx-ops-registry/prod"):

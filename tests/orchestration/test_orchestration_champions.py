@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def watched(throne: Throne) -> State[Any]:
     from prefect import flow
 
-    from onnx_ops.orchestration.champions import look_after
+    from onnx_ops.orchestration.champions import check_champions
 
     @flow(name="watched", persist_result=False)
     def story() -> State[Any]:
-        return look_after(throne.ports, throne.perform, (), by="flow")
+        return check_champions(throne.ports, throne.perform, (), by="flow")
 
     return story(return_state=True)
 

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.domain.notification import Notification, What, trial
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, telling
+from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, with_events
 from onnx_ops.ports import Following, Notifier
 from onnx_ops.release.notify import notify_due, notify_each, notify_test
 from onnx_ops.release.rollback import roll_back
@@ -65,12 +65,12 @@ def rolled_out(endpoint: str) -> Scene:
 
 def test_a_rollout_is_told_in_order_and_once(prefect_server: None) -> None:
     scene = rolled_out("told")
-    ports = telling(scene.ports)
+    ports = with_events(scene.ports)
     for _ in range(3):
         assert all(not told.trouble for told in notify_each(ports, ("told",)))
     roll_back(scene.ports, "told", reason="wrong on sevens")
     scene.restart()
-    notify_each(telling(scene.ports), ("told",))
+    notify_each(with_events(scene.ports), ("told",))
     found = events("onnx-ops.endpoint.told", sequel=trial("told", at=1.0, actor="me"))
     assert [event["event"] for event in found if not event["event"].endswith("held")] == [
         "onnx-ops.rollout.finished",
@@ -173,7 +173,7 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
 
 def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
     ports = Scene().ports
-    assert telling(ports) is ports
+    assert with_events(ports) is ports
     tell_run(ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
     with pytest.raises(UserError, match="none is set"):
         PrefectEvents().check()

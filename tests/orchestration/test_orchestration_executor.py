@@ -21,7 +21,7 @@ from onnx_ops.pipeline import RunResult, Silent, run
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import TaskRun
 
-    from onnx_ops.orchestration.executor import PrefectExecutor
+    from onnx_ops.orchestration.tasks import PrefectExecutor
 
 TARGET = "cpu-1t"
 REASON = "21.3 % slower than the champion, limit 5 %"
@@ -135,7 +135,7 @@ def performed(handler: FakeHandler, executor: PrefectExecutor) -> Seen:
 
 @pytest.fixture(scope="module")
 def seen(prefect_server: None) -> Seen:
-    from onnx_ops.orchestration.executor import PrefectExecutor
+    from onnx_ops.orchestration.tasks import PrefectExecutor
 
     return performed(FakeHandler(), PrefectExecutor())
 
@@ -188,7 +188,7 @@ def test_a_failed_gate_still_has_a_result(seen: Seen) -> None:
 
 
 def test_edges_follow_the_plan_whatever_became_of_the_stages(seen: Seen) -> None:
-    from onnx_ops.orchestration.executor import task_run_name
+    from onnx_ops.orchestration.tasks import task_run_name
 
     names = {s.id: task_run_name(s) for s in PLAN.stages}
     for planned in PLAN.stages:
@@ -234,7 +234,7 @@ def test_each_line_of_the_log_names_its_stage_and_stands_there_once(seen: Seen) 
 
 
 def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server: None) -> None:
-    from onnx_ops.orchestration.executor import PrefectExecutor
+    from onnx_ops.orchestration.tasks import PrefectExecutor
 
     handler = FakeHandler(known=frozenset(s.id for s in PLAN.stages))
     seen = performed(handler, PrefectExecutor())
@@ -245,7 +245,7 @@ def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server:
 
 
 def test_a_defect_ends_the_run_and_is_not_retried(prefect_server: None) -> None:
-    from onnx_ops.orchestration.executor import PrefectExecutor
+    from onnx_ops.orchestration.tasks import PrefectExecutor
 
     class Broken(FakeHandler):
         def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
@@ -262,7 +262,7 @@ def test_a_defect_ends_the_run_and_is_not_retried(prefect_server: None) -> None:
 
 @pytest.mark.parametrize("verdict", Verdict)
 def test_a_gate_completes_only_if_it_passed(verdict: Verdict) -> None:
-    from onnx_ops.orchestration.executor import judged
+    from onnx_ops.orchestration.tasks import judged
 
     result = GateResult(gate="latency", metric="", limit="", verdict=verdict, reason=REASON)
     state = judged(Decision(variant="fp32", target=TARGET, results=(result,)))

@@ -220,7 +220,7 @@ def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repos
 def test_progress_that_no_server_takes_fails_no_run() -> None:
     from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-    from onnx_ops.orchestration.progress import Progress
+    from onnx_ops.orchestration.artifacts import Progress
 
     plan = Plan(pipeline="lonely", stages=())
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
@@ -274,9 +274,9 @@ def test_all_endpoints_are_told_of() -> None:
     from prefect.client.schemas.objects import StateType
     from prefect.states import Completed, Failed
 
-    from onnx_ops.orchestration.flows import together
+    from onnx_ops.orchestration.flows import aggregate_state
 
-    state = together({"a": Completed(message="serves"), "b": Failed(name="Refused", message="not signed")})
+    state = aggregate_state({"a": Completed(message="serves"), "b": Failed(name="Refused", message="not signed")})
     assert (state.type, state.name) == (StateType.FAILED, "Refused")
     assert state.message == "a: serves\nb: not signed"
 
@@ -287,10 +287,10 @@ def test_all_endpoints_are_told_of() -> None:
 def test_a_run_without_a_release_ends_as_failed(code: int, name: str) -> None:
     from prefect.client.schemas.objects import StateType
 
-    from onnx_ops.orchestration.flows import conclusion
+    from onnx_ops.orchestration.flows import final_state
 
     error = MeasurementError("the provider is missing", where="benchmark/fp32@cpu-1t")
-    state = conclusion(summary(UNSERVED, code), {"benchmark/fp32@cpu-1t": error})
+    state = final_state(summary(UNSERVED, code), {"benchmark/fp32@cpu-1t": error})
     assert (state.type, state.name) == (StateType.FAILED, name)
     assert state.message is not None
     assert "cpu-1t: no release. fp32: latency: 21% slower" in state.message
@@ -298,9 +298,9 @@ def test_a_run_without_a_release_ends_as_failed(code: int, name: str) -> None:
 
 
 def test_a_run_with_a_release_says_what_serves() -> None:
-    from onnx_ops.orchestration.flows import conclusion
+    from onnx_ops.orchestration.flows import final_state
 
-    state = conclusion(summary(SERVED, 0, awaiting=("cpu-1t",)), {})
+    state = final_state(summary(SERVED, 0, awaiting=("cpu-1t",)), {})
     assert state.is_completed()
     assert state.message is not None
     assert "cpu-1t: serves int8 (fastest that passed)" in state.message
@@ -309,9 +309,9 @@ def test_a_run_with_a_release_says_what_serves() -> None:
 
 
 def test_a_run_with_nothing_changed_says_so() -> None:
-    from onnx_ops.orchestration.flows import conclusion
+    from onnx_ops.orchestration.flows import final_state
 
-    assert "nothing changed" in (conclusion(summary(SERVED, 0, executed=()), {}).message or "")
+    assert "nothing changed" in (final_state(summary(SERVED, 0, executed=()), {}).message or "")
 
 
 def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:

@@ -50,7 +50,7 @@ def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
 
     @flow(name="driven", persist_result=False)
     def story() -> State[Any]:
-        return rollouts.drive(scene.ports, "digits", by="flow", limit=limit, every="10 s")
+        return rollouts.run_rollout(scene.ports, "digits", by="flow", limit=limit, every="10 s")
 
     return story(return_state=True)
 
@@ -160,13 +160,13 @@ def test_what_cannot_be_driven(limit: str, error: type[Exception]) -> None:
 
     scene = promoted() if error is UserError else Scene()
     with pytest.raises(error):
-        rollouts.drive(scene.ports, "digits", by="flow", limit=limit, every="10 s")
+        rollouts.run_rollout(scene.ports, "digits", by="flow", limit=limit, every="10 s")
 
 
 def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> None:
     from prefect import flow
 
-    from onnx_ops.orchestration.flows import back_as_tasks, together
+    from onnx_ops.orchestration.flows import aggregate_state, roll_back_endpoints
 
     scene = promoted()
     scene.settle_some()
@@ -174,8 +174,8 @@ def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> Non
     @flow(name="back", persist_result=False)
     def story() -> State[Any]:
         names = ("digits", "nowhere")
-        states = back_as_tasks(scene.ports, names, to=None, reason="slow", by="me", force=False, pin=True)
-        return together(states)
+        states = roll_back_endpoints(scene.ports, names, to=None, reason="slow", by="me", force=False, pin=True)
+        return aggregate_state(states)
 
     state = story(return_state=True)
     assert state.name == "NotFoundError"

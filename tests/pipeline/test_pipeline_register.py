@@ -24,7 +24,7 @@ from onnx_ops.domain.standing import Policy
 from onnx_ops.measure.files import put_document
 from onnx_ops.measure.reference import put_reference
 from onnx_ops.pipeline.stages.register import choices, execute
-from onnx_ops.reporting.plain import plain_figures
+from onnx_ops.reporting.metrics import plain_figures
 from onnx_ops.testing.fakes import FakeWorld
 
 RELEASE = digest_bytes(b"release")

@@ -12,7 +12,7 @@ from onnx_ops.domain.rollout_observed import Reading, Tally
 from onnx_ops.domain.rollout_policy import Guardrail
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.trace import Trace, trace
-from onnx_ops.reporting.evidence_plot import as_data_url, evidence_svg
+from onnx_ops.reporting.plots import as_data_url, evidence_svg
 from onnx_ops.statistics.rollout.judge import EvidencePath, paths
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import on_trial, serving

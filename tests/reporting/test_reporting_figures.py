@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.reporting.figures import format_figure, format_interval, number
+from onnx_ops.reporting.formatting import format_figure, format_interval, number
 
 
 @pytest.mark.parametrize(

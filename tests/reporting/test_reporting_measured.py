@@ -8,7 +8,7 @@ import pytest
 
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.gate import Gate, MetricGate, SizeGate
-from onnx_ops.reporting.measured import headline, task_metric, unit_of
+from onnx_ops.reporting.metrics import headline, task_metric, unit_of
 from onnx_ops.statistics.judge import judge
 from tests.reporting.test_reporting_html import evidence_of, page_of
 

@@ -32,7 +32,7 @@ class Configuration:
 
 
 def read_configuration(environ: Mapping[str, str]) -> Configuration:
-    """The configuration in the environment; a variable that is set to nothing counts as not set.
+    """Read the configuration from the environment; an empty variable counts as not set.
 
     Raises:
         UserError: a value cannot be used, or two of them do not go together.

@@ -1,23 +1,27 @@
-"""May this be done? Every check raises Refused with what a person reads in the UI, or returns."""
+"""May this be done? Every check raises RefusedError with what a person reads in the UI, or returns."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
+from onnx_ops.attestation import sign
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.override import OVERRIDE
+from onnx_ops.domain.override import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
+from onnx_ops.domain.pipeline import NAME_PATTERN
 from onnx_ops.domain.policy import is_among
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias as alias_of
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError
-from onnx_ops.integrations.mlflow_app.configuration import TRUSTED_KEYS, Configuration
-from onnx_ops.integrations.mlflow_app.names import PREVIOUS, GuardedAlias, folded, guarded
-from onnx_ops.integrations.mlflow_app.overrides import Overrides
+from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, TRUSTED_KEYS, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
 from onnx_ops.ports import Clock, Verifier
-from onnx_ops.release.decided import counts, passing_decision, standing_override
+from onnx_ops.release.decided import counts, override_of, passing_decision, standing_override
 from onnx_ops.reporting.description import told_reason
 
 _IDENTITY = (RELEASE, VARIANT, DIGEST)
@@ -32,7 +36,7 @@ class Guard:
         self._overrides = Overrides(configuration, versions, clock)
 
     def set_alias(self, user: str, model: str, alias: str, version: str) -> None:
-        """An alias is about to be set."""
+        """Check a request to set an alias."""
         found = self._versions.find(model, version)
         if found is None:
             return
@@ -54,12 +58,12 @@ class Guard:
             self._decided(user, found, record, target)
 
     def delete_alias(self, user: str, model: str, alias: str) -> None:
-        """An alias is about to be deleted: that takes the same permission as setting it."""
+        """Check a request to delete an alias, which takes the permission to set it."""
         if self._configuration.policy is not None and self._versions.registered_here(model):
             self._permit(user, model, alias, f"{alias} of {model} was not deleted")
 
     def set_tag(self, user: str, model: str, version: str, key: str, value: str) -> None:
-        """A version's tag is about to be set."""
+        """Check a request to set a tag of a version."""
         plain = folded(key)
         if not (plain.startswith((DECISION, OVERRIDE)) or plain in _IDENTITY):
             return
@@ -77,7 +81,7 @@ class Guard:
                 self._overrides.give(user, found, record, key, value)
 
     def delete_tag(self, user: str, model: str, version: str, key: str) -> None:
-        """A version's tag is about to be deleted."""
+        """Check a request to delete a tag of a version."""
         plain = folded(key)
         if not (plain.startswith((DECISION, OVERRIDE)) or plain in _IDENTITY):
             return
@@ -98,7 +102,7 @@ class Guard:
                 )
 
     def delete_version(self, model: str, version: str) -> None:
-        """A version is about to be deleted, and its aliases would go with it without a word."""
+        """Check a request to delete a version, which would silently delete its aliases."""
         found, _ = self._read(model, version)
         held = [alias for alias in found.aliases if guarded(alias)] if found is not None else []
         if found is not None and held and self._versions.registered_here(found.model):
@@ -106,7 +110,7 @@ class Guard:
                 raise RefusedError(f"it holds {', '.join(sorted(held))}", remedy="Move that to another version first.")
 
     def delete_model(self, model: str) -> None:
-        """A registered model is about to be deleted with all its versions."""
+        """Check a request to delete a registered model with all its versions."""
         if not self._versions.registered_here(model):
             return
         held = [
@@ -117,7 +121,7 @@ class Guard:
                 raise RefusedError(f"it has {', '.join(sorted(held))}", remedy="Delete those aliases first.")
 
     def rename_model(self, model: str) -> None:
-        """A registered model is about to get another name."""
+        """Check a request to rename a registered model."""
         if self._versions.registered_here(model):
             with _said(f"model {model} was not renamed"):
                 raise RefusedError(
@@ -130,7 +134,7 @@ class Guard:
         return found, None if found is None else read_record(found.model, found.version, found.tags)
 
     def _permit(self, user: str, model: str, alias: str, done: str) -> None:
-        """What the policy says. It has the last word on guarded aliases: what no rule is about, nobody may move."""
+        """Check the policy, which decides last: an alias that no rule names cannot be moved."""
         located, target = self._configuration.policy, guarded(alias)
         if located is None:
             return
@@ -176,7 +180,7 @@ class Guard:
         return keys is not None and signed is not None and counts(signed, record, target, keys)
 
     def _no_older_decision(self, record: VersionRecord, key: str, value: str) -> None:
-        """A decision that counts is only followed by a later one that counts too."""
+        """Refuse to replace a valid decision by anything but a later valid one."""
         target = folded(key).removeprefix(DECISION)
         if key != f"{DECISION}{target}":
             raise RefusedError(f"write it {DECISION}{target}", remedy="Some databases hold both spellings for one tag.")
@@ -195,8 +199,103 @@ class Guard:
 
 @contextmanager
 def _said(done: str) -> Iterator[None]:
-    """Puts what was not done in front of the reason. Whatever cannot be checked is not done either."""
+    """Put the refused change in front of the reason; a change that cannot be checked is refused."""
     try:
         yield
     except OnnxOpsError as error:
         raise RefusedError(f"{done}: {error.what}", why=error.why, remedy=error.remedy) from error
+
+
+PREVIOUS = "previous"
+
+_GUARDED = re.compile(rf"(champion|challenger|{PREVIOUS})-({NAME_PATTERN})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardedAlias:
+    """`name` is the alias as onnx-ops writes it."""
+
+    name: str
+    role: str
+    target: str
+
+
+def guarded(alias: str) -> GuardedAlias | None:
+    """Return the target's alias that a database may take this name for; None for any other alias."""
+    match = _GUARDED.fullmatch(folded(alias))
+    return None if match is None else GuardedAlias(name=match[0], role=match[1], target=match[2])
+
+
+def folded(text: str) -> str:
+    """Without case, accents, compatibility forms and white space around."""
+    plain = unicodedata.normalize("NFKD", text)
+    return "".join(c for c in plain if not unicodedata.combining(c)).casefold().strip()
+
+
+_REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
+
+
+class Overrides:
+    """Who may override, and the record of it."""
+
+    def __init__(self, configuration: Configuration, versions: Versions, clock: Clock) -> None:
+        self._configuration = configuration
+        self._versions = versions
+        self._clock = clock
+
+    def give(self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
+        """Sign that the user overrides, before the tag with the reason is set; the record alone allows nothing.
+
+        Raises:
+            RefusedError: with the reason.
+        """
+        self._permit(user, key)
+        target = _target(key)
+        signer, keys = self._configuration.signer, self._configuration.keys
+        if signer is None:
+            raise RefusedError("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
+        if not reason.strip():
+            raise RefusedError("an override needs a reason", remedy="Write it as the tag's value.")
+        if len(reason) > LONGEST_REASON:
+            raise RefusedError(f"the reason has {len(reason)} characters, of at most {LONGEST_REASON}")
+        about = override_of(record, target, keys, reason=reason, by=user, now=self._clock.now())
+        envelope = sign(about, signer).envelope
+        self._versions.annotate(found, record_tag(target), codec.dumps(envelope).decode())
+
+    def take_back(self, user: str, key: str) -> None:
+        """Check a request to delete the tag with the reason; the signed record stays.
+
+        Raises:
+            RefusedError: with the reason.
+        """
+        self._permit(user, key)
+        _target(key)
+
+    def advice(self, user: str, target: str) -> str:
+        """How this user gets the version to serve all the same."""
+        located = self._configuration.policy
+        if self._configuration.signer is None or located is None or not located.policy.overrides:
+            return "Or promote a version that passed."
+        if is_among(user, located.policy.overrides):
+            return f"Or override it: set tag {reason_tag(target)} with the reason, then this alias again."
+        return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
+
+    def _permit(self, user: str, key: str) -> None:
+        located = self._configuration.policy
+        if located is None:
+            raise RefusedError(
+                "no promotion policy says who may override", remedy=f"Its operator names one in {POLICY}."
+            )
+        users = located.policy.overrides
+        if not is_among(user, users):
+            lets = f"lets only {', '.join(users)} override" if users else "lets nobody override"
+            raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
+
+
+def _target(key: str) -> str:
+    match = _REASON.fullmatch(key)
+    if match is None:
+        raise RefusedError(
+            "only the server itself writes it", remedy=f"The reason of an override is {reason_tag('TARGET')}."
+        )
+    return match[1]

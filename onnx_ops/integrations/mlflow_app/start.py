@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from onnx_ops.adapters.host import SystemClock
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, RefusedError, UserError
 from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
 from onnx_ops.integrations.mlflow_app.guard import Guard
-from onnx_ops.integrations.mlflow_app.hook import install
 from onnx_ops.integrations.mlflow_app.store import ServerStore
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from flask import Flask
+if TYPE_CHECKING:
     from flask import Flask
 
 
@@ -41,7 +43,7 @@ def create_app() -> FastAPI | Flask:
 
 
 def refuse_to_start_wrong() -> None:
-    """Raises SystemExit with the reason if the application could not be made."""
+    """Exit with the reason if the application could not be made."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -51,9 +53,80 @@ def refuse_to_start_wrong() -> None:
 
 
 def _prepare(configuration: Configuration) -> None:
-    """What MLflow does before it starts workers under its own basic-auth: check the secret, make the first user."""
+    """Prepare basic-auth as MLflow does before it starts workers: check the secret, make the first user."""
     if configuration.basic_auth:
         from mlflow.server import auth
 
         auth.get_flask_server_secret_key()
         auth.bootstrap_admin_user()
+
+
+Check = Callable[[Guard, str, Any], None]
+
+CHECKS: Mapping[str, tuple[str, Check]] = {
+    "_set_registered_model_alias": (
+        "SetRegisteredModelAlias",
+        lambda guard, user, asked: guard.set_alias(user, asked.name, asked.alias, asked.version),
+    ),
+    "_delete_registered_model_alias": (
+        "DeleteRegisteredModelAlias",
+        lambda guard, user, asked: guard.delete_alias(user, asked.name, asked.alias),
+    ),
+    "_set_model_version_tag": (
+        "SetModelVersionTag",
+        lambda guard, user, asked: guard.set_tag(user, asked.name, asked.version, asked.key, asked.value),
+    ),
+    "_delete_model_version_tag": (
+        "DeleteModelVersionTag",
+        lambda guard, user, asked: guard.delete_tag(user, asked.name, asked.version, asked.key),
+    ),
+    "_delete_model_version": (
+        "DeleteModelVersion",
+        lambda guard, _, asked: guard.delete_version(asked.name, asked.version),
+    ),
+    "_delete_registered_model": ("DeleteRegisteredModel", lambda guard, _, asked: guard.delete_model(asked.name)),
+    "_rename_registered_model": ("RenameRegisteredModel", lambda guard, _, asked: guard.rename_model(asked.name)),
+}
+"""Handler of MLflow: its message and the check."""
+
+
+def install(app: Flask, guard: Guard) -> None:
+    """Let the guard look at every request of the application.
+
+    Raises:
+        UserError: this MLflow has other handlers; what they do would go unseen.
+    """
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos import databricks_pb2, model_registry_pb2
+    from mlflow.server import handlers
+
+    missing = sorted(name for name in CHECKS if name not in app.view_functions)
+    if missing or not hasattr(handlers, "_get_request_message"):
+        raise UserError(
+            "this MLflow is not one that the plugin can guard",
+            why=f"it has no {', '.join(missing) or '_get_request_message'}",
+            remedy="Install mlflow>=3.17,<4 as onnx-ops asks for.",
+        )
+
+    @handlers.catch_mlflow_exception  # type: ignore[untyped-decorator]
+    def look() -> None:
+        from flask import request
+
+        message, check = CHECKS.get(request.endpoint or "", ("", None))
+        if check is None:
+            return
+        read = handlers._get_request_message  # noqa: SLF001 (see above)
+        asked = read(getattr(model_registry_pb2, message)())  # type: ignore[no-untyped-call]
+        try:
+            check(guard, _user(), asked)
+        except RefusedError as error:
+            raise MlflowException(str(error), databricks_pb2.PERMISSION_DENIED) from error
+
+    app.before_request(look)
+
+
+def _user() -> str:
+    """Whom basic-auth, or what stands in for it, has recognised; empty without one."""
+    from flask import g
+
+    return str(g.get("mlflow_authenticated_user", ""))

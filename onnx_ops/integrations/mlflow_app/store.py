@@ -44,13 +44,15 @@ class Versions(Protocol):
         """Decisions for the target on the model's other versions of the same content."""
         ...
 
-    def annotate(self, found: StoredVersion, key: str, value: str) -> None: ...
+    def annotate(self, found: StoredVersion, key: str, value: str) -> None:
+        """Set a tag of a version."""
 
 
 class ServerStore:
     """`Versions` of the MLflow server whose process this is."""
 
     def find(self, model: str, version: str) -> StoredVersion | None:
+        """Return a version with its tags; None if it does not exist."""
         found = _unless_absent(lambda: _store().get_model_version(model, version))
         if found is None:
             return None
@@ -63,6 +65,7 @@ class ServerStore:
         )
 
     def registered_here(self, model: str) -> bool:
+        """Return whether the model exists in this registry."""
         name = model if _PLAIN.fullmatch(model) else self._stored_name(model)
         if not _PLAIN.fullmatch(name):
             return False
@@ -70,10 +73,12 @@ class ServerStore:
         return bool(_store().search_model_versions(query, max_results=1))
 
     def aliases(self, model: str) -> Mapping[str, str]:
+        """Return versions by alias; empty for an unknown model."""
         found = _unless_absent(lambda: _store().get_registered_model(model))
         return {} if found is None else {str(alias): str(version) for alias, version in found.aliases.items()}
 
     def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
+        """Yield signed decisions of other versions with the same files."""
         query, token = f"tags.`{DIGEST}` = '{record.manifest}'", None
         while True:
             page = _store().search_model_versions(query, max_results=100, page_token=token)
@@ -86,6 +91,7 @@ class ServerStore:
                 return
 
     def annotate(self, found: StoredVersion, key: str, value: str) -> None:
+        """Set a tag of a version."""
         from mlflow.entities.model_registry import ModelVersionTag
 
         _store().set_model_version_tag(found.model, found.version, ModelVersionTag(key, value))  # type: ignore[no-untyped-call]
@@ -102,7 +108,7 @@ def _store() -> Any:
 
 
 def _unless_absent(ask: Any) -> Any:
-    """The answer, or None where the server will answer that there is no such thing, or that this is no name."""
+    """Return the answer, or None where the server finds no such entry or no valid name."""
     from mlflow.exceptions import MlflowException
 
     try:

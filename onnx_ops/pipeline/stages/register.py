@@ -31,7 +31,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.reporting.comparison import figures_of
 from onnx_ops.reporting.description import model_description, version_description
 from onnx_ops.reporting.html import release_report
-from onnx_ops.reporting.plain import plain_figures
+from onnx_ops.reporting.metrics import plain_figures
 from onnx_ops.statistics.choice import choose
 
 REPORT = "report.html"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples
-from onnx_ops.domain.gate import Decision
+from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples, Starts
+from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.domain.metric import ACCURACY, METRICS
-from onnx_ops.reporting.figures import format_figure, format_interval
+from onnx_ops.domain.quantities import Json
+from onnx_ops.reporting.formatting import format_figure, format_interval
 from onnx_ops.statistics.agreement import value_interval
 from onnx_ops.statistics.latency import quantile_gate
 from onnx_ops.statistics.rules.metric import INDEPENDENCE
@@ -27,6 +30,7 @@ class Measured:
     of: str
 
     def text(self) -> str:
+        """Return value, interval and count as text."""
         interval = format_interval(self.low, self.high, self.unit, near=self.estimate)
         return f"{format_figure(self.estimate, self.unit)} {interval} (n = {self.n} {self.of})"
 
@@ -41,7 +45,7 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
 
 
 def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
-    """The task metric that stands for the release: the first that a gate judged, else the first that was measured."""
+    """Return the main task metric of a release: the first that a gate judged, else the first measured."""
     results = [r for d in decisions for r in d.results if r.gate == "metric" and r.metric != INDEPENDENCE]
     named = [r.metric.split(" vs ")[0] for r in results if r.metric]
     return [*named, *(label for e in evidence for label in task_values(e)), ACCURACY.label][0]
@@ -78,7 +82,7 @@ def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
 
 
 def task_metric(evidence: Evidence, name: str) -> Measured | None:
-    """The variant's own value of a metric, by the label of its definition, with its 90 % interval.
+    """Return the variant's value of a metric, by its label, with its 90 % interval.
 
     Where models were compared with each other, without labels, it is the value against the baseline.
     """
@@ -100,3 +104,73 @@ def unit_of(name: str) -> str:
     known = {str(metric): traits for metric, traits in METRICS.items()}
     traits = known.get(name.partition(" ")[0])
     return "1" if traits is not None and traits.higher_is_better else ""
+
+
+def plain_figures(target: str, evidence: Evidence) -> dict[str, float]:
+    """Figures by `<target>/<name>`; the unit ends the name where there is one."""
+    figures = {f"{target}/size_bytes": float(evidence.size_bytes)}
+    if evidence.latency is not None:
+        figures |= {f"{target}/{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
+    for throughput in evidence.throughput:
+        if throughput.per_second:
+            figures[f"{target}/requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
+    figures |= _starts(target, evidence.starts) if evidence.starts is not None else {}
+    for counts in evidence.metrics:
+        if not counts.against and counts.n:
+            figures[f"{target}/{_name(counts.metric)}"] = (counts.both + counts.only_candidate) / counts.n
+    alone = {score.metric for score in evidence.scores if not score.against}
+    for score in evidence.scores:
+        if score.candidate is not None and not (score.against and score.metric in alone):
+            against = f" vs {score.against}" if score.against else ""
+            figures[f"{target}/{_name(score.metric)}{against}"] = score.candidate.estimate
+    return figures
+
+
+def _starts(target: str, starts: Starts) -> dict[str, float]:
+    """Medians over fresh processes."""
+    samples = {
+        "load_ms": [1e3 * seconds for seconds in starts.load_s],
+        "first_ms": [1e3 * seconds for seconds in starts.first_s],
+        "peak_bytes": [float(size) for size in starts.peak_bytes],
+    }
+    return {f"{target}/{name}": median(values) for name, values in samples.items() if values}
+
+
+def _name(metric: str) -> str:
+    """Replace characters that a registry refuses in names; class labels and output names may hold any."""
+    return re.sub(r"[^\w\-. :]", "_", metric, flags=re.ASCII)
+
+
+Judged = Mapping[str, Mapping[str, tuple[Verdict, Evidence]]]
+"""By variant and target: what was decided, and on what."""
+
+_NS_PER_MS = 1e6
+
+
+def dvc_metrics(judged: Judged) -> Json:
+    """Return metrics by variant and target, as `dvc metrics show` flattens them."""
+    return {
+        variant: {
+            target: {"verdict": verdict.value, **_figures(target, evidence)}
+            for target, (verdict, evidence) in sorted(targets.items())
+        }
+        for variant, targets in judged.items()
+    }
+
+
+def dvc_plots(judged: Judged) -> Mapping[str, Json]:
+    """By file name, lists of points: `latency.json` with quantiles in milliseconds, `size.json` in bytes."""
+    latency: list[Json] = []
+    size: list[Json] = []
+    for variant, targets in judged.items():
+        for target, (_, evidence) in sorted(targets.items()):
+            place = {"variant": variant, "target": target}
+            size.append({**place, "bytes": evidence.size_bytes})
+            if evidence.latency is not None:
+                quantiles = sorted(evidence.latency.quantiles_ns.items())
+                latency += [{**place, "quantile": name, "ms": ns / _NS_PER_MS} for name, ns in quantiles]
+    return {"latency.json": latency, "size.json": size}
+
+
+def _figures(target: str, evidence: Evidence) -> dict[str, float]:
+    return {name.removeprefix(f"{target}/"): value for name, value in sorted(plain_figures(target, evidence).items())}

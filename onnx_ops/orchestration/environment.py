@@ -1,4 +1,4 @@
-"""The project that a flow works on: where it is, and what Prefect's blocks say about its services."""
+"""The project of a flow, with the settings of Prefect's blocks in the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import Field
 from onnx_ops.app.project import Project, open_project
 from onnx_ops.errors import UserError
 from onnx_ops.orchestration.blocks import EnvironmentBlock, load_block
-from onnx_ops.orchestration.events import telling
+from onnx_ops.orchestration.events import with_events
 from onnx_ops.scratch import Scratch
 
 
@@ -29,9 +29,9 @@ class CollectionSettings(PrefectBaseSettings):
 
 @contextlib.contextmanager
 def project_of(blocks: Sequence[str]) -> Iterator[Project]:
-    """The project, with what the blocks say as environment variables of this process and its children meanwhile.
+    """Open the project with the variables of the blocks in the environment of this process and its children.
 
-    What a block says outranks the environment and the settings file. Whatever moves traffic is told as events too.
+    Blocks take precedence over the environment and the settings file. Changes of traffic emit events.
 
     Args:
         blocks: types and names, such as `onnx-ops-registry/prod`; those of the settings if empty.
@@ -46,13 +46,13 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
         found = dict(environment(named, folder))
         if settings.root is not None and "ONNX_OPS_ROOT" not in os.environ:
             found["ONNX_OPS_ROOT"] = str(settings.root)
-        with _surrounded(found):
+        with _with_environ(found):
             project = open_project()
-            yield replace(project, ports=telling(project.ports))
+            yield replace(project, ports=with_events(project.ports))
 
 
 @contextlib.contextmanager
-def _surrounded(given: Mapping[str, str]) -> Iterator[None]:
+def _with_environ(given: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:
@@ -66,14 +66,14 @@ def _surrounded(given: Mapping[str, str]) -> Iterator[None]:
 
 
 def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
-    """What these blocks say together; `folder` is an empty one for what the variables name.
+    """Return the variables of these blocks; `folder` is an empty folder for files that variables name.
 
     Raises:
         UserError: a block is not there, is none of ours, or contradicts another.
         ServiceUnavailableError: Prefect's server does not answer.
     """
     found: dict[str, str] = {}
-    said_by: dict[str, str] = {}
+    source: dict[str, str] = {}
     for number, place in enumerate(dict.fromkeys(blocks)):
         block = load_block(place)
         if not isinstance(block, EnvironmentBlock):
@@ -84,9 +84,9 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
         for name, value in block.environ(own).items():
             if found.setdefault(name, value) != value:
                 raise UserError(
-                    f"{said_by[name]} and {place} say different things of {name}",
+                    f"{source[name]} and {place} say different things of {name}",
                     where="blocks",
                     remedy="Leave one of them out.",
                 )
-            said_by.setdefault(name, place)
+            source.setdefault(name, place)
     return found

@@ -22,7 +22,7 @@ class Scale:
 
 
 def scale_for(value: float, unit: str) -> Scale:
-    """The scale that fits `value`.
+    """Return the scale that fits `value`.
 
     Args:
         value: in `unit`.
@@ -50,7 +50,7 @@ def format_figure(value: float | None, unit: str) -> str:
 
 
 def format_interval(low: float | None, high: float | None, unit: str, *, near: float | None = None) -> str:
-    """An interval with one unit: `[1.21, 1.30] ms`; one-sided ones as `≥ 1.21 ms`; empty if there is no bound.
+    """Format an interval: `[1.21, 1.30] ms`, one-sided `≥ 1.21 ms`; empty without a bound.
 
     Args:
         low: lower bound; None or minus infinity if there is none.
