@@ -91,7 +91,7 @@ def _claims(trials: list[Trial], quick: bool) -> Iterator[Claim]:
 
 def _right(model: Trained, path: Path) -> Any:
     answers = read(ACCURACY, OnnxRuntime().run(path, TARGET, ({model.feed: model.scored},))[0])
-    return classes_of(model.labels, answers, ACCURACY.label) == model.labels
+    return classes_of(model.labels, answers, ACCURACY) == model.labels
 
 
 def _faulty(model: Trained, recipe: str, variant: Path, right: Any) -> Iterator[Trial]:

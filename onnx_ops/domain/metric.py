@@ -40,6 +40,10 @@ METRICS: Mapping[MetricName, MetricTraits] = {
 }
 
 
+_CLASSES: frozenset[MetricName] = frozenset({"accuracy", "top_k", "f1", "auc"})
+_NUMBERS: frozenset[MetricName] = frozenset({"mae", "rmse", "r2"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDefinition:
     """Everything that shapes a metric's value, and no limit. `name` is None for an own metric, which has `use`.
@@ -71,6 +75,13 @@ class MetricDefinition:
     def label_free(self) -> bool:
         """Whether models can be compared with each other where there are no labels."""
         return self.name is not None and METRICS[self.name].label_free
+
+    @property
+    def other_kind(self) -> str:
+        """What the metric is of, and which metrics are of the other kind; empty for those that have none."""
+        if self.name in _CLASSES:
+            return f"{self.name} is of classes; for numbers use rmse, mae or r2."
+        return f"{self.name} is of numbers; for classes use accuracy, f1 or auc." if self.name in _NUMBERS else ""
 
     @property
     def higher_is_better(self) -> bool | None:

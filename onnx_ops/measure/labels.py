@@ -24,7 +24,8 @@ def label_of(definition: MetricDefinition, label: Array | None) -> Array | None:
             return label if fits else None
         case "mae" | "rmse" | "r2":
             if label is None or flat(label).ndim != 1 or label.dtype.kind not in "fiub":
-                raise _unfit(definition, label, "one number a row")
+                is_number = label is None or label.dtype.kind in "fiub"
+                raise _unfit(definition, label, "one number a row", "" if is_number else definition.other_kind)
             return flat(label).astype(np.float64)
         case None:
             if label is None:
@@ -49,7 +50,7 @@ def _class_label(definition: MetricDefinition, label: Array | None) -> Array:
         text = f"{missing} of {len(found)} labels are NaN or infinite"
         raise UserError(text, where=definition.label, remedy="Leave out rows without a label.")
     if (found % 1).any():
-        raise _unfit(definition, label, "classes, not fractions")
+        raise _unfit(definition, label, "classes, not fractions", definition.other_kind)
     return found.astype(np.int64)
 
 
@@ -58,7 +59,10 @@ def _unfit(definition: MetricDefinition, label: Array | None, needed: str, remed
     return UserError(f"the label must be {needed}; {has}", where=definition.label, remedy=remedy)
 
 
-def column_labels(label: Array, count: int, where: str) -> Array:
+_USE_COLUMNS = "Use labels 0, 1, …, the numbers of the columns."
+
+
+def column_labels(label: Array, count: int, where: str, remedy: str = _USE_COLUMNS) -> Array:
     """The label that each of `count` columns of scores stands for, in ascending order.
 
     Whole numbers from 0 are numbers of columns. Other labels have their columns in sorted order, which is only known
@@ -75,22 +79,27 @@ def column_labels(label: Array, count: int, where: str) -> Array:
         raise UserError(
             f"labels ({shown}{', …' if len(known) > 5 else ''}) do not fit {count} columns of scores",
             where=where,
-            remedy="Use labels 0, 1, …, the numbers of the columns.",
+            remedy=remedy,
         )
     return known
 
 
-def classes_of(label: Array, reading: Reading, where: str) -> Array:
+def classes_of(label: Array, reading: Reading, definition: MetricDefinition) -> Array:
     """The answers as labels, one a row.
 
     Raises:
         UserError: the labels do not fit the answers.
     """
-    values = reading.values
+    values, where = reading.values, definition.label
     if reading.columns == 1:
         if ((values < 0) | (values > 1)).any():
-            raise UserError("one score a row is read as a probability, but some are not between 0 and 1", where=where)
-        return column_labels(label, 2, where)[(values > 1 / 2).astype(np.intp)]
+            raise UserError(
+                "one score a row is read as a probability, but some are not between 0 and 1",
+                where=where,
+                remedy=definition.other_kind,
+            )
+        remedy = definition.other_kind if label.dtype.kind != "U" else _USE_COLUMNS
+        return column_labels(label, 2, where, remedy)[(values > 1 / 2).astype(np.intp)]
     if reading.columns:
         return column_labels(label, reading.columns, where)[values]
     if (label.dtype.kind == "U") != (values.dtype.kind == "U"):

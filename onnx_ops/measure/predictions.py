@@ -60,7 +60,7 @@ def read(definition: MetricDefinition, outputs: Tensors) -> Reading:
     raise UserError(
         f"no output can be read as {' or '.join(form.noun for form in forms)}: {shapes}",
         where=definition.label,
-        remedy="Take a metric that fits the model, or name the output with `output:`.",
+        remedy=f"{definition.other_kind or 'Take a metric that fits the model.'} Or name the output with `output:`.",
     )
 
 

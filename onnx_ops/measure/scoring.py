@@ -220,12 +220,12 @@ def _in_terms(definition: MetricDefinition, terms: _Terms, reading: Reading, can
     """One model's answers: right or wrong, class labels, scores, or whatever the metric takes as it is."""
     where, label = definition.label, terms.label
     if label is not None and definition.name == "accuracy":
-        return np.asarray(classes_of(label, reading, where) == label)
+        return np.asarray(classes_of(label, reading, definition) == label)
     if label is not None and definition.k is not None:
         names = column_labels(label, reading.columns, where)
         return top_k_rows(np.searchsorted(names, label), reading.values, definition.k)
     if label is not None and definition.name == "f1":
-        return classes_of(label, reading, where)
+        return classes_of(label, reading, definition)
     if label is not None and terms.positive is not None:
         return positive_scores(label, terms.positive, reading, where)
     beside = candidate if label is None else label

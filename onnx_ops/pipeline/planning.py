@@ -185,7 +185,11 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
             variant=variant,
             target=target.name,
             own_process=True,
-            hints={"target": codec.to_json(target), "tolerances": codec.to_json(asked)["tolerances"]},
+            hints={
+                "target": codec.to_json(target),
+                "tolerances": codec.to_json(asked)["tolerances"],
+                "judged": [gate.definition().label for gate in limits if isinstance(gate, MetricGate)],
+            },
         ),
         make_stage(
             StageKind.GATE,

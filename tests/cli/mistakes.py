@@ -135,6 +135,16 @@ def write_logarithm(root: Path) -> None:
     onnx.save(model, root / "model.onnx")
 
 
+def write_regressor(root: Path) -> None:
+    """Let the model answer with one number a row, which is no probability."""
+    model = onnx.load(root / "model.onnx")
+    model.graph.node[-1].output[0] = "raw"
+    model.graph.node.append(onnx.helper.make_node("MatMul", ["raw", "sums"], ["scores"], name="sum"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.full((CLASSES, 1), 1e3, np.float32), "sums"))
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
+    onnx.save(model, root / "model.onnx")
+
+
 def written(name: str, text: str) -> Change:
     return lambda root: (root / name).write_text(text)
 
@@ -537,6 +547,21 @@ MODELS = (
         path="data.test.label",
         line=3,
         change=rows(y=np.array(["a", "b"] * (ROWS // 2))),
+    ),
+    Mistake(
+        name="a metric of classes for a model of numbers",
+        file=READY,
+        path="data.test.label",
+        line=3,
+        change=write_regressor,
+    ),
+    Mistake(
+        name="a metric of numbers for a model of classes",
+        file=READY,
+        old="name: accuracy, min: 80%",
+        new="name: rmse, max: 2",
+        path="data.test.label",
+        line=3,
     ),
 )
 _SAGEMAKER = (

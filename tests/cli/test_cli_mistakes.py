@@ -13,7 +13,19 @@ import pytest
 
 from onnx_ops.config import functions
 from onnx_ops.testing.models import FEATURES
-from tests.cli.mistakes import COMMANDS, FILES, READY, ROWS, SHOP, Mistake, coded, rows, write_logarithm, write_project
+from tests.cli.mistakes import (
+    COMMANDS,
+    FILES,
+    READY,
+    ROWS,
+    SHOP,
+    Mistake,
+    coded,
+    rows,
+    write_logarithm,
+    write_project,
+    write_regressor,
+)
 from tests.support.command import run_command
 from tests.support.extras import hide
 from tests.support.golden import Golden
@@ -121,6 +133,24 @@ def test_run_shows_an_error_of_training_once_at_the_line_of_the_project(project:
     assert shown.count("LinAlgError: Singular matrix") == 1
     assert "models/shop.py:5" in shown
     assert "site-packages" not in shown
+
+
+@pytest.mark.parametrize("labels", [np.arange(ROWS) % 2, np.arange(ROWS) % 2 * 1.0], ids=["integers", "floats"])
+def test_run_blames_the_file_for_a_metric_of_another_kind_than_the_answers(
+    labels: object, project: Path, tmp_path: Path
+) -> None:
+    """Two labels fit one score a row: only the answers show that it is no probability."""
+
+    def change(root: Path) -> None:
+        write_regressor(root)
+        rows(y=labels)(root)
+
+    make(Mistake(name="numbers", change=change), project, tmp_path)
+    assert run_command("check", READY, cwd=tmp_path).code == 0
+    done = run_command("run", READY, "--until", "gate", cwd=tmp_path)
+    shown = " ".join(f"{done.stdout} {done.stderr}".split())
+    assert done.code == 2
+    assert shown.count("accuracy is of classes; for numbers use rmse, mae or r2.") == 1
 
 
 @pytest.mark.nightly

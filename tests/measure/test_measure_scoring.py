@@ -213,9 +213,9 @@ class TestReading:
     def test_one_column_is_a_probability(self) -> None:
         label = np.array([1, 0, 1])
         reading = read(ACCURACY, {"p": np.array([[0.9], [0.2], [0.4]], dtype=np.float32)})
-        assert classes_of(label, reading, "").tolist() == [1, 0, 0]
+        assert classes_of(label, reading, ACCURACY).tolist() == [1, 0, 0]
         with pytest.raises(UserError, match="between 0 and 1"):
-            classes_of(label, Reading(values=np.array([0.2, 3.0, -1.0]), columns=1), "")
+            classes_of(label, Reading(values=np.array([0.2, 3.0, -1.0]), columns=1), ACCURACY)
 
     def test_one_column_of_the_greater_label_is_turned_for_the_other(self) -> None:
         label, reading = np.array(["no", "yes"]), Reading(values=np.array([0.2, 0.9]), columns=1)
@@ -226,9 +226,9 @@ class TestReading:
 
     def test_texts_of_a_model_are_labels(self) -> None:
         reading = read(ACCURACY, {"label": np.array(["a", "b"], dtype=object)})
-        assert classes_of(np.array(["a", "c"]), reading, "").tolist() == ["a", "b"]
+        assert classes_of(np.array(["a", "c"]), reading, ACCURACY).tolist() == ["a", "b"]
         with pytest.raises(UserError, match="the labels are int64"):
-            classes_of(np.array([0, 1]), reading, "")
+            classes_of(np.array([0, 1]), reading, ACCURACY)
 
     @pytest.mark.parametrize(
         ("label", "positive"), [([0, 1], 1), ([0, 0], 1), ([-1, 1], 1), ([1, 2], 2), (["no", "yes"], "yes")]

@@ -1,15 +1,24 @@
-"""Which task metrics are measured where no gate asks for one."""
+"""Which task metrics are measured where no gate asks for one, and which a gate cannot judge."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from onnx_ops import codec
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.app.project import open_project
 from onnx_ops.domain.metric import ACCURACY, MetricDefinition
-from onnx_ops.pipeline.stages.benchmark import with_default
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.pipeline.stages.benchmark import Bench, _metrics, with_default
 from onnx_ops.ports import Dataset
+from onnx_ops.testing.models import CLASSES, rows, write_perceptron
+from tests.cli.mistakes import write_regressor
 
 RMSE = MetricDefinition(name="rmse")
 
@@ -32,3 +41,46 @@ def test_labels_that_are_numbers_have_an_error_measured(
     found, added = with_default(asked, Dataset(inputs={"x": np.zeros((2, 1))}, label=label))
     assert added == default
     assert found == (asked if default is None else (*asked, default))
+
+
+@pytest.mark.parametrize("is_judged", [True, False])
+def test_a_metric_of_another_kind_than_the_labels_is_refused_where_a_gate_judges_it(
+    tmp_path: Path, is_judged: bool
+) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    bench = bench_of(tmp_path / "model.onnx", tmp_path / "model.onnx", np.linspace(0, 1, 9))
+    if is_judged:
+        with pytest.raises(UserError, match="accuracy is of classes"):
+            measured(bench, tmp_path, "accuracy")
+    else:
+        assert measured(bench, tmp_path) == [("accuracy", True), ("rmse", True)]
+
+
+def test_a_variant_that_alone_answers_in_another_way_is_not_refused(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "export.onnx")
+    write_perceptron(tmp_path / "model.onnx")
+    write_regressor(tmp_path)
+    bench = bench_of(tmp_path / "model.onnx", tmp_path / "export.onnx", np.arange(9) % CLASSES)
+    assert ("accuracy", True) in measured(bench, tmp_path, "accuracy")
+
+
+def bench_of(candidate: Path, export: Path, label: Any) -> Bench:
+    dataset = Dataset(inputs=rows(len(label)), label=label)
+    target = Target(name="cpu")
+    return Bench(
+        runtime=OnnxRuntime(),
+        target=target,
+        candidate=candidate,
+        export=export,
+        champion=None,
+        dataset=dataset,
+        seed=0,
+    )
+
+
+def measured(bench: Bench, root: Path, *judged: str) -> list[tuple[str, bool]]:
+    """Each metric of the candidate alone, and whether it has no value."""
+    settings: Any = {"metrics": [{"definition": codec.to_json(ACCURACY)}]}
+    stage = Stage(id="benchmark", kind=StageKind.BENCHMARK, settings=settings, hints={"judged": judged})
+    found = _metrics(bench, False, stage, open_project(root).ports)
+    return [(one.metric, bool(one.failed)) for one in found.scores if not one.against]

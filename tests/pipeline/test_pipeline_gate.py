@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.attestation import read
 from onnx_ops.domain.artifact import Manifest, digest_bytes
-from onnx_ops.domain.evidence import BatchInvariance, Evidence
+from onnx_ops.domain.evidence import BatchInvariance, Evidence, ScoreComparison
 from onnx_ops.domain.execution import Execution, SessionSettings
-from onnx_ops.domain.gate import DecisionRecord, ParityGate
+from onnx_ops.domain.gate import DecisionRecord, MetricGate, ParityGate
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.pipeline.stages.gate import execute
 from onnx_ops.testing.fakes import FakeWorld
@@ -63,6 +65,17 @@ def test_requests_are_batched_only_if_invariance_was_measured_and_passed(
         for place, ratio in enumerate(ratios)
     )
     assert record_of(FakeWorld(), tmp_path, *invariance).batchable is batchable
+
+
+def test_a_metric_that_cannot_be_read_of_stored_evidence_is_a_mistake_of_the_file(tmp_path: Path) -> None:
+    ports = FakeWorld().ports(root=tmp_path)
+    unread = ScoreComparison(metric="accuracy", against="", n=0, failed="accuracy is of classes")
+    evidence = put_document(ports.store, replace(evidence_of(), scores=(unread,)))
+    inputs = {"benchmark/fp32@cpu": Manifest(files={"evidence.json": evidence})}
+    judged = codec.to_json((MetricGate(name="accuracy", min=0.8),))
+    with pytest.raises(UserError, match="accuracy is of classes"):
+        execute(replace(STAGE, settings={**STAGE.settings, "gates": judged}), digest_bytes(b"key"), inputs, ports)
+    execute(STAGE, digest_bytes(b"key"), inputs, ports)
 
 
 def test_what_the_target_declares_is_signed_with_the_decision(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from onnx_ops.onnx_graph.inspect import count_operators, info
 from onnx_ops.pipeline.stages.champion import Champion, champion_of
 from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
 from onnx_ops.scratch import Scratch
+from onnx_ops.statistics.rules.metric import unscored
 from onnx_ops.statistics.scores import CANDIDATE
 
 
@@ -74,7 +75,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         )
         _check_ceiling(bench, stage.id)
         is_export = stage.variant == EXPORT
-        metrics = _metrics(bench, is_export, settings, ports)
+        metrics = _metrics(bench, is_export, stage, ports)
         speed = measure_speed(_contest(bench, is_export, settings["batch"]), _asked(stage))
         quantized = bool(settings["quantized"])
         examined = Examined() if is_export else _examined(ports, bench, variant)
@@ -172,8 +173,14 @@ def _examined(ports: Ports, bench: Bench, variant: Manifest) -> Examined:
     return examine(bench.runtime, bench.export, bench.candidate, bench.target, excluded)
 
 
-def _metrics(bench: Bench, is_export: bool, settings: Mapping[str, Any], ports: Ports) -> TaskMetrics:
-    """The task metrics of the variant, alone and on the same rows as what it is compared with."""
+def _metrics(bench: Bench, is_export: bool, stage: Stage, ports: Ports) -> TaskMetrics:
+    """The task metrics of the variant, alone and on the same rows as what it is compared with.
+
+    Raises:
+        UserError: a gate's metric is of another kind than the labels or the export's answers.
+    """
+    settings: Mapping[str, Any] = stage.settings
+    judged: Mapping[str, Any] = stage.hints
     definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
     definitions, default = with_default(definitions, bench.dataset)
     models = {CANDIDATE: bench.candidate}
@@ -192,6 +199,12 @@ def _metrics(bench: Bench, is_export: bool, settings: Mapping[str, Any], ports: 
             functions=functions,
         )
         found = measure_metrics(scorer, definitions)
+        failed = unscored(judged.get("judged", ()), found.scores)
+        if failed and not is_export:  # a variant that alone answers in another way is no mistake of the file
+            again = [one for one in definitions if one.label in failed]
+            failed = unscored(failed, measure_metrics(replace(scorer, models={CANDIDATE: bench.export}), again).scores)
+    if failed:
+        raise UserError(next(iter(failed.values())), where="gates")
     if default is not None and any(counts.metric == ACCURACY.label for counts in found.counts):
         return replace(found, scores=tuple(one for one in found.scores if one.metric != default.label))
     return found

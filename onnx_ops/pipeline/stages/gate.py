@@ -11,12 +11,14 @@ from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, Verdict, combine
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, MetricGate, Verdict, combine
+from onnx_ops.domain.pipeline import EXPORT, Stage
+from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.ports import Ports
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.rules.invariance import METRIC as BATCH_INVARIANCE
+from onnx_ops.statistics.rules.metric import unscored
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -26,6 +28,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
     evidence = codec.loads(ports.store.read(source), Evidence, where=stage.id)
     gates = codec.from_json(settings["gates"], tuple[Gate, ...], where=stage.id)
+    judged = {gate.definition().label for gate in gates if isinstance(gate, MetricGate)}
+    if evidence.variant == EXPORT and (failed := unscored(judged, evidence.scores)):
+        raise UserError(next(iter(failed.values())), where="gates")
     decision = judge(gates, evidence)
     files = {
         "decision.json": put_document(ports.store, decision),

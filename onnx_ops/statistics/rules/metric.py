@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
@@ -59,6 +59,11 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
             yield _aged(max(results, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n)), evidence)
         else:
             yield not_measured("metric", name, limit.text)
+
+
+def unscored(metrics: Collection[str], scores: Sequence[ScoreComparison]) -> Mapping[str, str]:
+    """Return why the candidate has no value of some of these metrics: labels or answers are of another kind."""
+    return {one.metric: one.failed for one in scores if one.failed and not one.against and one.metric in metrics}
 
 
 def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[GateResult]:
