@@ -36,6 +36,11 @@ class Found:
 
 
 class Objects(Protocol):
+    @property
+    def place(self) -> str:
+        """Path or URL, without credentials."""
+        ...
+
     def read(self, name: str) -> bytes | None:
         """The content, or None if there is no such object."""
         ...
@@ -101,6 +106,7 @@ class LocalObjects:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.place = str(root)
 
     @storage_errors()
     def read(self, name: str) -> bytes | None:
@@ -194,12 +200,14 @@ class FsspecObjects:
     def __init__(self, url: str) -> None:
         import fsspec
 
+        parts = urlsplit(url)
+        user, _, host = parts.netloc.rpartition("@")  # abfs://CONTAINER@ACCOUNT holds no secret
+        self.place = f"{parts.scheme}://{host if ':' in user else parts.netloc}{parts.path}"
         try:
             self._fs: Any
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            raise missing_package(imported(error), where=url, why=str(error)) from error
-        self._url = url
+            raise missing_package(imported(error), where=self.place, why=str(error)) from error
 
     def read(self, name: str) -> bytes | None:
         with self._reachable():
@@ -280,6 +288,4 @@ class FsspecObjects:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ServiceUnavailableError(
-                "the object store does not answer", where=self._url, why=str(error)
-            ) from error
+            raise ServiceUnavailable("the object store does not answer", where=self.place, why=str(error)) from error

@@ -100,6 +100,11 @@ class Registry(Protocol):
 class Ledger(Protocol):
     """Append-only logs, one per endpoint. Two writers that follow the same entry cannot both win."""
 
+    @property
+    def place(self) -> str:
+        """Path or URL, without credentials."""
+        ...
+
     def endpoints(self) -> tuple[str, ...]: ...
 
     def state(self, endpoint: str) -> ReleaseState:

@@ -124,6 +124,7 @@ class _ReadOnce:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._states: dict[str, ReleaseState] = {}
+        self.place = ledger.place
 
     def endpoints(self) -> tuple[str, ...]:
         return self._ledger.endpoints()

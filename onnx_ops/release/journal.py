@@ -53,7 +53,8 @@ class Journal:
             raise NotFoundError(
                 "no endpoint of that name",
                 where=self.state.endpoint,
-                remedy=f"Known endpoints: {known}. An endpoint is bound by the first `onnx-ops run` that deploys it.",
+                remedy=f"Known endpoints: {known} (ledger: {self.ports.ledger.place}). "
+                "An endpoint is bound by the first `onnx-ops run` that deploys it.",
             )
         return self.state.config
 

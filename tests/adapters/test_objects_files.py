@@ -120,3 +120,16 @@ def test_everything_below_a_prefix_is_listed_with_its_age(objects: Objects, tmp_
     now = (tmp_path / "now").stat().st_mtime
     assert all(now - 3600 < one.at <= now + 3600 for one in found)
     assert [one.name for one in objects.listed("a/deep")] == ["a/deep/er/1"]
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("memory://key:secret@bucket/ledger", "memory://bucket/ledger"),
+        ("memory://models@account.example/ledger", "memory://models@account.example/ledger"),
+        ("memory://bucket/ledger?sig=secret", "memory://bucket/ledger"),
+        ("/srv/ledger", "/srv/ledger"),
+    ],
+)
+def test_place_holds_no_credentials(url: str, place: str) -> None:
+    assert open_objects(url).place == place

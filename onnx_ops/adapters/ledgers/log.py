@@ -50,6 +50,10 @@ class ObjectLedger:
         self._read: dict[str, tuple[LedgerEntry, ...]] = {}
         self._states: dict[str, ReleaseState] = {}
 
+    @property
+    def place(self) -> str:
+        return self._objects.place
+
     def endpoints(self) -> tuple[str, ...]:
         return tuple(self._objects.names(""))
 
@@ -171,6 +175,7 @@ class MemoryLedger:
 
     def __init__(self) -> None:
         self._entries: dict[str, list[LedgerEntry]] = {}
+        self.place = "in memory"
 
     def endpoints(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
