@@ -11,10 +11,9 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, SetValue, answer, print_json, reported
-from onnx_ops.cli.terminal import say
+from onnx_ops.cli.terminal import error_console, say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
-from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
-from onnx_ops.ports import Observer
+from onnx_ops.errors import OnnxOpsError, Problem, SpecError, UserError, spec_error
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
 _KINDS = ", ".join(StageKind)
@@ -162,6 +161,7 @@ def run(
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
     from onnx_ops.app import project as projects
+    from onnx_ops.cli.progress import RunProgress
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
 
@@ -186,7 +186,7 @@ def run(
     if not (as_json or quiet):
         for note in prepared.notes:
             say(note, err=True)
-    observer = None if as_json or quiet else _progress(jobs)
+    observer = None if as_json or quiet else RunProgress(error_console(), jobs=jobs)
     from onnx_ops.app.history import find_base
     from onnx_ops.app.summary import evidence_of, summarise
     from onnx_ops.measure.pairs import compare_rows
@@ -211,13 +211,6 @@ def run(
 
     answer(lambda: {**codec.to_json(summary), **with_base, "errors": _errors(result.errors)}, report, as_json=as_json)
     raise typer.Exit(summary.exit_code)
-
-
-def _progress(jobs: int) -> Observer:
-    from onnx_ops.cli.progress import Lines, TerminalProgress
-    from onnx_ops.cli.terminal import error_console
-
-    return Lines(error_console()) if jobs > 1 else TerminalProgress(error_console())
 
 
 def _errors(errors: Mapping[str, OnnxOpsError]) -> dict[str, object]:

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -65,36 +65,42 @@ class Durations:
 
 
 class StepProgress:
-    """The step at work, in one line that is redrawn on a terminal."""
+    """The steps at work, in one line that is redrawn on a terminal."""
 
     def __init__(
-        self,
-        console: Console,
-        durations: Durations,
-        prefix: str,
-        steps: Sequence[str] = (),
-        *,
-        is_printing: bool = False,
+        self, console: Console, durations: Durations, prefix: str, steps: Sequence[str] = (), *, jobs: int = 1
     ) -> None:
         self._console, self._durations, self._prefix = console, durations, prefix
-        self._steps = list(steps)
+        self._steps, self._jobs = list(steps), jobs
+        self._needs: Mapping[str, Sequence[str]] = {}
         self._status: Status | None = None
-        self._name, self._detail, self._begun = "", "", time.monotonic()
-        self._is_printing = is_printing
+        self._begun: dict[str, float] = {}
+        self._done: set[str] = set()
+        self._detail = ""
+        self._is_printing = False
+        self._lock = threading.RLock()
 
     def begin(self, name: str) -> None:
         """End the step before, and begin this one."""
         self.end()
-        self._name, self._detail, self._begun = name, "", time.monotonic()
-        if self._console.is_terminal:
-            self._status = self._console.status(self)
-            self._status.start()
-        elif self._is_printing:
-            self._print()
+        self._done.update(self._steps[: self._steps.index(name)] if name in self._steps else ())
+        self.start(name)
 
-    def plan(self, steps: Sequence[str]) -> None:
-        """Add steps that are to come."""
+    def start(self, name: str) -> None:
+        """Begin a step beside those at work."""
+        with self._lock:
+            self._begun[name], self._detail = time.monotonic(), ""
+            self._done.discard(name)
+            if self._console.is_terminal and self._status is None:
+                self._status = self._console.status(self)
+                self._status.start()
+            elif self._is_printing:
+                self._print()
+
+    def plan(self, steps: Sequence[str], needs: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Add steps that are to come, and which of them each waits for."""
         self._steps += steps
+        self._needs = needs or {}
 
     def tell(self, detail: str) -> None:
         self._detail = detail
@@ -102,41 +108,69 @@ class StepProgress:
             self._print()
 
     def print_lines(self) -> None:
-        """From now on print a line for the step at work and each one after it."""
+        """From now on print a line for the steps at work and each one after them."""
         self._is_printing = True
         self._print()
 
     def _print(self) -> None:
-        self._console.print(escape(self.line()), soft_wrap=True)
+        if line := self.line():
+            self._console.print(escape(line), soft_wrap=True)
 
     def end(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-        if self._name:
-            self._durations.record(self._prefix + self._name, time.monotonic() - self._begun)
-        self._name = ""
+        """End all steps at work."""
+        for name in [*self._begun]:
+            self.finish(name)
+
+    def finish(self, name: str) -> None:
+        """End one step, or leave it out."""
+        with self._lock:
+            if name in self._begun:
+                self._durations.record(self._prefix + name, time.monotonic() - self._begun.pop(name))
+            self._done.add(name)
+            self._detail = ""
+            if self._status is not None and not self._begun:
+                self._status.stop()
+                self._status = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.issuperset(self._steps)
 
     def line(self) -> str:
-        count = len(self._steps)
-        place = f"[{self._steps.index(self._name) + 1}/{count}] " if self._name in self._steps and count > 1 else ""
-        detail = f": {self._detail}" if self._detail else " …"
-        elapsed = time.monotonic() - self._begun
+        """Return the line, empty where nothing is at work. Takes no lock: the thread that redraws holds rich's."""
+        begun = dict(self._begun)
+        if not begun:
+            return ""
+        names, count = [*begun], len(self._steps)
+        remaining = self._left(begun)
+        left = f", about {_seconds(remaining)} left" if remaining else ""
+        if len(names) > 1:  # long: a narrow terminal cuts names off, and not the time
+            return f"[{len(self._done)}/{count} done{left}] {', '.join(names)} …"
+        (name,) = names
+        place = f"[{self._steps.index(name) + 1}/{count}] " if count > 1 and name in self._steps else ""
+        elapsed = time.monotonic() - begun[name]
         took = f" {_seconds(elapsed)}" if elapsed >= 1 else ""
-        left = self._left(elapsed)
-        return f"{place}{self._name}{detail}{took}{f', about {_seconds(left)} left' if left else ''}"
+        return f"{place}{name}{f': {self._detail}' if self._detail else ' …'}{took}{left}"
 
     def __rich__(self) -> Text:
         return Text(self.line(), no_wrap=True, overflow="ellipsis")
 
-    def _left(self, elapsed: float) -> float | None:
-        """Return how long this step and those after it took the last time; None where that is not known."""
-        place = self._steps.index(self._name) if self._name in self._steps else 0
-        now, *later = [self._expected(name) for name in self._steps[place:] or [self._name]]
-        known = [each for each in later if each is not None]
-        if now is None or len(known) < len(later) or now + sum(known) < _PATIENCE_S:
+    def _left(self, begun: Mapping[str, float]) -> float | None:
+        """Return how long the steps that are not done will take, by the last time; None where that is not known.
+
+        Side by side it is the longest chain of steps that wait for each other, or all of them shared out among `jobs`.
+        """
+        names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
+        expected = {name: self._expected(name) for name in names}
+        known = {name: each for name, each in expected.items() if each is not None}
+        if len(known) < len(expected) or sum(known.values()) < _PATIENCE_S:
             return None
-        return max(now - elapsed, 0.0) + sum(known)
+        now = time.monotonic()
+        rest = {name: max(each - (now - begun.get(name, now)), 0.0) for name, each in known.items()}
+        chains: dict[str, float] = {}
+        for name, own in rest.items():  # in the plan's order; what is at work waits for nothing
+            chains[name] = own + max((chains.get(need, 0.0) for need in self._needs.get(name, ())), default=0.0)
+        return max(*chains.values(), sum(rest.values()) / self._jobs)
 
     def _expected(self, name: str) -> float | None:
         """Return the step's last duration, else that of the latest step of its kind (`benchmark/…`) in this run."""
@@ -176,61 +210,49 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
         progress.end()
 
 
-class Lines:
-    """Tells of one pipeline among several, or of stages side by side: a line for each stage that did work."""
+class RunProgress:
+    """Shows a run: the stages at work with the time left, and each one that has ended.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._name = ""
+    Of several runs side by side, only what did work is shown, with the name of its pipeline.
+    """
 
-    def planned(self, plan: Plan) -> None:
-        self._name = plan.pipeline
-        self._console.print(f"[bold]{escape(plan.pipeline)}[/bold]: {len(plan.stages)} stages")
-
-    def started(self, stage: Stage) -> None:
-        del stage
-
-    def told(self, stage: Stage, line: str) -> None:
-        del stage, line
-
-    def finished(self, stage: Stage, outcome: StageOutcome) -> None:
-        if outcome.status is not StageStatus.CACHED:
-            self._console.print(f"{escape(self._name)} {_finished(stage, outcome)}", highlight=False)
-
-
-class TerminalProgress:
-    """Watches a run and tells about it on standard error."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:
+        self._console, self._jobs, self._is_one_of_several = console, jobs, is_one_of_several
         self._durations = Durations(console)
         self._progress = StepProgress(console, self._durations, "")
-        self._prefix = ""
-        self._last = ""
+        self._prefix, self._name = "", ""
 
     def planned(self, plan: Plan) -> None:
-        ids = [stage.id for stage in plan.stages]
-        self._prefix, self._last = f"run {plan.pipeline} ", ids[-1] if ids else ""
-        is_printing = not self._console.is_terminal
-        self._progress = StepProgress(self._console, self._durations, self._prefix, ids, is_printing=is_printing)
-        self._console.print(f"[bold]{escape(plan.pipeline)}[/bold]: {len(ids)} stages")
+        """Durations of stages side by side include waiting: they are remembered apart."""
+        self._name = f"{escape(plan.pipeline)} " if self._is_one_of_several else ""
+        self._prefix = f"run {plan.pipeline} {f'--jobs {self._jobs} ' if self._jobs > 1 else ''}"
+        self._progress = StepProgress(self._console, self._durations, self._prefix, jobs=self._jobs)
+        needs = {stage.id: (*stage.needs, *stage.tolerates) for stage in plan.stages}
+        self._progress.plan([*needs], needs)
+        if not self._console.is_terminal:
+            self._progress.print_lines()
+        self._console.print(f"[bold]{escape(plan.pipeline)}[/bold]: {len(needs)} stages")
 
     def started(self, stage: Stage) -> None:
-        self._progress.begin(stage.id)
+        if not self._is_one_of_several:
+            self._progress.start(stage.id)
 
     def told(self, stage: Stage, line: str) -> None:
-        del stage
+        if self._is_one_of_several:
+            return
         if self._console.is_terminal:
             self._progress.tell(line)
         else:
-            self._console.print(f"   {escape(line)}", soft_wrap=True, highlight=False)
+            about = f"{stage.id}: " if self._jobs > 1 else ""
+            self._console.print(f"   {escape(about + line)}", soft_wrap=True, highlight=False)
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
-        self._progress.end()
+        self._progress.finish(stage.id)
         if outcome.status is StageStatus.DONE:
             self._durations.record(f"{self._prefix}{stage.id.partition('/')[0]}/", outcome.seconds)
-        self._console.print(f" {_finished(stage, outcome)}", highlight=False)
-        if stage.id == self._last:
+        if not self._is_one_of_several or outcome.status is not StageStatus.CACHED:
+            self._console.print(f"{self._name or ' '}{_finished(stage, outcome)}", highlight=False)
+        if self._progress.is_done and not self._is_one_of_several:
             self._durations.save()
 
 

@@ -13,7 +13,7 @@ from onnx_ops import codec
 from onnx_ops.app.batch import Ended, run_files, worst
 from onnx_ops.app.project import Project
 from onnx_ops.cli.common import answer
-from onnx_ops.cli.progress import Lines
+from onnx_ops.cli.progress import RunProgress
 from onnx_ops.cli.tables import choice_lines
 from onnx_ops.cli.terminal import console, error_console, print_error, print_text
 from onnx_ops.domain.pipeline import StageKind
@@ -33,7 +33,8 @@ def run_several(
     quiet: bool,
 ) -> int:
     """Run them and tell what came of each, in the order of the files; the worst of their exit codes."""
-    out, talk = console(), None if as_json or quiet else functools.partial(Lines, error_console())
+    out, err = console(), error_console()
+    talk = None if as_json or quiet else functools.partial(RunProgress, err, is_one_of_several=True)
     codes: list[int] = []
     documents: list[dict[str, object]] = []
     for ended in run_files(

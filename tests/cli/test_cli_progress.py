@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from onnx_ops.cli.progress import Durations, StepProgress, TerminalProgress, working
+from onnx_ops.cli.progress import Durations, RunProgress, StepProgress, working
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 
 
@@ -65,19 +65,70 @@ def test_without_a_terminal_only_what_takes_long_is_printed(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_terminal_each_stage_begins_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    console = Console(file=io.StringIO(), width=80)
-    progress = TerminalProgress(console)
-    stages = tuple(Stage(id=name, kind=StageKind(name), settings={}) for name in ("train", "export"))
-    progress.planned(Plan(pipeline="digits", stages=stages))
-    for stage in stages:
-        progress.started(stage)
-        progress.finished(stage, StageOutcome(stage=stage.id, status=StageStatus.DONE))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.split()[:2] for line in lines[1:]] == [
-        ["[1/2]", "train"],
-        ["✓", "train"],
-        ["[2/2]", "export"],
-        ["✓", "export"],
+def stage_of(kind: StageKind, name: str, *needs: str) -> Stage:
+    return Stage(id=name, kind=kind, settings={}, needs=needs)
+
+
+def run_side_by_side(console: Console, clock: list[float], jobs: int = 2) -> list[str]:
+    """Lines while stages are at work: two of 10 s and 20 s beside each other, and one of 5 s that waits for both."""
+    stages = (
+        stage_of(StageKind.QUANTIZE, "quantize/a"),
+        stage_of(StageKind.QUANTIZE, "quantize/b"),
+        stage_of(StageKind.GATE, "gate", "quantize/a", "quantize/b"),
+    )
+    progress, lines = RunProgress(console, jobs=jobs), []
+    progress.planned(Plan(pipeline="p", stages=stages))
+
+    def end(stage: Stage, seconds: float) -> None:
+        clock[0] += seconds
+        lines.append(progress._progress.line())
+        outcome = StageOutcome(stage=stage.id, status=StageStatus.DONE, seconds=seconds)
+        progress.finished(stage, outcome)
+
+    progress.started(stages[0])
+    progress.started(stages[1])
+    end(stages[0], 10)
+    end(stages[1], 10)
+    progress.started(stages[2])
+    end(stages[2], 5)
+    return lines
+
+
+def test_stages_side_by_side_share_a_line_with_the_time_left(clock: list[float]) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    assert run_side_by_side(console, clock) == [
+        "[0/3 done] quantize/a, quantize/b …",
+        "[2/3] quantize/b … 20 s",
+        "[3/3] gate … 5 s",
     ]
+    assert run_side_by_side(console, clock)[:2] == [
+        "[0/3 done, about 15 s left] quantize/a, quantize/b …",
+        "[2/3] quantize/b … 20 s, about 5 s left",
+    ]
+    assert run_side_by_side(console, clock, jobs=3)[0] == "[0/3 done] quantize/a, quantize/b …"
+
+
+def test_time_left_is_no_less_than_the_work_shared_out(clock: list[float]) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    shown(clock, ["a", "b", "c"], [10, 10, 10])
+    progress = StepProgress(console, Durations(console), "test ", ["a", "b", "c"], jobs=2)
+    progress.start("a")
+    progress.start("b")
+    assert progress.line() == "[0/3 done, about 15 s left] a, b …"
+    progress.end()
+
+
+def test_stages_side_by_side_without_a_terminal_are_lines(clock: list[float], tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    run_side_by_side(console, clock)
+    assert isinstance(console.file, io.StringIO)
+    assert [" ".join(line.split()) for line in console.file.getvalue().splitlines()] == [
+        "p: 3 stages",
+        "[1/3] quantize/a …",
+        "[0/3 done] quantize/a, quantize/b …",
+        "✓ quantize/a 10.0 s",
+        "✓ quantize/b 10.0 s",
+        "[3/3] gate …",
+        "✓ gate 5.0 s",
+    ]
+    assert not list(tmp_path.iterdir())
