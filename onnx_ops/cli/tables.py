@@ -116,6 +116,8 @@ def _target_report(
     evidence: Mapping[tuple[str, str], Evidence],
 ) -> int:
     """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
+    from onnx_ops.reporting.measured import sampled_rows
+
     decisions = [decision for decision in decisions if decision.target == choice.target]
     print_text(out, _choice_line(choice, decisions))
     if _is_unmeasured(decisions):
@@ -123,6 +125,8 @@ def _target_report(
     out.print()
     heads, rows = _key_metrics(decisions, evidence)
     print_table(out, heads, rows)
+    if sampled := sampled_rows(one for (_, target), one in evidence.items() if target == choice.target):
+        print_text(out, f"[dim]{escape(sampled)}[/dim]", indent=2)
     out.print()
     told = _failure_lines(out, decisions)
     for row in result_table([decision for decision in decisions if decision.variant == choice.variant]):

@@ -89,6 +89,15 @@ class WeightMeasurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRows:
+    """The first `used` of the `total` rows of a data set."""
+
+    data: str
+    used: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairedCounts:
     """A metric of two models on the same rows.
 
@@ -274,7 +283,7 @@ class Evidence:
     down on the target. `opsets` are the versions that the variant imports by domain, `operators` counts its nodes by
     operator and version of its definition (`Gemm-13`). `champion` is what served then, also where its files are those
     of the variant, and there is nothing to compare. `grouped` says why the scored rows look as if some belonged
-    together, where no key names groups.
+    together, where no key names groups. `sampled` is None where all rows of the data set are scored.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -306,6 +315,7 @@ class Evidence:
     metrics: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
     grouped: tuple[str, ...] = field(default=(), metadata=LATER)
+    sampled: SampledRows | None = field(default=None, metadata=LATER)
     opsets: Mapping[str, int] = field(default_factory=dict, metadata=LATER)
     operators: Mapping[str, int] = field(default_factory=dict, metadata=LATER)
     comparisons: tuple[LatencyComparison, ...] = ()

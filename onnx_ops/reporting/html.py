@@ -17,7 +17,14 @@ from onnx_ops.reporting.comparison import CHAMPION, ModelComparison, Pairs, base
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.formatting import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
-from onnx_ops.reporting.metrics import Measured, champion_values, headline, median_latency, task_values
+from onnx_ops.reporting.measured import (
+    Measured,
+    champion_values,
+    headline,
+    median_latency,
+    sampled_rows,
+    task_values,
+)
 from onnx_ops.reporting.plots import (
     SERIES,
     Figure,
@@ -83,6 +90,7 @@ def release_report(
         *(_card(choice, decisions, versions) for choice in choices),
         "<h2>Variants</h2>",
         _overview(decisions, known, choices, versions),
+        *([f"<p>{escape(rows[0].upper() + rows[1:])}.</p>"] if (rows := sampled_rows(evidence)) else []),
         *_comparisons(champion_comparisons(choices, evidence)),
         *_comparisons(() if base is None else base_comparisons(choices, evidence, base, pairs)),
         "<h2>Gates</h2>",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -33,6 +32,16 @@ class Measured:
         """Return value, interval and count as text."""
         interval = format_interval(self.low, self.high, self.unit, near=self.estimate)
         return f"{format_figure(self.estimate, self.unit)} {interval} (n = {self.n} {self.of})"
+
+
+def sampled_rows(evidence: Iterable[Evidence]) -> str:
+    """Return of which rows the task metrics are, where not all of the data set were scored; else an empty text."""
+    texts = {
+        f"metrics of {rows.used:,} of {rows.total:,} rows of {rows.data}"
+        for one in evidence
+        if (rows := one.sampled) is not None
+    }
+    return "; ".join(sorted(texts))
 
 
 def median_latency(samples: LatencySamples | None) -> Measured | None:

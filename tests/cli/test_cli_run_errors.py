@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from onnx_ops.app.project import open_project
 from onnx_ops.app.summary import Summary
 from onnx_ops.cli.tables import summary_report
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
-from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.domain.evidence import SampledRows
+from onnx_ops.domain.gate import Decision, GateResult, SizeGate, Verdict
+from onnx_ops.errors import MeasurementFailure, UserError
 from onnx_ops.statistics.choice import choose
+from onnx_ops.statistics.judge import judge
+from tests.reporting.test_reporting_html import evidence_of
 from tests.support.golden import Golden
 
 
@@ -34,6 +38,27 @@ def test_error_of_a_stage_is_printed_once(tmp_path: Path, capsys: pytest.Capture
         printed = capsys.readouterr().out
         golden("errors", printed, "details" if details else "short")
         assert printed.count("it answers differently each time") == 1
+
+
+def test_rows_that_metrics_are_of_are_printed_once_for_a_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = SampledRows(data="test", used=512, total=1000)
+    evidence = [replace(evidence_of(name), sampled=sampled) for name in ("fp32", "int8-static")]
+    decisions = tuple(judge((SizeGate(max=10**9),), one) for one in evidence)
+    summary = Summary(
+        pipeline="p",
+        executed=("export",),
+        outcomes=(),
+        decisions=decisions,
+        choices=(choose(decisions),),
+        registration=None,
+        awaiting=(),
+        exit_code=0,
+    )
+    by_pair = {(one.variant, one.target): one for one in evidence}
+    summary_report(summary, {}, open_project(tmp_path), by_pair, details=False)
+    assert capsys.readouterr().out.count("metrics of 512 of 1,000 rows of test") == 1
 
 
 def test_stages_with_the_same_error_share_it(

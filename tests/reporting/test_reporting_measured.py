@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from onnx_ops.domain.evidence import Interval, ScoreComparison
+from onnx_ops import codec
+from onnx_ops.domain.evidence import Evidence, Interval, SampledRows, ScoreComparison
 from onnx_ops.domain.gate import Gate, MetricGate, SizeGate
-from onnx_ops.reporting.metrics import headline, task_metric, unit_of
+from onnx_ops.reporting.measured import headline, sampled_rows, task_metric, unit_of
 from onnx_ops.statistics.judge import judge
 from tests.reporting.test_reporting_html import evidence_of, page_of
 
@@ -26,6 +27,16 @@ def test_the_metric_that_is_gated_stands_for_the_release() -> None:
     assert "latency and mae" in page
     assert "2.5 [2.25, 2.75]" in page
     assert "900 rows" in page
+
+
+def test_fewer_rows_than_the_data_set_has_are_reported_once() -> None:
+    sampled = SampledRows(data="test", used=512, total=1000)
+    two = [replace(evidence_of(name), sampled=sampled) for name in ("fp32", "int8-static")]
+    assert sampled_rows(two) == "metrics of 512 of 1,000 rows of test"
+    assert page_of(two).count("Metrics of 512 of 1,000 rows of test.") == 1
+    assert codec.loads(codec.dumps(two[0]), Evidence) == two[0]
+    assert sampled_rows([evidence_of()]) == ""
+    assert b"sampled" not in codec.dumps(evidence_of())
 
 
 def test_a_metric_against_the_baseline_is_its_value() -> None:

@@ -9,7 +9,14 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import CUSTOM_OPS, MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.evidence import ChampionFacts, Divergence, Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.evidence import (
+    ChampionFacts,
+    Divergence,
+    Evidence,
+    ParityMeasurement,
+    SampledRows,
+    WeightMeasurement,
+)
 from onnx_ops.domain.measuring import Asked
 from onnx_ops.domain.metric import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage
@@ -58,7 +65,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     store = ports.store
     variant = inputs[settings["source"]]
-    data = get_dataset(store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
+    whole = get_dataset(store, inputs[f"data/{settings['data']}"], inputs["export"])
+    data = whole.head(settings["limit"])
+    sampled = SampledRows(data=settings["data"], used=len(data), total=len(whole))
     runtime = ports.runtime(target.runtime)
     hardware = fitting(runtime, target)
     with Scratch() as folder:
@@ -112,6 +121,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             metrics=metrics.counts,
             scores=metrics.scores,
             grouped=metrics.grouped,
+            sampled=sampled if sampled.used < sampled.total else None,
             opsets=info(bench.candidate).opsets,
             operators=count_operators(read_structure(bench.candidate)),
             comparisons=speed.comparisons,
