@@ -288,4 +288,6 @@ class FsspecObjects:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ServiceUnavailable("the object store does not answer", where=self.place, why=str(error)) from error
+            raise ServiceUnavailableError(
+                "the object store does not answer", where=self.place, why=str(error)
+            ) from error

@@ -13,7 +13,7 @@ from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, SetValue, answer, print_json, reported
 from onnx_ops.cli.terminal import error_console, say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
-from onnx_ops.errors import OnnxOpsError, Problem, SpecError, UserError, spec_error
+from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
 _KINDS = ", ".join(StageKind)

@@ -116,7 +116,7 @@ def _target_report(
     evidence: Mapping[tuple[str, str], Evidence],
 ) -> int:
     """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
-    from onnx_ops.reporting.measured import sampled_rows
+    from onnx_ops.reporting.metrics import sampled_rows
 
     decisions = [decision for decision in decisions if decision.target == choice.target]
     print_text(out, _choice_line(choice, decisions))

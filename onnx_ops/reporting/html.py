@@ -17,7 +17,7 @@ from onnx_ops.reporting.comparison import CHAMPION, ModelComparison, Pairs, base
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.formatting import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
-from onnx_ops.reporting.measured import (
+from onnx_ops.reporting.metrics import (
     Measured,
     champion_values,
     headline,

@@ -12,7 +12,7 @@ from onnx_ops.app.summary import Summary
 from onnx_ops.cli.tables import summary_report
 from onnx_ops.domain.evidence import SampledRows
 from onnx_ops.domain.gate import Decision, GateResult, SizeGate, Verdict
-from onnx_ops.errors import MeasurementFailure, UserError
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge
 from tests.reporting.test_reporting_html import evidence_of
