@@ -11,10 +11,10 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_logger
 
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
-from onnx_ops.pipeline import Silent
+from onnx_ops.pipeline import SilentObserver
 
 
-class Progress(Silent):
+class Progress(SilentObserver):
     """`<pipeline>-progress`: stages that have ended, of those planned. A server that does not take it fails no run."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.reporting.figures import format_figure, number, scale_for
 from onnx_ops.reporting.measured import median_latency, task_metric
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, room_for
-from onnx_ops.statistics.parity import with_pooled_noise
+from onnx_ops.statistics.parity import pool_noise
 
 SERIES = 6
 """Colours that the page has for variants; more variants use them again, told apart by their dashes."""
@@ -79,7 +79,7 @@ def parity_figure(
     what: str, measurements: Sequence[ParityMeasurement], decision: Decision | None, metric: str
 ) -> Figure | None:
     """Error of each output and group of inputs in units of the source's own rounding noise, worst first."""
-    known = [m for m in with_pooled_noise(measurements) if m.mismatch or math.isfinite(m.ratio)]
+    known = [m for m in pool_noise(measurements) if m.mismatch or math.isfinite(m.ratio)]
     if not known:
         return None
     ranked = sorted(known, key=lambda m: (not m.mismatch, -m.ratio, m.output, m.group))

@@ -14,7 +14,7 @@ from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 from onnx_ops.adapters.optimizers.calibration import BatchReader
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.activations import AS_WRITTEN
+from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.activations import quantized_activations
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.hygiene import flatten_biases

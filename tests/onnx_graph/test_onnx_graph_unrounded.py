@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.activations import AS_WRITTEN
+from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.unrounded import write_unrounded, write_with_weights
 from onnx_ops.onnx_graph.weights import quantized_weights
 from onnx_ops.testing.models import rows, write_perceptron

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.domain.metric import ACCURACY, MetricDefinition
-from onnx_ops.pipeline.stages.benchmark import with_default
+from onnx_ops.pipeline.stages.benchmark import add_default_metric
 from onnx_ops.ports import Dataset
 
 RMSE = MetricDefinition(name="rmse")
@@ -29,6 +29,6 @@ RMSE = MetricDefinition(name="rmse")
 def test_labels_that_are_numbers_have_an_error_measured(
     label: Any, asked: tuple[MetricDefinition, ...], default: MetricDefinition | None
 ) -> None:
-    found, added = with_default(asked, Dataset(inputs={"x": np.zeros((2, 1))}, label=label))
+    found, added = add_default_metric(asked, Dataset(inputs={"x": np.zeros((2, 1))}, label=label))
     assert added == default
     assert found == (asked if default is None else (*asked, default))

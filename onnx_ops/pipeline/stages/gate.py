@@ -16,7 +16,7 @@ from onnx_ops.domain.pipeline import Stage
 from onnx_ops.measure.files import put_document
 from onnx_ops.ports import Ports
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.rules.invariance import METRIC as BATCH_INVARIANCE
+from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:

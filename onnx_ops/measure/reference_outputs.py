@@ -1,4 +1,4 @@
-"""Asks the source model on every group of inputs that its export takes, and notes what it refuses."""
+"""Reference outputs: the source model's answers to every group of inputs that its export takes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,34 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.inputs import InputValues
 from onnx_ops.domain.pipeline import SOURCE_TIME_S
 from onnx_ops.domain.structure import NanPolicy, SourceLimits
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.measure.files import rows
-from onnx_ops.measure.reference import ReferenceGroup
+from onnx_ops.measure.files import load_arrays, pack_arrays, slice_rows
 from onnx_ops.onnx_graph.check import aborts_without_rows
 from onnx_ops.onnx_graph.forest import has_trees
 from onnx_ops.onnx_graph.input_bounds import index_bounds
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.onnx_graph.trees import split_probes
-from onnx_ops.ports import Exporter, Tensors
+from onnx_ops.ports import Exporter, Store, Tensors
 from onnx_ops.ports.data import Array
-from onnx_ops.statistics.input_domain import learn_domains
-from onnx_ops.statistics.jitter import COPIES, envelope, jittered, joined
-from onnx_ops.statistics.probes import REAL, ProbeGroup, batch_inputs, in_rows, probe_groups
-from onnx_ops.statistics.sizes import Axes, sized_inputs
+from onnx_ops.statistics.probes import (
+    REAL,
+    Axes,
+    ProbeGroup,
+    learn_domains,
+    make_batch_inputs,
+    make_probe_groups,
+    make_sized_inputs,
+    take_rows,
+)
+from onnx_ops.statistics.tree_parity import COPIES, compute_envelope, jitter_rows, join_envelopes
 
 MISSING = "missing"
 SPLITS = "splits"
@@ -51,7 +58,62 @@ _JITTER_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ReferenceGroup:
+    """Inputs and the source's outputs on them, by ONNX names; a precision is None if the source has none.
+
+    `bounds` are those of a source that jumps, as `statistics.jitter.envelope` gives them; None for any other. `inside`
+    says whether callers can send such inputs.
+    """
+
+    name: str
+    inputs: Tensors
+    single: Tensors | None
+    double: Tensors | None
+    bounds: Tensors | None = None
+    inside: bool = True
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that the source answers."""
+        return tuple(self.double or self.single or {})
+
+
+_PARTS = ("input", "float32", "float64", "bounds")
+_INSIDE = "inside"
+
+
+def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
+    import numpy as np
+
+    arrays: dict[str, Any] = {}
+    for group in groups:
+        for part, tensors in zip(_PARTS, (group.inputs, group.single, group.double, group.bounds), strict=True):
+            arrays |= {f"{group.name}|{part}|{name}": array for name, array in (tensors or {}).items()}
+        arrays[f"{group.name}|{_INSIDE}|"] = np.array(group.inside)
+    return store.put_bytes(pack_arrays(arrays))
+
+
+def get_reference(store: Store, digest: Digest) -> list[ReferenceGroup]:
+    """The groups in the order of the archive, which is not that in which they were asked."""
+    parts: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, array in load_arrays(store, digest).items():
+        group, part, tensor = name.split("|", 2)
+        parts.setdefault(group, {}).setdefault(part, {})[tensor] = array
+    return [
+        ReferenceGroup(
+            name=name,
+            inputs=p["input"],
+            single=p.get("float32"),
+            double=p.get("float64"),
+            bounds=p.get("bounds"),
+            inside=bool(p[_INSIDE][""]),
+        )
+        for name, p in parts.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceOutputs:
     """The source's answers by group of inputs, and its limits."""
 
     groups: list[ReferenceGroup]
@@ -92,17 +154,17 @@ class _Source:
         step = max(1, _JITTER_BYTES // max(1, COPIES * row_bytes))
         parts = []
         for start in range(0, count, step):
-            chosen = rows(tensors, start, start + step)
-            many = self.exporter.reference(self.model, jittered(chosen, seed=start), "float64")
+            chosen = slice_rows(tensors, start, start + step)
+            many = self.exporter.reference(self.model, jitter_rows(chosen, seed=start), "float64")
             if many is None:
                 return None
             size = len(next(iter(chosen.values())))
-            answers = [rows(many, copy * size, (copy + 1) * size) for copy in range(COPIES)]
-            parts.append(envelope([*(rows(answer, start, start + step) for answer in known), *answers]))
-        return joined(parts)
+            answers = [slice_rows(many, copy * size, (copy + 1) * size) for copy in range(COPIES)]
+            parts.append(compute_envelope([*(slice_rows(answer, start, start + step) for answer in known), *answers]))
+        return join_envelopes(parts)
 
 
-def ask_source(
+def collect_reference_outputs(
     exporter: Exporter,
     model: object,
     path: Path,
@@ -110,7 +172,7 @@ def ask_source(
     declared: Mapping[str, InputValues] | None = None,
     *,
     seconds: float = SOURCE_TIME_S,
-) -> Asked:
+) -> ReferenceOutputs:
     """The source's answers wherever it has some; what it refuses has nothing to be compared with, and is noted.
 
     Args:
@@ -125,7 +187,7 @@ def ask_source(
         UserError: it refuses the real samples, or answers them differently each time.
     """
     source = _Source(exporter, model, has_trees(path))
-    asked = probes(path, samples, declared)
+    asked = build_probes(path, samples, declared)
     total = len(next(iter(samples.values())))
     most = None if info(path).fixed_batch else _affordable(source, asked, seconds)
     groups: list[ReferenceGroup] = []
@@ -155,7 +217,7 @@ def ask_source(
         rows=most if reduced and most else 0,
         samples=total if reduced else 0,
     )
-    return Asked(groups=groups, limits=limits)
+    return ReferenceOutputs(groups=groups, limits=limits)
 
 
 def _affordable(source: _Source, probes: Mapping[str, ProbeGroup], seconds: float) -> int | None:
@@ -166,7 +228,7 @@ def _affordable(source: _Source, probes: Mapping[str, ProbeGroup], seconds: floa
     """
     real = probes[REAL].inputs
     sizes = [len(next(iter(probe.inputs.values()))) for probe in probes.values()]
-    few, some = (rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
+    few, some = (slice_rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
     copies = COPIES / 2 if source.jumps else 0  # these are asked in float64 only
     affordable: list[int] = []
     try:
@@ -218,20 +280,24 @@ def _difference(name: str, first: Array, again: Array, tolerance: float) -> str:
     return f"output {name!r} differs by up to {apart:.3g}" if apart > tolerance * np.abs(both).max(initial=0) else ""
 
 
-def probes(path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None) -> dict[str, ProbeGroup]:
+def build_probes(
+    path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None
+) -> dict[str, ProbeGroup]:
     """Groups of inputs that the export takes, the real samples first: at a fixed batch, whole ones only."""
     fixed = info(path).fixed_batch
     try:
         domains = learn_domains(samples, declared, index_bounds(path))
     except ValueError as error:
         raise UserError(str(error), where="inputs", remedy="Declare values of the input's own type.") from error
-    found = probe_groups(samples, domains, empty=not fixed and not aborts_without_rows(path))
+    found = make_probe_groups(samples, domains, empty=not fixed and not aborts_without_rows(path))
     if (splits := split_probes(path, samples)) is not None:
         found[SPLITS] = ProbeGroup(inputs=splits)
-    found |= {name: ProbeGroup(inputs=made) for name, made in sized_inputs(samples, _free_axes(path, samples)).items()}
+    found |= {
+        name: ProbeGroup(inputs=made) for name, made in make_sized_inputs(samples, _free_axes(path, samples)).items()
+    }
     if fixed:
-        return {name: replace(probe, inputs=in_rows(probe.inputs, fixed)) for name, probe in found.items()}
-    return found | {name: ProbeGroup(inputs=made) for name, made in batch_inputs(samples).items()}
+        return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in found.items()}
+    return found | {name: ProbeGroup(inputs=made) for name, made in make_batch_inputs(samples).items()}
 
 
 def _evenly(tensors: Tensors, most: int) -> Tensors:

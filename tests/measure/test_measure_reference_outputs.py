@@ -27,10 +27,17 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import TRAINED, put_dataset, put_folder
 from onnx_ops.measure.parity import measure_group, measure_parity
-from onnx_ops.measure.reference import ReferenceGroup, get_reference, put_reference
+from onnx_ops.measure.reference_outputs import (
+    ReferenceGroup,
+    ReferenceOutputs,
+    _Source,
+    build_probes,
+    collect_reference_outputs,
+    get_reference,
+    put_reference,
+)
 from onnx_ops.onnx_graph.metadata import read_lineage
 from onnx_ops.pipeline.stages import export, validate
-from onnx_ops.pipeline.stages.asking import Asked, _Source, ask_source, probes
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.statistics.rules.parity import judge_parity
 from onnx_ops.testing.fakes import FakeWorld
@@ -39,12 +46,12 @@ from onnx_ops.testing.models import rows, write_perceptron
 TARGET = Target(name="cpu")
 
 
-def exported(exporter: Exporter, model: Any, section: Export, samples: Tensors, path: Path) -> Asked:
+def exported(exporter: Exporter, model: Any, section: Export, samples: Tensors, path: Path) -> ReferenceOutputs:
     exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
-    return ask_source(exporter, model, path, samples)
+    return collect_reference_outputs(exporter, model, path, samples)
 
 
-def worst(path: Path, asked: Asked) -> ParityMeasurement:
+def worst(path: Path, asked: ReferenceOutputs) -> ParityMeasurement:
     found = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
     return max(found, key=lambda m: (bool(m.mismatch), m.ratio))
 
@@ -107,7 +114,7 @@ def test_a_fixed_size_has_nothing_to_exercise(images: Tensors, tmp_path: Path) -
     path = tmp_path / "model.onnx"
     section = Export(framework="torch", dynamic={"image": {0: "batch"}})
     TorchExporter().export(Pooled().eval(), ExportRequest(section=section, samples=images, path=path))
-    assert not [name for name in probes(path, images) if name.startswith("lengths:")]
+    assert not [name for name in build_probes(path, images) if name.startswith("lengths:")]
 
 
 def cancer(rows: int) -> tuple[Any, Any]:
@@ -146,7 +153,7 @@ def test_nan_is_compared_where_the_source_answers_it_and_noted_where_not(
 
 def test_nan_that_is_passed_on_is_told(images: Tensors, tmp_path: Path) -> None:
     write_perceptron(tmp_path / "model.onnx")
-    asked = ask_source(OnnxExporter(), str(tmp_path / "model.onnx"), tmp_path / "model.onnx", rows(40))
+    asked = collect_reference_outputs(OnnxExporter(), str(tmp_path / "model.onnx"), tmp_path / "model.onnx", rows(40))
     assert asked.limits.nan in ("passed on", "answered")
     answers = next(g.single for g in asked.groups if g.name == "missing") or {}
     assert (asked.limits.nan == "passed on") == bool(np.isnan(answers["scores"]).any())
@@ -227,9 +234,9 @@ class Slow:
 def test_a_slow_source_is_asked_fewer_rows_and_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_perceptron(tmp_path / "model.onnx")
     clock = [0.0]
-    monkeypatch.setattr("onnx_ops.pipeline.stages.asking.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("onnx_ops.measure.reference_outputs.time.perf_counter", lambda: clock[0])
     slow: Any = Slow(clock)
-    asked = ask_source(slow, None, tmp_path / "model.onnx", rows(400), seconds=60)
+    asked = collect_reference_outputs(slow, None, tmp_path / "model.onnx", rows(400), seconds=60)
     assert (asked.limits.rows, asked.limits.samples) == (16, 400)
     assert clock[0] < 90
     assert {"real", "range", "batches:257", "missing"} <= {group.name for group in asked.groups}
@@ -292,7 +299,7 @@ def test_an_unseeded_estimator_is_an_error_of_the_users(tmp_path: Path) -> None:
     sure = model.predict
     model.predict = lambda rows: sure(rows) + np.random.default_rng().standard_normal(len(rows))
     with pytest.raises(UserError, match="the same rows differently") as refused:
-        ask_source(SklearnExporter(), model, tmp_path / "model.onnx", {"x": x})
+        collect_reference_outputs(SklearnExporter(), model, tmp_path / "model.onnx", {"x": x})
     assert "differs by up to" in refused.value.why
 
 
@@ -304,7 +311,7 @@ def test_a_source_that_refuses_the_real_rows_is_the_users_to_mend(tmp_path: Path
     SklearnExporter().export(model, request)
     x[3, 2] = np.nan
     with pytest.raises(UserError, match="refuses the samples"):
-        ask_source(SklearnExporter(), model, path, {"x": x})
+        collect_reference_outputs(SklearnExporter(), model, path, {"x": x})
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +348,7 @@ def test_a_forest_that_rounding_sends_another_way_is_explained_by_jitter(
     x[np.arange(len(x)), features] = middle
     on_the_edge = {"x": x.astype(np.float32)}
     reciprocal(path)
-    groups = ask_source(SklearnExporter(), model, path, on_the_edge).groups
+    groups = collect_reference_outputs(SklearnExporter(), model, path, on_the_edge).groups
     real = next(group for group in groups if group.name == "real")
     (explained,) = [m for m in measure_parity(OnnxRuntime(), path, TARGET, [real]) if m.output == "probabilities"]
     assert explained.explained > 0

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.pipeline.stages.asking import probes as probes_of
-from onnx_ops.pipeline.stages.benchmark import Bench, _check_ceiling
+from onnx_ops.measure.reference_outputs import build_probes as probes_of
+from onnx_ops.pipeline.stages.benchmark import BenchmarkContext, _check_ceiling
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -82,7 +82,7 @@ def test_a_file_too_new_for_a_target_is_told_with_the_remedy(
 ) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path, opset=opset, ir_version=ir_version)
-    bench = Bench(
+    bench = BenchmarkContext(
         runtime=OnnxRuntime(),
         target=TARGET,
         candidate=path,
@@ -99,7 +99,7 @@ def test_a_file_too_new_for_a_target_is_told_with_the_remedy(
 def test_a_file_within_the_ceiling_passes(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path, opset=17, ir_version=9)
-    bench = Bench(
+    bench = BenchmarkContext(
         runtime=OnnxRuntime(),
         target=TARGET,
         candidate=path,

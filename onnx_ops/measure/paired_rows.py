@@ -16,16 +16,16 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison
 from onnx_ops.domain.metric import MetricDefinition
 from onnx_ops.errors import CorruptStateError
-from onnx_ops.measure.files import unpack
+from onnx_ops.measure.files import load_arrays
 from onnx_ops.ports import Dataset, Store
-from onnx_ops.statistics.grouping import design_effect
+from onnx_ops.statistics.grouping import compute_design_effect
 from onnx_ops.statistics.metrics import Array
 from onnx_ops.statistics.scores import CANDIDATE, score
 
 _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 
 
-def rows_of(definition: MetricDefinition, label: Array | None, answers: Array) -> dict[str, Array]:
+def extract_rows(definition: MetricDefinition, label: Array | None, answers: Array) -> dict[str, Array]:
     """Return what is kept of the candidate's answers for one metric; empty where it cannot be compared by it."""
     if definition.name in ("accuracy", "top_k"):
         return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
@@ -34,7 +34,7 @@ def rows_of(definition: MetricDefinition, label: Array | None, answers: Array) -
     return {}
 
 
-def identity(dataset: Dataset) -> dict[str, Array]:
+def digest_rows(dataset: Dataset) -> dict[str, Array]:
     """Return the digest of the scored rows, and their groups."""
     found = hashlib.sha256()
     for name, array in (*sorted(dataset.inputs.items()), ("", dataset.label)):
@@ -60,7 +60,7 @@ def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[Paired
     found: list[PairedCounts | ScoreComparison] = []
     for name in sorted(ours.keys() & before.keys()):
         if name.startswith(_RIGHT):
-            found.append(paired(name.removeprefix(_RIGHT), "base", before[name], ours[name], group))
+            found.append(count_pairs(name.removeprefix(_RIGHT), "base", before[name], ours[name], group))
         elif name.startswith(_ERROR):
             label = name.removeprefix(_ERROR)
             definition = MetricDefinition(name="mae" if label.startswith("mae") else "rmse")
@@ -74,19 +74,21 @@ def _kept(store: Store, raw: Digest | None) -> Mapping[str, Array]:
     if raw is None:
         return {}
     try:
-        return unpack(store, raw)
+        return load_arrays(store, raw)
     except CorruptStateError:  # it was recorded by a run with another store
         return {}
 
 
-def paired(metric: str, against: str, baseline: Array, candidate: Array, group: Array | None = None) -> PairedCounts:
+def count_pairs(
+    metric: str, against: str, baseline: Array, candidate: Array, group: Array | None = None
+) -> PairedCounts:
     """Counts of rows right in both, in one, in neither. Both arrays are boolean of shape (rows,)."""
     grouped: dict[str, Any] = {}
     if group is not None:
         grouped = {
             "groups": len(np.unique(group)),
-            "change_effect": design_effect(candidate.astype(np.float64) - baseline, group),
-            "value_effect": design_effect(candidate.astype(np.float64), group),
+            "change_effect": compute_design_effect(candidate.astype(np.float64) - baseline, group),
+            "value_effect": compute_design_effect(candidate.astype(np.float64), group),
         }
     return PairedCounts(
         metric=metric,

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.rollout_observed import UnitSums
-from onnx_ops.statistics.rollout.likelihood import Array
+from onnx_ops.statistics.rollout.evidence import Array
 
-INTERVALS = 3
+MIN_INTERVALS = 3
 """That a step takes at least where no users are told."""
 _FEW = 2.0
 """What few intervals are held for: a dispersion that n of them tell counts 1 + 2 / n times."""
@@ -29,7 +29,7 @@ _ERRORS_BELIEVED = 0.5
 """Errors that a service level adds to those seen, each in a bunch as large as its user's requests."""
 
 
-def design_effect(
+def compute_design_effect(
     requests: npt.ArrayLike,
     events: npt.ArrayLike,
     requests_squared: npt.ArrayLike,
@@ -48,7 +48,7 @@ def design_effect(
     return np.asarray(np.maximum(1.0, varied / np.where(expected > 0, expected, np.inf)))
 
 
-def effect_of(epochs: Sequence[UnitSums]) -> float:
+def bound_design_effect(epochs: Sequence[UnitSums]) -> float:
     """Return the design effect of events that were counted by user anew in each epoch; 1 where none were.
 
     Who was who in which epoch is lost. The root of the sum of squares of a user's total is at most the sum of the roots
@@ -64,13 +64,13 @@ def effect_of(epochs: Sequence[UnitSums]) -> float:
     return float(max(1.0, sum(max(0.0, x) ** 0.5 for x in varied) ** 2 / (rate * (1 - rate) * n)))
 
 
-def crowding(epochs: Sequence[UnitSums]) -> float:
+def compute_request_effect(epochs: Sequence[UnitSums]) -> float:
     """Return the design effect of the requests themselves: how many of a user's the split moves at once."""
     n = sum(one.requests for one in epochs)
     return float(max(1.0, sum(one.requests_squared**0.5 for one in epochs) ** 2 / n)) if n else 1.0
 
 
-def bunching(events: npt.ArrayLike, events_squared: npt.ArrayLike, crowded: npt.ArrayLike) -> Array:
+def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, crowded: npt.ArrayLike) -> Array:
     """Return the design effect of errors for a service level, where few errors or none may have been seen.
 
     It is the mean size of the bunch that an error comes in. A few errors are added that come in bunches as large as a
@@ -79,14 +79,14 @@ def bunching(events: npt.ArrayLike, events_squared: npt.ArrayLike, crowded: npt.
     Args:
         events: errors of both versions.
         events_squared: the sum over units of their squares.
-        crowded: see `crowding`.
+        crowded: see `compute_request_effect`.
     """
     e = np.asarray(events, dtype=np.float64)
     believed = np.asarray(events_squared, dtype=np.float64) + _ERRORS_BELIEVED * np.asarray(crowded, dtype=np.float64)
     return np.asarray(np.maximum(1.0, believed / (e + _ERRORS_BELIEVED)))
 
 
-def dispersion(table: npt.ArrayLike) -> Array:
+def estimate_dispersion(table: npt.ArrayLike) -> Array:
     """Return the design effect of counts that no unit is known of, from how they vary over intervals; at least 1.
 
     The candidate's events of each interval are held against the odds ratio of all other intervals, as one alone fits
@@ -124,8 +124,11 @@ def dispersion(table: npt.ArrayLike) -> Array:
     return np.asarray(found[..., 0])
 
 
-def burstiness(table: npt.ArrayLike) -> Array:
-    """Return the index of dispersion of both versions' events over intervals, at least 1; arguments as `dispersion`."""
+def estimate_burstiness(table: npt.ArrayLike) -> Array:
+    """Return the index of dispersion of both versions' events over intervals; at least 1.
+
+    The argument is that of `estimate_dispersion`.
+    """
     rows = np.asarray(table, dtype=np.float64)
     events, n = rows[..., 0] + rows[..., 2], rows[..., 1] + rows[..., 3]
     rate = events.sum(-1, keepdims=True) / np.maximum(n.sum(-1, keepdims=True), 1)

@@ -1,4 +1,4 @@
-"""Runs a quantized variant beside its float export and looks at every quantized activation."""
+"""Quantization error of a variant: each weight and activation beside its original."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from onnx_ops.domain.evidence import WeightMeasurement
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.structure import ActivationMeasurement
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.files import rows
+from onnx_ops.measure.files import slice_rows
 from onnx_ops.onnx_graph.activations import QuantizedActivation, bounded_values, cut_off, quantized_activations
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.inspect import info
 from onnx_ops.onnx_graph.intermediate import computed_values, expose
+from onnx_ops.onnx_graph.layers import show_layer_errors
 from onnx_ops.onnx_graph.qoperator import as_pairs
+from onnx_ops.onnx_graph.weights import QuantizedWeight, kept_weights, quantized_weights
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.activations import Watched
+from onnx_ops.statistics.parity import LARGEST, compute_ratio, compute_weight_error
+from onnx_ops.statistics.quantization import ActivationStatistics
 
 AS_WRITTEN = Target(
     name="as-written",
@@ -26,7 +32,7 @@ AS_WRITTEN = Target(
     session=SessionSettings(graph_level="disabled"),
 )
 
-ROWS, ROWS_AT_ONCE = 256, 16
+ACTIVATION_ROWS, ROWS_AT_ONCE = 256, 16
 PAIRS_AT_ONCE = 16
 """Activations that one session shows: they are held in memory for all of its rows."""
 
@@ -35,6 +41,12 @@ _BOUND = 1.01
 
 _BYTES = 1 << 25
 """Inputs of one run; what a model holds on the way may be a hundred times as much."""
+
+ROUNDING = 0.51
+"""Steps that rounding moves a weight by, and a little."""
+
+_WEIGHTS_AT_ONCE = 16
+"""Weights whose errors one session holds."""
 
 
 def measure_activations(
@@ -56,7 +68,7 @@ def measure_activations(
         MeasurementError: one of them does not run on the rows.
     """
     activations = quantized_activations(derived)
-    feeds = tuple(feeds_of(derived, samples))
+    feeds = tuple(split_feeds(derived, samples))
     if activations and not feeds:
         raise MeasurementError("there are too few rows to look at its activations", where=derived.name)
     found: list[ActivationMeasurement] = []
@@ -109,7 +121,7 @@ def _looked_at(
 ) -> list[ActivationMeasurement]:
     bounded, cut = bounded_values(source), cut_off(source)
     watched = [
-        Watched(
+        ActivationStatistics(
             tensor=a.origin,
             step=a.step,
             low=a.low,
@@ -144,12 +156,61 @@ def _values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensor
     return [{**feed, **answer} for feed, answer in zip(feeds, answers, strict=True)]
 
 
-def feeds_of(model: Path, samples: Tensors) -> Iterator[Tensors]:
+def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
     """The rows a few at a time; at a fixed batch, whole ones only."""
     fixed = {spec.shape[0] for spec in info(model).inputs if spec.shape and isinstance(spec.shape[0], int)}
-    count = min(ROWS, *(len(array) for array in samples.values()))
+    count = min(ACTIVATION_ROWS, *(len(array) for array in samples.values()))
     row_bytes = max(1, sum(array.nbytes for array in samples.values()) // max(1, count))
     size = min(fixed) if fixed else max(1, min(ROWS_AT_ONCE, _BYTES // row_bytes))
     last = count // size * size if fixed else count
     for start in range(0, last, size):
-        yield rows(samples, start, min(start + size, count))
+        yield slice_rows(samples, start, min(start + size, count))
+
+
+def measure_weights(
+    source: Path, derived: Path, runtime: Runtime | None = None, samples: Tensors | None = None
+) -> tuple[WeightMeasurement, ...]:
+    """Distance of every constant of a quantized variant from its original.
+
+    Args:
+        source: the float export.
+        derived: the variant.
+        runtime: runs the layers of weights that moved by more than rounding does; None leaves that out.
+        samples: real rows by ONNX name, for them.
+
+    Raises:
+        MeasurementError: a quantized weight cannot be compared, or the export does not run.
+    """
+    pairs = (*quantized_weights(source, derived), *kept_weights(source, derived))
+    steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
+    moved = [pair for pair, far in zip(pairs, steps, strict=True) if ROUNDING < far < LARGEST and pair.origin]
+    errors = _layer_errors(runtime, source, derived, moved, samples) if runtime and samples and moved else {}
+    return tuple(
+        WeightMeasurement(
+            tensor=pair.name,
+            steps=far,
+            elements=int(pair.original.size),
+            output_error=errors.get(pair.name),
+            stretch=pair.stretch,
+        )
+        for pair, far in zip(pairs, steps, strict=True)
+    )
+
+
+def _layer_errors(
+    runtime: Runtime, source: Path, derived: Path, moved: Sequence[QuantizedWeight], samples: Tensors
+) -> dict[str, float]:
+    """By weight, the worst of the layers that use it."""
+    copy, feeds = source.with_name(f"{source.stem}-layers.onnx"), tuple(split_feeds(derived, samples))
+    found: dict[str, float] = {}
+    for start in range(0, len(moved), _WEIGHTS_AT_ONCE):
+        try:
+            shown = show_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
+            runs = runtime.run(copy, AS_WRITTEN, feeds) if shown else ()
+        finally:
+            copy.unlink(missing_ok=True)
+            copy.with_name(f"{copy.name}.data").unlink(missing_ok=True)
+        for weight, pairs in shown.items():
+            sums = [[float(np.sum([run[name] for run in runs], dtype=np.float64)) for name in pair] for pair in pairs]
+            found[weight] = max(compute_ratio(*both) if np.isfinite(both).all() else LARGEST for both in sums)
+    return found

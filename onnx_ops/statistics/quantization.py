@@ -1,4 +1,4 @@
-"""How far a quantized activation is from what was written, and how much of it its range cuts off."""
+"""Quantization error: distances of weights and activations from their originals, in quantization steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPACINGS = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Watched:
+class ActivationStatistics:
     """One activation over several runs. `step`, `low` and `high` describe its levels as it is written.
 
     `bounded`: its range is that of the function that makes it.

@@ -1,4 +1,4 @@
-"""What every kind of stage is planned with: identities, settings, and the questions that a plan asks of the world."""
+"""Settings and hints of stages: written by the plan, read by the stages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.target import Target
-from onnx_ops.pipeline.code_digest import UserCode
+from onnx_ops.domain.target import CustomOps, Target
+from onnx_ops.pipeline.user_code import UserCode
+from onnx_ops.ports import Exporter, Ports, SessionExporter
 
 REQUIREMENTS = "requirements"
 """Stands among a stage's tools where they live in an environment of their own."""
@@ -115,20 +116,20 @@ def make_stage(
     )
 
 
-def section_of(section: Attempts) -> dict[str, Json]:
-    """A section without what only concerns its attempts, and without its environment, which `env_of` tells."""
+def write_section(section: Attempts) -> dict[str, Json]:
+    """Return a section without its attempts and without its environment (see `write_environment`)."""
     document = codec.to_json(section)
     return {key: value for key, value in document.items() if key not in ("retries", "timeout", "memory", "env")}
 
 
-def env_of(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
+def write_environment(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
     """Settings and hints of a stage that runs in an environment of its own; none where the exporter decides."""
     if env is None:
         return {}, {}
     return {"env": env.content()}, {"env": codec.to_json(env)}
 
 
-def operators_of(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[dict[str, Json], dict[str, Json]]:
+def write_operators(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[dict[str, Json], dict[str, Json]]:
     """Settings and hints of stages that put libraries of operators beside a model; none where no target has any."""
     found = {name: targets[name].custom_ops for name in pipeline.benchmark.targets if targets[name].custom_ops}
     if not found:
@@ -140,7 +141,7 @@ def operators_of(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[dic
     return {"custom_ops": content}, {"custom_ops": codec.to_json(found)}
 
 
-def plain(value: Json) -> str:
+def as_json_text(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
@@ -148,3 +149,30 @@ def is_isolated(stage: Stage) -> bool:
     """Whether the stage's exporter runs in an environment of its own, whose packages are not those of this
     installation."""
     return REQUIREMENTS in stage.tools
+
+
+def get_exporter(stage: Stage, ports: Ports, framework: str) -> Exporter:
+    """The exporter, where the stage's hints say that it runs."""
+    found = ports.exporter(framework, read_environment(stage))
+    here = read_reference_operators(stage)
+    return found.with_custom_ops(here) if here and isinstance(found, SessionExporter) else found
+
+
+def read_environment(stage: Stage) -> Environment | None:
+    """The environment that the pipeline asks for."""
+    env = stage.hints.get("env")
+    return codec.from_json(env, Environment, where=stage.id) if env else None
+
+
+def read_operators(stage: Stage) -> Mapping[str, tuple[CustomOps, ...]]:
+    """The libraries of operators of the pipeline's targets, by target."""
+    told = stage.hints.get("custom_ops", {})
+    found: Mapping[str, tuple[CustomOps, ...]] = codec.from_json(
+        told, Mapping[str, tuple[CustomOps, ...]], where=stage.id
+    )
+    return found
+
+
+def read_reference_operators(stage: Stage) -> tuple[CustomOps, ...]:
+    """Those with which an export is compared with its source: the first target's that has any."""
+    return next(iter(read_operators(stage).values()), ())

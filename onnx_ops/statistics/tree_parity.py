@@ -1,20 +1,18 @@
-"""Jitter envelope: what a source that jumps (a tree) answers to inputs that differ by rounding only.
-
-A correct export of a scaler with trees differs from its source in some rows, because a feature rounded otherwise falls
-on the other side of a split. Such a row is explained if the source, asked with copies of it jittered by a few times
-the rounding of float32, spans the export's answer.
-"""
+"""Parity of tree ensembles: splits and leaves one by one, and answers within the jitter envelope."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.evidence import ParityMeasurement
-from onnx_ops.statistics.parity import LARGEST, epsilon_of, is_float, is_text, measure, ratio_of
+from onnx_ops.domain.structure import TreeStructure
+from onnx_ops.ports import Tree
+from onnx_ops.statistics.parity import LARGEST, compute_epsilon, compute_ratio, is_float, is_text, measure_output
 
 AnyArray = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float64]
@@ -29,8 +27,14 @@ COPIES = 32
 _BEYOND = 10.0
 """Error / noise above which a row differs: the parity gate's usual limit."""
 
+SHOWN = 20
+"""Differences that are told one by one."""
 
-def jittered(samples: Tensors, *, seed: int = 0, copies: int = COPIES) -> Tensors:
+_CLOSE = 2.0**-21
+"""Relative difference of a leaf's weight that a multiplication in another order makes."""
+
+
+def jitter_rows(samples: Tensors, *, seed: int = 0, copies: int = COPIES) -> Tensors:
     """Copies of the rows, floats changed by up to `JITTER` of their size, each element by its own.
 
     Args:
@@ -52,7 +56,7 @@ def jittered(samples: Tensors, *, seed: int = 0, copies: int = COPIES) -> Tensor
     return found
 
 
-def envelope(answers: Sequence[Tensors]) -> dict[str, AnyArray]:
+def compute_envelope(answers: Sequence[Tensors]) -> dict[str, AnyArray]:
     """The bounds of several answers to the same rows, by output.
 
     Args:
@@ -73,11 +77,11 @@ def envelope(answers: Sequence[Tensors]) -> dict[str, AnyArray]:
     return found
 
 
-def joined(parts: Sequence[Mapping[str, AnyArray]]) -> dict[str, AnyArray]:
+def join_envelopes(parts: Sequence[Mapping[str, AnyArray]]) -> dict[str, AnyArray]:
     """Bounds of consecutive parts of the rows as those of all rows.
 
     Args:
-        parts: as `envelope` gives them.
+        parts: as `compute_envelope` gives them.
     """
     found: dict[str, AnyArray] = {}
     for name in parts[0]:
@@ -88,7 +92,7 @@ def joined(parts: Sequence[Mapping[str, AnyArray]]) -> dict[str, AnyArray]:
     return found
 
 
-def measure_jumping(
+def measure_within_envelope(
     *, group: str, output: str, onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, bounds: AnyArray
 ) -> ParityMeasurement:
     """Distance of an export's output from the envelope of a source that jumps.
@@ -103,12 +107,12 @@ def measure_jumping(
         onnx: the export's answer (n, …).
         single: the source's answer in float32, if there is one.
         double: the source's answer in float64, if there is one.
-        bounds: of this output, as `envelope` gives them.
+        bounds: of this output, as `compute_envelope` gives them.
 
     Raises:
         MeasurementError: as `parity.measure`.
     """
-    plain = measure(group=group, output=output, onnx=onnx, single=single, double=double)
+    plain = measure_output(group=group, output=output, onnx=onnx, single=single, double=double)
     exact = double if double is not None else single
     if plain.mismatch or exact is None or not onnx.size or bounds.shape[1:] != onnx.shape:
         return plain
@@ -125,7 +129,7 @@ def _floats(plain: ParityMeasurement, answer: AnyArray, answers: Sequence[Floats
     if not finite.any():
         return plain
     shown = np.where(finite, exact, 0.0)
-    noise = 2 * epsilon_of(answer) * float(np.abs(shown).max())
+    noise = 2 * compute_epsilon(answer) * float(np.abs(shown).max())
     apart = np.where(finite, bounds[1] - bounds[0], 0.0)
     steady = _by_row(apart, noise * _BEYOND)
     for one in answers[1:]:
@@ -139,7 +143,7 @@ def _floats(plain: ParityMeasurement, answer: AnyArray, answers: Sequence[Floats
         plain,
         error=min(error, LARGEST),
         noise=min(noise, LARGEST),
-        ratio=ratio_of(error, noise),
+        ratio=compute_ratio(error, noise),
         tolerance="",
         explained=int((differs & ~outside).sum()),
         unexplained=int(outside.sum()),
@@ -155,7 +159,7 @@ def _labels(plain: ParityMeasurement, onnx: AnyArray, exact: AnyArray, bounds: A
     return replace(
         plain,
         error=error,
-        ratio=ratio_of(error, 0.0),
+        ratio=compute_ratio(error, 0.0),
         explained=int((differs & ~outside).sum()),
         unexplained=int(outside.sum()),
     )
@@ -186,3 +190,68 @@ def _different(stacked: AnyArray) -> AnyArray:
     chosen = np.take_along_axis(ordered, place, axis=0)
     kept = np.take_along_axis(fresh, place, axis=0)
     return np.asarray(np.where(kept, chosen, chosen[:1]))
+
+
+def compare_trees(found: Sequence[Tree], expected: Sequence[Tree]) -> TreeStructure:
+    """Trees of an export against those of its source, by their place.
+
+    Features and thresholds must be equal, weights of leaves to the rounding of float32. Where two trees differ in
+    their shape, their splits are held against each other as multisets.
+
+    Args:
+        found: of the export.
+        expected: of the source.
+    """
+    told: list[str] = []
+    changed = 0
+    if len(found) != len(expected):
+        changed += abs(len(found) - len(expected))
+        told.append(f"{len(found)} trees, the source has {len(expected)}")
+    for index, (tree, source) in enumerate(zip(found, expected, strict=False)):
+        for count, text in _differences(tree, source):
+            changed += count
+            told.append(f"tree {index}{text}")
+    return TreeStructure(
+        trees=len(expected),
+        splits=sum(int((tree.features >= 0).sum()) for tree in expected),
+        leaves=sum(int((tree.features < 0).sum()) for tree in expected),
+        changed=changed,
+        differences=tuple(told[:SHOWN]),
+    )
+
+
+def _differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
+    """How many nodes differ, and in what."""
+    if tree.weights.shape[1:] != source.weights.shape[1:]:
+        yield 1, f": leaves for {tree.weights.shape[1]} outputs, the source has {source.weights.shape[1]}"
+        return
+    leaf, other = tree.features < 0, source.features < 0
+    if leaf.shape != other.shape or (leaf != other).any():
+        here, there = _counts(tree), _counts(source)
+        yield (
+            max(1, ((here - there) + (there - here)).total()),
+            f": {_size(tree)} arranged otherwise than the source's {_size(source)}",
+        )
+        return
+    splits = ~leaf
+    for node in np.flatnonzero(splits & (tree.features != source.features)):
+        yield 1, f", node {node}: splits at feature {tree.features[node]}, the source at {source.features[node]}"
+    same = splits & (tree.features == source.features)
+    for node in np.flatnonzero(same & (tree.thresholds != source.thresholds)):
+        yield 1, f", node {node}: threshold {tree.thresholds[node]:.9g}, the source has {source.thresholds[node]:.9g}"
+    weights, originals = tree.weights.astype(np.float64), source.weights.astype(np.float64)
+    close = np.abs(weights - originals) <= _CLOSE * np.maximum(np.abs(weights), np.abs(originals))
+    for node in np.flatnonzero(leaf & ~close.all(axis=1)):
+        output = int(np.flatnonzero(~close[node])[0])
+        values = f"{weights[node, output]:.9g}, the source has {originals[node, output]:.9g}"
+        yield 1, f", node {node}: leaf weight of output {output} is {values}"
+
+
+def _counts(tree: Tree) -> Counter[tuple[int, float]]:
+    splits = tree.features >= 0
+    return Counter(zip(tree.features[splits].tolist(), tree.thresholds[splits].tolist(), strict=True))
+
+
+def _size(tree: Tree) -> str:
+    leaves = int((tree.features < 0).sum())
+    return f"{len(tree.features) - leaves} splits and {leaves} leaves"
