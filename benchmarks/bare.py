@@ -23,7 +23,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.domain.rollout import split_state
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.ports import Dataset, ExportRequest, OptimizeRequest, RaceSchedule
 from onnx_ops.statistics.probes import learn_domains, make_batch_inputs, make_range_inputs
 

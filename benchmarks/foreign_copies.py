@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.onnx_graph.files import constants, read_model
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.tools.probing import generate_samples, shared_inputs
 
 _LARGEST = 1 << 30

@@ -29,7 +29,7 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.kind import read_candidate_kind
+from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset, OptimizeRequest
 from onnx_ops.tools.judge import JudgeRequest, SweepPoint, build_metric_gate, judge_candidate
 from onnx_ops.tools.probing import check_samples, generate_samples, shared_inputs

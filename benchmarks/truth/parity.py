@@ -25,10 +25,9 @@ from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.parity import measure_parity
-from onnx_ops.onnx_graph.check import full_check
-from onnx_ops.onnx_graph.forest import read_trees
+from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.onnx_graph.input_bounds import index_bounds, input_bounds
-from onnx_ops.onnx_graph.trees import split_probes
+from onnx_ops.onnx_graph.tree_ensembles import read_trees, split_probes
 from onnx_ops.ports import Tensors
 from onnx_ops.statistics.probes import learn_domains, make_range_inputs
 from onnx_ops.statistics.rules.parity import judge_parity

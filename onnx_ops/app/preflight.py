@@ -153,9 +153,9 @@ class Preflight:
 
     def _model(self, place: Path) -> tuple[list[str], ModelInfo | None]:
         """What the ready ONNX file is refused for, and what it says of itself."""
-        from onnx_ops.onnx_graph.brought import brought_notes, brought_problems
+        from onnx_ops.onnx_graph.compatibility import brought_notes, brought_problems
         from onnx_ops.onnx_graph.files import model_file
-        from onnx_ops.onnx_graph.inspect import info
+        from onnx_ops.onnx_graph.model_info import info
 
         if self.draft.export is None:
             return [], None

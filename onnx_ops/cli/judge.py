@@ -100,7 +100,7 @@ def judge(
     from onnx_ops.cli.inspecting import local_model
     from onnx_ops.cli.tools import telling
     from onnx_ops.config.builtin import find_target
-    from onnx_ops.onnx_graph.kind import read_candidate_kind
+    from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.tools.compare import REFERENCE
     from onnx_ops.tools.judge import JudgeRequest, judge_candidate
@@ -171,7 +171,7 @@ def judge(
 
 def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, Path, list[str]]:
     """The files, with casts around one that takes other floats than the baseline, or bfloat16; and notes on these."""
-    from onnx_ops.onnx_graph.boundary_casts import read_types, write_with_casts
+    from onnx_ops.onnx_graph.rewrites import read_types, write_with_casts
     from onnx_ops.scratch import Scratch
 
     wanted, folder = read_types(baseline), stack.enter_context(Scratch())
@@ -188,7 +188,7 @@ def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path
 def _of_files(found: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
     """The same with digests and sizes of the files that were given."""
     from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.onnx_graph.inspect import info
+    from onnx_ops.onnx_graph.model_info import info
 
     digests = digest_file(given[0]), digest_file(given[1])
     sizes = info(given[0]).size_bytes, info(given[1]).size_bytes

@@ -140,7 +140,7 @@ def _options(texts: list[str]) -> dict[str, Json]:
 
 def _rows(ports: Ports, model: Path, data: Path, samples: int) -> Tensors:
     from onnx_ops.cli.tools import read_rows
-    from onnx_ops.onnx_graph.inspect import info
+    from onnx_ops.onnx_graph.model_info import info
 
     return read_rows(info(model).inputs, ports, data, samples).rows
 

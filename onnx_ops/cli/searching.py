@@ -110,7 +110,7 @@ def _parts(hint: Any) -> list[Any]:
 
 def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset:
     from onnx_ops.domain.pipeline import FileData
-    from onnx_ops.onnx_graph.inspect import info
+    from onnx_ops.onnx_graph.model_info import info
     from onnx_ops.ports import Dataset
     from onnx_ops.tools.probing import check_samples
 

@@ -11,7 +11,7 @@ import numpy as np
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.files import slice_rows
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.probes import REAL
 

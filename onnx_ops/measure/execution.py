@@ -11,10 +11,9 @@ from onnx_ops.domain.recipes import arithmetic
 from onnx_ops.domain.structure import Advice, Int8Coverage
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.advice import advise
-from onnx_ops.onnx_graph.coverage import int8_coverage
 from onnx_ops.onnx_graph.files import nodes, read_structure
-from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.onnx_graph.int8_coverage import advise, int8_coverage
+from onnx_ops.onnx_graph.ort_format import is_ort
 from onnx_ops.ports import RewritingRuntime, Runtime
 from onnx_ops.scratch import Scratch
 

@@ -14,8 +14,8 @@ from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.measure.answers import explain_rejection, run_groups
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.reference_outputs import ReferenceGroup
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.intermediate import ComputedValue, computed_values, expose
+from onnx_ops.onnx_graph.instrumentation import ComputedValue, computed_values, expose
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Ports, Runtime, Tensors, Tracer
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.parity import (

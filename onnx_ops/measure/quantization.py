@@ -15,13 +15,17 @@ from onnx_ops.domain.structure import ActivationMeasurement
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import slice_rows
-from onnx_ops.onnx_graph.activations import QuantizedActivation, bounded_values, cut_off, quantized_activations
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.intermediate import computed_values, expose
-from onnx_ops.onnx_graph.layers import show_layer_errors
-from onnx_ops.onnx_graph.qoperator import as_pairs
-from onnx_ops.onnx_graph.weights import QuantizedWeight, kept_weights, quantized_weights
+from onnx_ops.onnx_graph.instrumentation import computed_values, expose
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.quantized_activations import (
+    QuantizedActivation,
+    as_pairs,
+    bounded_values,
+    cut_off,
+    quantized_activations,
+)
+from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight, kept_weights, quantized_weights, show_layer_errors
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.parity import LARGEST, compute_ratio, compute_weight_error
 from onnx_ops.statistics.quantization import ActivationStatistics

@@ -17,11 +17,10 @@ from onnx_ops.domain.pipeline import SOURCE_TIME_S
 from onnx_ops.domain.structure import NanPolicy, SourceLimits
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.measure.files import load_arrays, pack_arrays, slice_rows
-from onnx_ops.onnx_graph.check import aborts_without_rows
-from onnx_ops.onnx_graph.forest import has_trees
+from onnx_ops.onnx_graph.compatibility import aborts_without_rows
 from onnx_ops.onnx_graph.input_bounds import index_bounds
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.trees import split_probes
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.tree_ensembles import has_trees, split_probes
 from onnx_ops.ports import Exporter, Store, Tensors
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.probes import (

@@ -24,9 +24,16 @@ from onnx_ops.measure.quantization import PAIRS_AT_ONCE
 from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, measure_metrics, read_predictions
 from onnx_ops.measure.timing import build_feed, compute_log_ratios
 from onnx_ops.onnx_graph.files import external_names
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.intermediate import computed_values, expose
-from onnx_ops.onnx_graph.simulate import OPERATORS, Range, activations, products, quantize_alone
+from onnx_ops.onnx_graph.instrumentation import (
+    OPERATORS,
+    Range,
+    activations,
+    computed_values,
+    expose,
+    products,
+    quantize_alone,
+)
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Dataset, Journal, OptimizeRequest, Ports, RaceSchedule, Runtime, Tensors
 from onnx_ops.statistics.latency import session_interval
 from onnx_ops.statistics.metrics import CustomMetric

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import RaceSamples, RaceSchedule, Runtime, Tensors
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.latency import LOOKS, compute_block_logs, get_next_look, should_continue

@@ -21,8 +21,8 @@ from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import inspect_execution, require_hardware
 from onnx_ops.measure.speed import compare_resources, measure_starts, measure_throughput
 from onnx_ops.measure.timing import QUANTILES, PairedBenchmark, RawSamples, compare_latency, count_rows, measure_latency
-from onnx_ops.onnx_graph.check import full_check, refusal
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.compatibility import full_check, refusal
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.latency import compare_latency_quantile, compare_quantile

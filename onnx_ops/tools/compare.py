@@ -23,13 +23,12 @@ from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import explain_rejection, run_groups
 from onnx_ops.measure.execution import inspect_execution, require_hardware
 from onnx_ops.measure.parity import make_mismatch
-from onnx_ops.onnx_graph.check import aborts_without_rows, ceiling, foreign, full_check, lacking
+from onnx_ops.onnx_graph.compatibility import aborts_without_rows, ceiling, foreign, full_check, lacking
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.onnx_graph.forest import has_trees, read_trees
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.ort_file import is_ort
-from onnx_ops.onnx_graph.trees import split_probes
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees, split_probes
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.parity import measure_output, pool_noise
 from onnx_ops.statistics.probes import REAL

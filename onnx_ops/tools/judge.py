@@ -26,12 +26,12 @@ from onnx_ops.measure.execution import inspect_execution
 from onnx_ops.measure.predictions import join_predictions, read_prediction
 from onnx_ops.measure.quantization import measure_activations, measure_weights
 from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
+from onnx_ops.onnx_graph.dequantization import write_unrounded, write_with_halves, write_with_weights
 from onnx_ops.onnx_graph.files import external_files, read_structure
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.kind import CandidateKind
-from onnx_ops.onnx_graph.unrounded import write_unrounded, write_with_halves, write_with_weights
-from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_kind import CandidateKind
+from onnx_ops.onnx_graph.quantized_weights import quantized_weights
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.judge import judge

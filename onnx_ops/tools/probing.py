@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.inputs import InputValues
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.input_bounds import InputBounds
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Tensors
 from onnx_ops.statistics.probes import (
     MIN_NOISE_ROWS,

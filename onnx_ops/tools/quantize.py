@@ -20,9 +20,9 @@ from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution
 from onnx_ops.measure.search import SearchContext, Tell, describe_recipe, search
 from onnx_ops.measure.timing import compute_log_ratios
-from onnx_ops.onnx_graph.check import ceiling, full_check
+from onnx_ops.onnx_graph.compatibility import ceiling, full_check
 from onnx_ops.onnx_graph.files import copy_model, parse, refuse_ort, tensors
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import ConfiguredOptimizer, Dataset, OptimizeRequest, Ports, RaceSchedule, Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.latency import ALPHA, LOOKS, session_interval

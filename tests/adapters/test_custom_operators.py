@@ -16,7 +16,7 @@ from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import ConfigError, DigestMismatchError, MeasurementError, NotFoundError, UserError
-from onnx_ops.onnx_graph.check import foreign, lacking, refusal
+from onnx_ops.onnx_graph.compatibility import foreign, lacking, refusal
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.tools.bench import read_runtime_facts
 from onnx_ops.tools.compare import compare

@@ -17,10 +17,8 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.reference_outputs import collect_reference_outputs
-from onnx_ops.onnx_graph.brought import brought_problems
-from onnx_ops.onnx_graph.check import full_check
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.metadata import read_lineage
+from onnx_ops.onnx_graph.compatibility import brought_problems, full_check
+from onnx_ops.onnx_graph.model_info import info, read_lineage
 from onnx_ops.ports import ExportRequest
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_perceptron

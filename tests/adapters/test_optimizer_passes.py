@@ -22,7 +22,7 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MissingPackageError, StageError, UserError
 from onnx_ops.onnx_graph.files import nodes, read_structure
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite

@@ -36,7 +36,7 @@ from onnx_ops.measure.reference_outputs import (
     get_reference,
     put_reference,
 )
-from onnx_ops.onnx_graph.metadata import read_lineage
+from onnx_ops.onnx_graph.model_info import read_lineage
 from onnx_ops.pipeline.stages import export, validate
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.statistics.rules.parity import judge_parity

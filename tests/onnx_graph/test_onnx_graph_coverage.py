@@ -15,7 +15,7 @@ from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.execution import inspect_execution
-from onnx_ops.onnx_graph.coverage import int8_coverage
+from onnx_ops.onnx_graph.int8_coverage import int8_coverage
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 

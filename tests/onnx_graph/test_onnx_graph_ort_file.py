@@ -11,10 +11,10 @@ import pytest
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.onnx_graph.files import read_model, read_structure
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.ort_format import is_ort
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.quantize import check_paths
 

@@ -124,8 +124,7 @@ def _lines(process: subprocess.Popen[bytes], timeout: float, wanted: int) -> tup
 
 def look(model: Path) -> Outcome:
     """What `inspect` makes of a file."""
-    from onnx_ops.onnx_graph.cost import cost
-    from onnx_ops.onnx_graph.survey import survey
+    from onnx_ops.onnx_graph.model_summary import cost, survey
 
     def run() -> tuple[str, str]:
         found = survey(model)

@@ -14,7 +14,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.brought import drop_zipmaps
+from onnx_ops.onnx_graph.compatibility import drop_zipmaps
 from onnx_ops.testing.models import write_perceptron
 from onnx_ops.tools.compare import ParityResult, compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs

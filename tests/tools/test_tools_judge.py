@@ -17,7 +17,7 @@ from onnx_ops.config.builtin import BUILTIN
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.gate import GateResult, Verdict
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.kind import read_candidate_kind
+from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.judge import Judgement, JudgeRequest, SweepPoint, build_metric_gate, judge_candidate

@@ -15,9 +15,8 @@ from onnx_ops.domain.search import SEARCH_FILE, SearchRecord, Trial
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
 from onnx_ops.measure.search import describe_recipe
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.metadata import write_lineage
-from onnx_ops.onnx_graph.operators import carry_libraries
+from onnx_ops.onnx_graph.compatibility import carry_libraries
+from onnx_ops.onnx_graph.model_info import info, write_lineage
 from onnx_ops.pipeline.stage_settings import read_environment, read_operators
 from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
 from onnx_ops.scratch import Scratch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.onnx_graph.files import constants, nodes, read_structure
-from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.onnx_graph.ort_format import is_ort
 
 if TYPE_CHECKING:
     import onnx

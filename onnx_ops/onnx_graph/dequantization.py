@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.activations import cut_off, levels_of
 from onnx_ops.onnx_graph.files import constants, graphs, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.narrow import blocks
-from onnx_ops.onnx_graph.qoperator import WRITTEN, as_pairs
-from onnx_ops.onnx_graph.weights import QuantizedWeight
+from onnx_ops.onnx_graph.quantized_activations import WRITTEN, as_pairs, cut_off, levels_of
+from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight, blocks
 
 if TYPE_CHECKING:
     import onnx

@@ -1,8 +1,9 @@
-"""Quantized weights beside the float ones that they stand for."""
+"""Read quantized weights beside the float weights that they were made from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,16 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import constants, read_model
-from onnx_ops.onnx_graph.narrow import Narrow, blocks, halves
-from onnx_ops.onnx_graph.qoperator import SUFFIX, as_pairs
+from onnx_ops.onnx_graph.files import constants, read_model, write_model
+from onnx_ops.onnx_graph.quantized_activations import SUFFIX, as_pairs
 
 if TYPE_CHECKING:
     import onnx
 
 Floats = npt.NDArray[np.float64]
 
-_FLOAT = 1
+_FLOAT, _HALF = 1, 10
 
 _KEPT_SPACINGS = 8
 """A constant that stays in float may move by about half of so many float32 spacings of its largest value."""
@@ -253,3 +253,126 @@ def _along(values: Floats, dimensions: int, axis: int) -> Floats:
     shape = [1] * dimensions
     shape[axis] = -1
     return values.reshape(shape)
+
+
+_BLOCKED = re.compile(r"_Q\d+(?:G\d+)?$")
+"""What the tools put behind the name of a weight that they store in blocks."""
+
+_ENDS = 2.0
+"""Steps that count as one in a block: its zero point is rounded, or its largest level is missing, and either moves the
+ends of a block by up to a step more than rounding does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow:
+    """One weight: the original's name, its values, and the step of each; shapes are equal.
+
+    `spacing` is the distance of neighbouring levels. `transposable`: it is stored for a MatMul, whichever way the
+    original's operator takes it.
+    """
+
+    name: str
+    values: Floats
+    step: Floats
+    spacing: Floats
+    transposable: bool = False
+
+
+def halves(originals: Mapping[str, onnx.TensorProto], tensors: Mapping[str, onnx.TensorProto]) -> Iterator[Narrow]:
+    """Constants that were float32 and are float16; a step is the spacing of float16 there."""
+    from onnx import numpy_helper
+
+    for name, tensor in tensors.items():
+        before = originals.get(name)
+        if before is not None and before.data_type == _FLOAT and tensor.data_type == _HALF:
+            values = numpy_helper.to_array(tensor)
+            step = np.spacing(np.abs(values)).astype(np.float64)
+            yield Narrow(name=name, values=values.astype(np.float64), step=step, spacing=step)
+
+
+def blocks(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[Narrow]:
+    """Matrices (K, N) of every MatMulNBits, read out of their blocks."""
+    from onnx import numpy_helper
+
+    for node in model.graph.node:
+        if node.op_type != "MatMulNBits" or not set(node.input[1:3]) <= set(tensors):
+            continue
+        sizes = {a.name: a.i for a in node.attribute}
+        depth, width, bits, block = (sizes[name] for name in ("K", "N", "bits", "block_size"))
+        count = -(-depth // block)
+        levels = _unpacked(numpy_helper.to_array(tensors[node.input[1]]).reshape(width, -1), bits)[:, :depth]
+        scale = numpy_helper.to_array(tensors[node.input[2]]).astype(np.float64).reshape(width, count)
+        zero = np.full((width, count), float(1 << (bits - 1)))
+        if len(node.input) > 3 and node.input[3] in tensors:
+            stored = numpy_helper.to_array(tensors[node.input[3]])
+            packed = stored.dtype == np.uint8
+            zero = _unpacked(stored.reshape(width, -1), bits)[:, :count] if packed else stored.reshape(width, count)
+        steps = np.repeat(scale, block, axis=1)[:, :depth]
+        centre = np.repeat(zero.astype(np.float64), block, axis=1)[:, :depth]
+        yield Narrow(
+            name=_BLOCKED.sub("", node.input[1]),
+            values=((levels - centre) * steps).T,
+            step=_ENDS * np.abs(steps).T,
+            spacing=np.abs(steps).T,
+            transposable=True,
+        )
+
+
+def _unpacked(packed: npt.NDArray[np.uint8], bits: int) -> Floats:
+    """Levels of each row, the low bits of a byte first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    levels = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
+    return levels.reshape(packed.shape[0], -1).astype(np.float64)
+
+
+_LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
+
+Pair = tuple[str, str]
+"""Names of two sums of squares over a run: of the errors that a quantized weight and plain rounding make."""
+
+
+def show_layer_errors(source: Path, weights: Sequence[QuantizedWeight], copy: Path) -> dict[str, tuple[Pair, ...]]:
+    """Write a copy of the float model that gives, for each layer of the weights, the squared errors of its answers.
+
+    A layer is linear in its weight, so that the error of its answer is the answer of the weight's error.
+
+    Returns:
+        The two sums of each layer, by the weight's name; nothing for a weight of another operator.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    from onnx import helper, numpy_helper
+
+    model = read_model(source)
+    dims = {name: tuple(tensor.dims) for name, tensor in constants(model).items()}
+    del model.graph.output[:]
+    shown: dict[str, tuple[Pair, ...]] = {}
+    for weight in weights:
+        for node in [n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] == weight.origin]:
+            pair = f"{node.output[0]}.moved", f"{node.output[0]}.rounded"
+            for name, error in zip(pair, (weight.original - weight.dequantized, _rounding(weight)), strict=True):
+                turned = error.T if weight.transposed else error
+                array = np.ascontiguousarray(turned.reshape(dims[weight.origin]), dtype=np.float32)
+                model.graph.initializer.append(numpy_helper.from_array(array, f"{name}.weight"))
+                model.graph.node.append(_alike(node, [node.input[0], f"{name}.weight"], f"{name}.answer"))
+                model.graph.node.append(helper.make_node("ReduceSumSquare", [f"{name}.answer"], [name], keepdims=0))
+                model.graph.output.add(name=name)
+            shown[weight.name] = (*shown.get(weight.name, ()), pair)
+    write_model(model, copy)
+    return shown
+
+
+def _rounding(weight: QuantizedWeight) -> Floats:
+    spacing = weight.scale if weight.spacing is None else weight.spacing
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rounded = np.where(spacing > 0, np.rint(weight.original / spacing) * spacing, weight.original)
+    return weight.original - rounded
+
+
+def _alike(node: onnx.NodeProto, inputs: Sequence[str], output: str) -> onnx.NodeProto:
+    made = type(node)()
+    made.CopyFrom(node)
+    made.name = output
+    made.input[:], made.output[:] = inputs, [output]
+    return made
